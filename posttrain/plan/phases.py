@@ -19,7 +19,7 @@ from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.plan.build import RolloutShapes, batch_of, train_programs
 from posttrain.stages.algorithm import algorithm_of
-from posttrain.stages.pair_inputs import pair_loss
+from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss
 from posttrain.train.optim import make_optimizer
 from posttrain.train.programs import TrainPrograms

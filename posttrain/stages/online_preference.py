@@ -24,7 +24,7 @@ from posttrain.stages.online import (
     make_policy_trainer,
     open_rollouts,
 )
-from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, loss_name, make_loss, shares_prompts
+from posttrain.stages.preference import PREFERENCE_LOSSES, loss_name, make_loss, shares_prompts
 from posttrain.stages.prompts import RolloutInputs, check_rewards, prepare_scored
 from posttrain.stages.watch import monitor_of
 

@@ -3,23 +3,286 @@ one, or a scalar head on the decoder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import jax
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from posttrain.batch import Batch
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
-from posttrain.config import PreferenceSection
+from posttrain.config import (
+    DatasetSection,
+    Flag,
+    Locator,
+    ModelSection,
+    OnlinePreferenceSection,
+    PairSection,
+    PreferenceSection,
+    RewardModelSection,
+)
+from posttrain.data.preference import is_paired, labelled_answers
 from posttrain.data.prefetch import Prefetch
+from posttrain.data.sources import checked_rows, each_row
+from posttrain.data.turns import stop_notes
 from posttrain.data.units import ComparisonBatches, Units
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.evaluation.pairs import PairEvaluation, metrics_of, with_margins
+from posttrain.kernels.attention import supports_parents
+from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.losses.kto import KTOLoss
+from posttrain.losses.pairs import Needs, PairLoss
+from posttrain.losses.preference import KINDS, PreferenceLoss
+from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
+from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
 from posttrain.models.decoder import Decoder
+from posttrain.runtime.files import cache_folder
 from posttrain.stages.context import HeldOut, StageRun
-from posttrain.stages.pair_inputs import PairInputs
+from posttrain.stages.inputs import EpochSource, Prepared, callable_of, describe_rows, rows_and_renderer
 from posttrain.train.trainer import Trainer
+from posttrain.user_code import is_object_spec
 from posttrain.weights.scalar_head import add_scalar_head, with_padding
 
+PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+    **{kind: (PreferenceLoss, {"kinds": (kind,)}) for kind in KINDS},
+    "kto": (KTOLoss, {"kind": "kto"}),
+    "apo_zero_unpaired": (KTOLoss, {"kind": "apo_zero_unpaired"}),
+    "orpo": (ORPOLoss, {}),
+    "cpo": (CPOLoss, {"kind": "sigmoid"}),
+    "cpo_hinge": (CPOLoss, {"kind": "hinge"}),
+    "cpo_ipo": (CPOLoss, {"kind": "ipo"}),
+    "simpo": (SimPOLoss, {}),
+}
+"""Loss class of each name, with the fields that the name sets."""
+
+REWARD_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+    "bradley_terry": (BradleyTerryLoss, {}),
+    "process": (ProcessLoss, {}),
+}
+
+LOSSES = {"preference": PREFERENCE_LOSSES, "reward_model": REWARD_LOSSES}
+"""Losses by stage kind."""
+
 CompleteBatch = Callable[[Batch], Batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairInputs:
+    """Inputs of preference and reward model stages."""
+
+    section: PreferenceSection | RewardModelSection
+    loss: Any
+    """Loss: a `PairLoss`."""
+    units: Units
+    eval_units: Units | None
+    dropped_ratio: float
+    """Share of dropped units."""
+
+    @property
+    def terms(self) -> Terms:
+        """Statistics that the loss needs beside log-probabilities."""
+        return Terms(squares=self.loss.needs.squares)
+
+    @property
+    def epoch_sources(self) -> Sequence[EpochSource]:
+        """Units over which `num_epochs` passes."""
+        return [EpochSource(self.section.dataset, self.units.rows, len(self.units), self.units.as_sequences)]
+
+
+def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[PairInputs, list[str]]:
+    """Load the inputs. Also returns a note per dataset with dropped units."""
+    loss = pair_loss(section)
+    if isinstance(section, PreferenceSection) and loss.needs.reference and section.reference != "live":
+        cache_folder("reference")
+    share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
+    made, ratios, notes = [], [], []
+    for dataset in section.all_datasets:
+        found = rows_and_renderer(dataset, prepared.tokenizer)
+        units = units_of(section, dataset, *found, loss, share_prompts=share_prompts)
+        chosen = checked_rows(len(units))
+        ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
+        made.append(units)
+        ratios.append(ratio)
+        notes += [*lines, *_stop_notes(section, units), *units.rows.notes]
+    inputs = PairInputs(
+        section=section,
+        loss=loss,
+        units=made[0],
+        eval_units=made[1] if len(made) > 1 else None,
+        dropped_ratio=ratios[0],
+    )
+    return inputs, notes
+
+
+def _stop_notes(section: PairSection, units: Units) -> list[str]:
+    """Warning about answers that no stop token ends; reward models do not learn to stop."""
+    if not isinstance(section, PreferenceSection):
+        return []
+    with units.rows.named(0) as row:
+        return stop_notes(units.renderer, [a.masked for a in labelled_answers(row, units.dataset, units.renderer)])
+
+
+def pair_loss(section: PreferenceSection | RewardModelSection) -> Any:
+    loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss"))
+    if isinstance(section, PreferenceSection) and section.reference is not None and not loss.needs.reference:
+        raise ConfigError(
+            f"reference: {section.reference} has no effect: the loss {loss_name(section.loss)} needs no reference; "
+            "remove it"
+        )
+    return loss
+
+
+def check_offline(section: PreferenceSection | RewardModelSection) -> None:
+    """Check everything that needs neither tokenizer nor rows."""
+    pair_loss(section)
+
+
+def describe(section: PreferenceSection | RewardModelSection, inputs: PairInputs | None, shards: int) -> str:
+    """Summarise the stage in one line."""
+    rows = "" if inputs is None else f"{len(inputs.units.rows):,} dataset rows, loss {loss_name(section.loss)}, "
+    return rows + describe_rows(section, shards)
+
+
+def loss_name(spec: str | Mapping[str, Any]) -> str:
+    """Name of a loss in the configuration: its kind, or its kinds."""
+    kind = spec if isinstance(spec, str) else spec.get("kind")
+    return " + ".join(map(str, kind)) if isinstance(kind, list | tuple) else str(kind)
+
+
+def make_loss(
+    spec: str | Mapping[str, Any], known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[Locator], Any]
+) -> Any:
+    """Make the loss of a configuration; `find` imports the class of `module:Class`. ConfigError for invalid
+    settings."""
+    settings = {"kind": spec} if isinstance(spec, str) else dict(spec)
+    kind = settings.pop("kind", None)
+    made, fixed = _named(kind, known, find)
+    if dataclasses.is_dataclass(made):
+        fields = [field.name for field in dataclasses.fields(made) if field.name not in fixed]
+        for name in settings:
+            if name not in fields:
+                raise ConfigError(
+                    f"loss: {name!r} is no setting of {kind}{did_you_mean(name, fields)}; known: {', '.join(fields)}"
+                )
+    values = {name: _as_declared(made, name, value) for name, value in settings.items()}
+    try:
+        loss = made(**fixed, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss: {error}") from error
+    if not isinstance(loss, PairLoss):
+        raise ConfigError(f"loss: {kind} does not declare its needs; add a property needs -> posttrain.Needs")
+    return loss
+
+
+def _as_declared(made: Any, name: str, value: Any) -> Any:
+    """Convert a value to the type of a dataclass field: YAML reads words and numbers such as `off` and 1e-3 as text."""
+    if not dataclasses.is_dataclass(made):
+        return _plain(value)
+    try:
+        declared = get_type_hints(made)[name]
+        checked = TypeAdapter(Flag if declared is bool else declared)
+    except (NameError, PydanticUserError):  # a user's type that does not exist at run time, or is unknown to pydantic
+        return _plain(value)
+    try:
+        return checked.validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"loss: {name}={value!r}: {error.errors()[0]['msg']}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value to the form that losses hold: YAML has lists, and writes 1 for 1.0."""
+    if isinstance(value, list):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _named(
+    kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[Locator], Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """Class of one loss kind, or of several DPO kinds, with the fields that the name sets."""
+    if isinstance(kind, str) and kind in known:
+        return known[kind]
+    if isinstance(kind, Locator) and is_object_spec(kind):
+        return find(kind), {}
+    names = list(kind) if isinstance(kind, list | tuple) else [kind]
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise ConfigError(
+            f"loss: kind {(wrong or [None])[0]!r} is unknown{did_you_mean(str((wrong or [None])[0]), known)}; "
+            f"there are {', '.join(known)}, or name your own as module:Class"
+        )
+    several = {name: known[name][0] for name in names}
+    if set(several.values()) != {PreferenceLoss}:
+        raise ConfigError(f"loss: kind {names}: several are only possible of {', '.join(KINDS)}")
+    return PreferenceLoss, {"kinds": tuple(names)}
+
+
+def shares_prompts(
+    section: PairSection | OnlinePreferenceSection, needs: Needs, model: ModelSection, *, mixture: bool
+) -> bool:
+    """Resolve `share_prompts`. ConfigError if it is set but not supported."""
+    if needs.rows not in ("pairs", "answers_and_others") or needs.prompts:
+        if section.share_prompts is True:
+            why = "has a weight on prompts" if needs.prompts else "takes one answer to a prompt"
+            raise ConfigError(f"share_prompts: true has no effect: the loss {why}; remove it")
+        return False
+    known = supports_parents(model.attention, jax.default_backend())
+    if section.share_prompts is True and model.attention != "auto" and not known:
+        raise ConfigError(
+            f"share_prompts: the kernel of model.attention={model.attention} does not support shared "
+            "prompts; use blockwise or auto, or remove share_prompts"
+        )
+    return known and not mixture if section.share_prompts == "auto" else section.share_prompts
+
+
+def units_of(
+    section: PairSection,
+    dataset: DatasetSection,
+    rows: Any,
+    renderer: Any,
+    loss: PairLoss,
+    *,
+    share_prompts: bool,
+) -> Units:
+    needs = loss.needs
+    if dataset.completion is not None and (needs.rows in ("pairs", "steps") or is_paired(rows.columns, dataset)):
+        raise ConfigError(
+            f"dataset.completion={dataset.completion!r} has no effect on {rows.name}: the answers are the columns "
+            + ("completions and labels" if needs.rows == "steps" else "chosen and rejected")
+            + "; remove it"
+        )
+    return Units(
+        section=section,
+        dataset=dataset,
+        rows=rows,
+        renderer=renderer,
+        kind=needs.rows,
+        weigh_prompts=needs.prompts,
+        margins=needs.margins,
+        share_prompts=share_prompts,
+    )
+
+
+def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str]]:
+    """Share of dropped units, and a note about them. ConfigError if all are dropped."""
+    found = list(left_out)
+    dropped = sum(found)
+    if dropped == len(found):
+        raise ConfigError(
+            f"every row of {units.rows.name} is dropped: longer than row_tokens={units.section.row_tokens}, or with "
+            "answers that are equal in it; raise row_tokens, or use different answers"
+        )
+    what = "rows" if len(units) == len(units.rows) else "answers"
+    checked = "" if len(found) == len(units) else " checked"
+    note = (
+        f"{dropped:,} of {len(found):,} {what}{checked} of {units.rows.name} are dropped: longer than "
+        f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers "
+        "are the same in it"
+    )
+    return dropped / len(found), [note] if dropped else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,23 +56,23 @@ def _distill() -> StageKind:
 
 
 def _preference() -> StageKind:
-    from posttrain.stages import pair_inputs, preference
+    from posttrain.stages import preference
 
     return StageKind(
-        prepare=pair_inputs.prepare,
-        check_offline=pair_inputs.check_offline,
-        describe=pair_inputs.describe,
+        prepare=preference.prepare,
+        check_offline=preference.check_offline,
+        describe=preference.describe,
         run=preference.run,
     )
 
 
 def _reward_model() -> StageKind:
-    from posttrain.stages import pair_inputs, preference
+    from posttrain.stages import preference
 
     return StageKind(
-        prepare=pair_inputs.prepare,
-        check_offline=pair_inputs.check_offline,
-        describe=pair_inputs.describe,
+        prepare=preference.prepare,
+        check_offline=preference.check_offline,
+        describe=preference.describe,
         run=preference.run_reward_model,
         load_model=preference.load_reward_model,
     )

@@ -16,7 +16,7 @@ from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
-from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, REWARD_LOSSES
+from posttrain.stages.preference import PREFERENCE_LOSSES, REWARD_LOSSES
 from posttrain.statistics import mean_interval, ratio_interval
 from posttrain.tree import Mean, replace
 from tests.losses.conftest import read_golden

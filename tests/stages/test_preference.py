@@ -25,7 +25,7 @@ from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss
 from posttrain.metrics import CompileCounter
 from posttrain.runs.prepare import prepare
-from posttrain.stages.pair_inputs import PairInputs, shares_prompts
+from posttrain.stages.preference import PairInputs, shares_prompts
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from tests.runs.test_resume import finish, kill_at
