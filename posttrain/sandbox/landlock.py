@@ -28,7 +28,7 @@ O_PATH = 0o10000000
 
 def version() -> int:
     """Version of the kernel's Landlock; 0 without."""
-    return max(_call(CREATE_RULESET, None, 0, 1), 0) if sys.platform == "linux" else 0
+    return max(call(CREATE_RULESET, None, 0, 1), 0) if sys.platform == "linux" else 0
 
 
 def restrict(*, read: Sequence[str], write: Sequence[str]) -> None:
@@ -39,13 +39,13 @@ def restrict(*, read: Sequence[str], write: Sequence[str]) -> None:
     known = version()
     rights = RIGHTS_BY_VERSION[min(known, len(RIGHTS_BY_VERSION) - 1)]
     attributes = struct.pack("<QQQ", rights, 0, SCOPES if known >= SCOPES_VERSION else 0)
-    ruleset = _call(CREATE_RULESET, attributes, 8 if known < 4 else 16 if known < SCOPES_VERSION else 24, 0)
+    ruleset = call(CREATE_RULESET, attributes, 8 if known < 4 else 16 if known < SCOPES_VERSION else 24, 0)
     if ruleset < 0:
         raise OSError(ctypes.get_errno(), "landlock: no ruleset")
     for paths, allowed in ((read, EXECUTE | READ_FILE | READ_DIR), (write, rights)):
         for path in paths:
             _allow(ruleset, path, allowed & rights)
-    if ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or _call(RESTRICT_SELF, ruleset, 0, 0) < 0:
+    if ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or call(RESTRICT_SELF, ruleset, 0, 0) < 0:
         raise OSError(ctypes.get_errno(), "landlock: the limits are refused")
     os.close(ruleset)
 
@@ -56,15 +56,16 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     except OSError:
         return
     rule = struct.pack("<Qi", rights if os.path.isdir(path) else rights & ON_FILES, descriptor)
-    failed = _call(ADD_RULE, ruleset, PATH_BENEATH, rule, 0) < 0
+    failed = call(ADD_RULE, ruleset, PATH_BENEATH, rule, 0) < 0
     os.close(descriptor)
     if failed:
         raise OSError(ctypes.get_errno(), f"landlock: no rule for {path}")
 
 
-def _call(number: int, *arguments: int | bytes | None) -> int:
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
+def call(number: int, *arguments: int | bytes | None) -> int:
+    """Result of a system call; negative: an error, which `ctypes.get_errno` tells."""
+    system = ctypes.CDLL(None, use_errno=True).syscall
+    system.restype = ctypes.c_long
     made = [ctypes.c_long(one) if isinstance(one, int) else ctypes.c_char_p(one) for one in arguments]
-    result: int = call(ctypes.c_long(number), *made)
+    result: int = system(ctypes.c_long(number), *made)
     return result

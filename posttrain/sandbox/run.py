@@ -22,7 +22,6 @@ from posttrain.errors import RunError
 GRACE_S = 10.0
 """Seconds after the deadline in which the supervisor must have killed everything."""
 PROGRAM = "import sys; sys.path.insert(0, {root!r}); from posttrain.sandbox.supervisor import main; sys.path.pop(0); "
-MAIN = "main.py"
 UNPROTECTED = {
     "network": "it can reach the network",
     "files": "it can read and write files outside of its scratch folder",
@@ -81,8 +80,7 @@ def run_python(
     may_fork: bool = False,
 ) -> Result:
     """Run a Python program, as `run` does a command, with this interpreter's packages."""
-    all_files = {**(files or {}), MAIN: source}
-    return _run(list(argv), MAIN, all_files, stdin, timeout_s, memory_mib, file_mib, output_kib, may_fork)
+    return _run(list(argv), source, files or {}, stdin, timeout_s, memory_mib, file_mib, output_kib, may_fork)
 
 
 def run_test(
@@ -108,8 +106,8 @@ def run_test(
     pipes = [*ask, *answer]
     try:
         with (
-            _job([], MAIN, {**(program_files or {}), MAIN: program}, timeout_s, *given[:2], False) as served,
-            _job([], MAIN, {**(test_files or {}), MAIN: test}, timeout_s, *given[:2], False) as tested,
+            _job([], program, program_files or {}, timeout_s, *given[:2], False) as served,
+            _job([], test, test_files or {}, timeout_s, *given[:2], False) as tested,
         ):
             folder = str(served["folder"])
             process, report = start(
@@ -147,7 +145,7 @@ def missing_protections() -> tuple[str, ...]:
 
 def _run(
     argv: list[str],
-    python: str | None,
+    source: str | None,
     files: Mapping[str, str | bytes],
     stdin: str,
     timeout_s: float,
@@ -156,24 +154,33 @@ def _run(
     output_kib: int,
     may_fork: bool,
 ) -> Result:
-    with _job(argv, python, files, timeout_s, memory_mib, file_mib, may_fork) as job:
+    with _job(argv, source, files, timeout_s, memory_mib, file_mib, may_fork) as job:
         return _supervise(job, stdin.encode(), timeout_s, output_kib * 1024)
 
 
 @contextlib.contextmanager
 def _job(
     argv: list[str],
-    python: str | None,
+    source: str | None,
     files: Mapping[str, str | bytes],
     timeout_s: float,
     memory_mib: int,
     file_mib: int,
     may_fork: bool,
 ) -> Iterator[dict[str, object]]:
-    """Job of a supervisor with a scratch folder of its own, which is removed in the end."""
-    folder = Path(tempfile.mkdtemp(prefix="posttrain-sandbox-")).resolve()
+    """Job of a supervisor with a scratch folder of its own, which is removed in the end. `source`: of a Python program,
+    instead of a command."""
+    # Modes of what is inside are the program's, those of the outer folder keep other users out.
+    outer = Path(tempfile.mkdtemp(prefix="posttrain-sandbox-")).resolve()
+    folder = outer / "work"
     try:
+        folder.mkdir()
         _write(folder, files)
+        python = None
+        if source is not None:
+            names = (f"main{'_' * count}.py" for count in itertools.count())
+            python = next(name for name in names if not (folder / name).exists())
+            _write(folder, {python: source})
         yield {
             "argv": argv,
             "python": python,
@@ -186,7 +193,7 @@ def _job(
             "peer": None,
         }
     finally:
-        _remove(folder)
+        _remove(outer)
 
 
 def _write(folder: Path, files: Mapping[str, str | bytes]) -> None:

@@ -1,5 +1,5 @@
-"""System call filter (seccomp): no sockets, no signals to others, no changes of modes, owners and priorities, no memory
-beyond the limits and, if wanted, no further processes."""
+"""System call filter (seccomp): no sockets, no signals to others, no changes of priorities, no memory beyond the limits
+and, if wanted, no further processes and no changes of modes, times and owners."""
 
 from __future__ import annotations
 
@@ -68,6 +68,19 @@ REFUSED: dict[int, dict[str, tuple[int | None, int | None]]] = {
     errno.EPERM: {
         "setpriority": (141, 140),
         "ioprio_set": (251, 30),
+    },
+    errno.ENOSYS: {
+        # It could open sockets past this filter.
+        "io_uring_setup": (425, 425),
+        # Flags of clone3 stand in memory, which a filter cannot read; libraries go on with clone.
+        "clone3": (435, 435),
+        "memfd_create": (319, 279),
+        "memfd_secret": (447, 447),
+    },
+}
+"""Calls that are refused, by the error that they return."""
+METADATA: dict[int, dict[str, tuple[int | None, int | None]]] = {
+    errno.EPERM: {
         "chown": (92, None),
         "fchown": (93, 55),
         "lchown": (94, None),
@@ -84,16 +97,6 @@ REFUSED: dict[int, dict[str, tuple[int | None, int | None]]] = {
         "fremovexattr": (199, 16),
         "removexattrat": (466, 466),
     },
-    errno.ENOSYS: {
-        # It could open sockets past this filter.
-        "io_uring_setup": (425, 425),
-        # Flags of clone3 stand in memory, which a filter cannot read; libraries go on with clone.
-        "clone3": (435, 435),
-        "memfd_create": (319, 279),
-        "memfd_secret": (447, 447),
-    },
-    # Landlock knows no right to change modes and times, and paths cannot be read here: nothing changes anywhere, but
-    # programs that copy and unpack files in their own folder go on.
     0: {
         "chmod": (90, None),
         "fchmod": (91, 52),
@@ -105,7 +108,8 @@ REFUSED: dict[int, dict[str, tuple[int | None, int | None]]] = {
         "utimensat": (280, 88),
     },
 }
-"""Calls that have no effect, by the error that they return; 0: none."""
+"""Calls without effect where files outside of the scratch folder are not mounted read-only: Landlock knows no right for
+them, and paths cannot be read here. By the error that they return; 0: none, so that programs that copy files go on."""
 OWNERS = {"fcntl": (8, 15), "ioctl": (0x8901, 0x8902)}
 """Commands that give a descriptor an owner: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP."""
 SOCK_TYPE, SOCK_STREAM = 0xF, 1
@@ -120,9 +124,12 @@ def is_available() -> bool:
     return ctypes.CDLL(None).prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
 
 
-def restrict(*, may_fork: bool) -> None:
-    """Install the filter for this process and all that it starts. OSError if the kernel refuses."""
-    program = b"".join(struct.pack("<HBBI", *line) for line in _program(os.getpid(), may_fork))
+def restrict(*, may_fork: bool, read_only: bool) -> None:
+    """Install the filter for this process and all that it starts. OSError if the kernel refuses.
+
+    `read_only`: files outside of the scratch folder are mounted so.
+    """
+    program = b"".join(struct.pack("<HBBI", *line) for line in _program(os.getpid(), may_fork, read_only))
     buffer = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer)))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -137,14 +144,14 @@ Line = tuple[int, int, int, int]
 """Instruction of the filter: code, lines to skip if true and if false, operand."""
 
 
-def _program(own: int, may_fork: bool) -> list[Line]:
+def _program(own: int, may_fork: bool, read_only: bool) -> list[Line]:
     machine = os.uname().machine
     arch = AUDIT_ARCH[machine]
     column = 0 if machine == "x86_64" else 1
     numbers = {name: found for name, pair in CALLS.items() if (found := pair[column]) is not None}
     lines: list[Line] = [(LOAD, 0, 0, ARCH_AT), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER_AT)]
     lines += [(AT_LEAST, 0, 1, X32_BIT), (RETURN, 0, 0, KILL)]
-    for error, calls in REFUSED.items():
+    for error, calls in (*REFUSED.items(), *(() if read_only else METADATA.items())):
         for pair in calls.values():
             if (number := pair[column]) is not None:
                 lines += [(EQUAL, 0, 1, number), _refuse(error)]

@@ -8,6 +8,7 @@ import marshal
 import os
 import resource
 import signal
+import struct
 import sys
 import time
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 24, 36
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
 CAPABILITY_VERSION, LAST_CAPABILITY = 0x20080522, 40
+CLONE_NEWNS, MS_PRIVATE, AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = 0x20000, 1 << 18, -100, 0x1000, 0x8000
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
+"""System calls; their numbers are the same on all architectures."""
+OPEN_TREE_CLONE, MOVE_MOUNT_EMPTY_PATH = 1, 4
+READ_ONLY, NO_SETUID, NO_DEVICES = 1, 2, 4
+"""Attributes of mounts."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 OPEN_FILES = 256
@@ -43,6 +50,7 @@ def main() -> None:
     if os.getppid() != job["parent"]:
         os._exit(1)
     namespaces = job["confined"] and _enter_namespaces()
+    job["read_only"] = read_only = namespaces and _mount_read_only(job["folder"])
     end = time.monotonic() + job["timeout_s"]
     code_of, code_to = os.pipe()
     pid = os.fork()
@@ -59,20 +67,20 @@ def main() -> None:
     code = None if status is None else os.waitstatus_to_exitcode(status)
     if namespaces and code == 0:
         code = int(os.read(code_of, 16))
-    missing = [name for name, there in _protections(namespaces, job["may_fork"]).items() if not there]
+    missing = [name for name, there in _protections(namespaces, read_only, job["may_fork"]).items() if not there]
     os.write(report, marshal.dumps({"code": code, "timed_out": status is None, "missing": missing}))
     os._exit(0)
 
 
-def _protections(namespaces: bool, may_fork: bool) -> dict[str, bool]:
+def _protections(namespaces: bool, read_only: bool, may_fork: bool) -> dict[str, bool]:
     """Tell which protections a program has, by the names of `posttrain.sandbox.run.UNPROTECTED`."""
     calls = seccomp.is_available()
     own_signals = calls and (not may_fork or landlock.version() >= landlock.SCOPES_VERSION)
     return {
         "network": namespaces or calls,
         "files": landlock.version() > 0,
-        "truncation": landlock.version() >= landlock.TRUNCATE_VERSION,
-        "modes": calls,
+        "truncation": read_only or landlock.version() >= landlock.TRUNCATE_VERSION,
+        "modes": read_only or calls,
         "memory": calls,
         "priorities": namespaces or calls,
         "processes": namespaces or own_signals,
@@ -87,8 +95,32 @@ def _enter_namespaces() -> bool:
     if ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC):
         return False
     for file, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{file}", "w", encoding="ascii") as opened:
-            opened.write(text)
+        try:
+            with open(f"/proc/self/{file}", "w", encoding="ascii") as opened:
+                opened.write(text)
+        except OSError:  # some systems grant namespaces without rights in them; programs then see no name of their user
+            break
+    return True
+
+
+def _mount_read_only(folder: str) -> bool:
+    """Make all files but those of a folder read-only for this process and its children, modes and times as well, and
+    setuid without effect. False where mounts are refused."""
+    if ctypes.CDLL(None).unshare(CLONE_NEWNS):
+        return False
+    path = os.fsencode(folder)
+    mount = landlock.call(OPEN_TREE, AT_FDCWD, path, OPEN_TREE_CLONE | os.O_CLOEXEC)
+    everywhere = struct.pack("<QQQQ", READ_ONLY | NO_SETUID, 0, MS_PRIVATE, 0)
+    if (
+        mount < 0
+        or landlock.call(MOVE_MOUNT, mount, b"", AT_FDCWD, path, MOVE_MOUNT_EMPTY_PATH)
+        or landlock.call(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, everywhere, len(everywhere))
+    ):
+        return False
+    inside = struct.pack("<QQQQ", NO_SETUID | NO_DEVICES, READ_ONLY, 0, 0)
+    if landlock.call(MOUNT_SETATTR, mount, b"", AT_EMPTY_PATH, inside, len(inside)):
+        raise OSError(ctypes.get_errno(), f"sandbox: {folder} cannot be made writable")
+    os.close(mount)
     return True
 
 
@@ -190,7 +222,7 @@ def _confine(job: dict[str, Any]) -> None:
         header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
         ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
     if seccomp.is_available():
-        seccomp.restrict(may_fork=job["may_fork"])
+        seccomp.restrict(may_fork=job["may_fork"], read_only=job["read_only"])
 
 
 def _execute(job: dict[str, Any]) -> None:

@@ -198,6 +198,12 @@ def test_what_crosses_between_test_and_program() -> None:
     """Values of all plain classes, changed arguments, callbacks, objects, iterators, output and exceptions."""
     found = run_test(PROGRAM, TEST, timeout_s=20.0)
     assert found.code == 0, found.stderr
+    # A file of the program may have any name.
+    files = {"main.py": "def f(): return 2", "main_.py": "from main import f"}
+    test = "import main, main_, other\nassert main.f() == main_.f() == f() == 2 and other.g() == 3"
+    modules = {"program_files": files, "test_files": {**files, "other.py": "def g(): return 3"}}
+    found = run_test("from main_ import f", test, modules=["main", "main_"], timeout_s=20.0, **modules)
+    assert found.code == 0, found.stderr
 
 
 def test_programs_and_their_output() -> None:
