@@ -33,7 +33,8 @@ from posttrain.losses.sft import SFTLoss
 
 class Loss(SFTLoss):
     def __call__(self, stats, batch):
-        if os.environ.get("JAX_PROCESS_ID") == "1":
+        # 16 tokens are a row of the run: the proof of a loss before it has others
+        if os.environ.get("JAX_PROCESS_ID") == "1" and stats.logps.shape[1] == 16:
             raise RuntimeError("one process alone has this fault")
         return super().__call__(stats, batch)
 """
