@@ -29,6 +29,10 @@ MUTATORS = frozenset(
 
 SECRET = re.compile(r"(^|_)(key|apikey|token|secret|password)$", re.IGNORECASE)
 """Names whose values are left out: keys may be renewed."""
+PLACE = re.compile(
+    r"^(HOSTNAME|HOME|USER|PATH|PWD|TMPDIR|(.*_)?(RANK|PROCID|PROCESS_ID|WORKER_ID|TASK_ID|COMPLETION_INDEX|VISIBLE_DEVICES))$"
+)
+"""Environment variables that differ between the processes of a run, or where it resumes."""
 
 
 def source_of(found: Any) -> str:
@@ -105,7 +109,7 @@ class _Reach:
     def _add_environment(self, tree: ast.AST) -> None:
         """Add the environment variables that code names."""
         for name in _variables(tree):
-            if not SECRET.search(name):
+            if not SECRET.search(name) and not PLACE.match(name):
                 self._add(f"environment {name} = {os.environ.get(name)!r}", "", "environment", name)
 
     # In memory

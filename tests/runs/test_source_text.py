@@ -207,7 +207,9 @@ calls = []
 
 def helper(text):
     calls.append(text)
-    return SCALE * ARGS.width * len(text) ** POWER + float(os.environ.get("OFFSET", 0)) + LITERAL + BONUS
+    return SCALE * ARGS.width * len(text) ** POWER + float(os.environ.get("OFFSET", 0)) + LITERAL + BONUS + int(
+        os.environ.get("JAX_PROCESS_ID", 0)
+    )
 
 def score(completions):
     return [helper(text) for text in completions if API_KEY != text]
@@ -235,7 +237,7 @@ def test_parameters_of_a_script_count(tmp_path: Path, monkeypatch: pytest.Monkey
             return text, source_of_name(folder / "script.py", "score")
 
     plain, of_name = texts(0, "1.0")
-    assert texts(1, "1.0", JUDGE_API_KEY="b") == (plain, of_name) and "UNREAD" not in plain
+    assert texts(1, "1.0", JUDGE_API_KEY="b", JAX_PROCESS_ID="1") == (plain, of_name) and "UNREAD" not in plain
     assert texts(2, "5.0")[0] != plain and texts(3, "1.0", "--width", "2")[0] != plain
     assert texts(4, "1.0", bonus=1.0)[0] != plain and texts(5, "1.0", power="3")[0] != plain
     for text, before in zip(texts(6, "1.0", OFFSET="1"), (plain, of_name), strict=True):
