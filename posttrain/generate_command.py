@@ -105,14 +105,21 @@ def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder,
         from posttrain.config.locator import Locator
 
         raise ConfigError(f"model {model}: no such folder{Locator(model).suggestion}")
-    from posttrain.data.tokenizer import load_tokenizer
+    from posttrain.data.tokenizer import load_tokenizer, model_end_ids
     from posttrain.models.hf import add_family
-    from posttrain.weights.load import load_model
+    from posttrain.weights.load import load_model, vocabulary_of
+    from posttrain.weights.locate import check_added_tokens, own_tokenizer
 
     if family is not None:
         add_family(family)
-    tokenizer = load_tokenizer(model)
-    return load_model(model, adapter=adapter), tokenizer
+    own = None if adapter is None else own_tokenizer(adapter)
+    tokenizer = load_tokenizer(own or model)
+    if own is not None:
+        tokenizer = tokenizer.with_stop_ids(model_end_ids(model))
+    loaded = load_model(model, adapter=adapter)
+    if adapter is not None and loaded.config.resized:
+        check_added_tokens(tokenizer, adapter, vocabulary_of(model), loaded.config.vocab_size, named=False)
+    return loaded, tokenizer
 
 
 def _template_args(text: str | None) -> dict[str, Any]:

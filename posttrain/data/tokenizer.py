@@ -35,6 +35,7 @@ COPIED = (
     "spiece.model",
 )
 """Files that a tokenizer is read from, which `save` copies."""
+ADD_ROWS = "give the model rows for added tokens: transformers' model.resize_token_embeddings(len(tokenizer))"
 ANY_CLASS = "PreTrainedTokenizerFast"
 """Tokenizer class that every version of transformers knows."""
 
@@ -131,7 +132,7 @@ class Tokenizer:
             token = max(tokens)
             raise ConfigError(
                 f"token {self.hf.convert_ids_to_tokens(token)!r} has id {token}, but the model's embedding has only "
-                f"{self.num_rows} rows; leave the text out, or use a tokenizer and a model that belong together"
+                f"{self.num_rows} rows; leave the text out, or {ADD_ROWS}"
             )
         return tokens
 

@@ -78,6 +78,8 @@ def export(
             save_model(model, unproved, tokenizer=tokenizer)
         else:
             save_adapter(model, unproved, base=base)
+            if model.config.resized:
+                tokenizer.save(unproved)
         proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
         if base is None and stage.path is not None:
             proof = replace(proof, tensors=_compare_tensors(model, unproved, find_folder(stage.path)))
@@ -92,6 +94,8 @@ def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
     """Compare the written tensors with the source checkpoint of the run, and describe the result."""
     if read_json(source / "config.json").get("model_type") != model.config.model_type:
         return "not compared with the source, which is a multimodal model"
+    if is_quantized(model) and model.config.resized:
+        return "not compared with the source, whose tables of tokens the adapter replaces, for the base is quantized"
     if is_quantized(model):
         told = compare_with_source(folder, source, None, trained=True)
         return f"{told}; their values are not compared, for the base is quantized"

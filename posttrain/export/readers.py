@@ -22,7 +22,7 @@ from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.weights.files import find_folder, read_json
-from posttrain.weights.load import load_model
+from posttrain.weights.load import load_model, vocabulary_of
 from posttrain.weights.state import ModelWeights
 
 Reader = Literal["transformers", "posttrain"]
@@ -205,6 +205,8 @@ def _loaded_by_transformers(folder: Path, base: str | None, *, scores: bool) -> 
         if base is not None:
             from peft import PeftModel
 
+            if (rows := vocabulary_of(base, folder)) != model.get_input_embeddings().num_embeddings:
+                model.resize_token_embeddings(rows, mean_resizing=False)
             with warnings.catch_warnings():
                 # PEFT and transformers of one month may not agree on names yet.
                 warnings.simplefilter("ignore", FutureWarning)

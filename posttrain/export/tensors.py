@@ -65,6 +65,9 @@ def compare_with_source(folder: Path, source: Path, adapter: Path | None, *, tra
     with the adapter added.
     """
     ours, theirs = stored(folder), _expected(source, folder)
+    # What an adapter saves whole replaces the source's.
+    saved = {} if adapter is None else {_saved_name(n): t for n, t in stored(adapter).items() if ".lora_" not in n}
+    theirs |= {name: tensor for name, tensor in saved.items() if name in theirs}
     faults = [f"{name} is missing" for name in sorted(theirs.keys() - ours.keys())]
     faults += [f"{name} is not in the source" for name in sorted(ours.keys() - theirs.keys() - {"score.weight"})]
     both = sorted(ours.keys() & theirs.keys())
@@ -79,18 +82,11 @@ def compare_with_source(folder: Path, source: Path, adapter: Path | None, *, tra
     if trained:
         return f"{len(both)} tensors have the names and shapes of the source"
     deltas = {} if adapter is None else dict(_deltas(adapter, ours))
-    saved = (
-        set()
-        if adapter is None
-        else {n.removeprefix("base_model.model.") for n in stored(adapter) if ".lora_" not in n}
-    )
     added = 0
     for name in same:
         other = theirs[name]
         assert other is not None
         delta = deltas.pop(name.removesuffix(".weight"), None)
-        if name in saved:
-            continue
         if delta is None and ours[name].kind == other.kind and ours[name].content() != other.content():
             faults.append(f"{name} is changed, though nothing trained it")
         elif delta is not None:
@@ -123,6 +119,10 @@ def _expected(source: Path, folder: Path) -> dict[str, Stored | None]:
     if config.get("tie_word_embeddings") or scores:
         found.pop("lm_head.weight", None)
     return found
+
+
+def _saved_name(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _deltas(adapter: Path, written: Mapping[str, Stored]) -> Iterator[tuple[str, np.ndarray]]:

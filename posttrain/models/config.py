@@ -202,6 +202,8 @@ class ModelConfig:
     num_tokens: int | None = None
     """Number of ids with a token: embedding rows from here on are padding with probability 0 in trainer and sampler.
     None: every row has a token."""
+    resized: bool = False
+    """An adapter brought embedding and head, with the rows of added tokens, in place of its base's."""
     layer_inputs: LayerInputsConfig | None = None
     scalar_head: bool = False
     """Scalar head instead of logits (one number per token): a reward model."""

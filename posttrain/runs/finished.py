@@ -16,7 +16,7 @@ from posttrain.stages.context import StageRun, read_source
 from posttrain.stages.devices import RoleDevices
 from posttrain.stages.table import stage_names
 from posttrain.train.loop import StopRequest
-from posttrain.weights.locate import run_tokenizer, tokenizer_name
+from posttrain.weights.locate import own_tokenizer, run_tokenizer, tokenizer_name
 
 
 def find_stage(run: Path) -> tuple[Path, str]:
@@ -40,9 +40,10 @@ def tokenizer_of(output: Path, name: str, config: RunConfig) -> Tokenizer:
     saved, clock = output / name / "model", run_clock(output)
     if saved.is_dir():
         return load_tokenizer(saved).at(clock)
-    source, _ = read_source(output / name)
+    source, adapter = read_source(output / name)
     from_source = config.model.tokenizer is None and source is not None
-    folder = source if from_source and source is not None else tokenizer_name(config.model)
+    own = own_tokenizer(adapter) if from_source and adapter is not None else None
+    folder = own or (source if from_source and source is not None else tokenizer_name(config.model))
     return run_tokenizer(folder, config.model).at(clock)
 
 

@@ -16,7 +16,7 @@ from posttrain.config import (
     TrainSection,
 )
 from posttrain.data.files import files_note
-from posttrain.data.tokenizer import Tokenizer
+from posttrain.data.tokenizer import ADD_ROWS, Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
@@ -27,9 +27,11 @@ from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.table import STAGES, naming_stage, stage_names
-from posttrain.weights.load import check_adapter, check_lora, check_weights
+from posttrain.weights.load import check_adapter, check_lora, check_weights, with_adapter
 from posttrain.weights.locate import (
     ModelFiles,
+    check_added_tokens,
+    own_tokenizer,
     refuse_misspelt,
     run_tokenizer,
     tokenizer_name,
@@ -122,17 +124,21 @@ def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:
     _check_weights(files)
     if model.scalar_head and not all(isinstance(section, RewardModelSection) for section in config.stages):
         raise ConfigError(f"model.path: {config.model.path} is a reward model, which cannot generate")
-    if tokenizer is not None:
-        prepared.files = replace(files, tokenizer=tokenizer.for_model(model.vocab_size))
+    if config.model.adapter is not None:
+        model = _check_adapter(prepared, model)
+    sized = None if tokenizer is None else tokenizer.for_model(model.vocab_size)
+    prepared.files = replace(files, config=model, tokenizer=sized)
     if config.model.lora is not None and (reason := check_lora(model, config.model.lora, config.model.quantize)):
         prepared.notes.append(f"model.lora: {reason}; of this adapter there is only export --to merged")
-    if config.model.adapter is not None:
-        _check_adapter(prepared, model)
     if config.model.tokenizer is not None and tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"model.tokenizer: {config.model.tokenizer} has {tokenizer.vocab_size} tokens, the model only "
             f"{model.vocab_size}; "
-            + ("raise model.init.vocab_size" if config.model.init is not None else "give the model's own tokenizer")
+            + (
+                "raise model.init.vocab_size"
+                if config.model.init is not None
+                else "give the model's own, or " + ADD_ROWS
+            )
         )
     prepared.notes += check_kernels(config, model, here=not offline_ok)
     for index, section in enumerate(config.stages):
@@ -145,19 +151,27 @@ def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:
             _check_mixture(section, model, adapter=adapter)
 
 
-def _check_adapter(prepared: Prepared, model: ModelConfig) -> None:
-    adapter = prepared.config.model.adapter
+def _check_adapter(prepared: Prepared, base: ModelConfig) -> ModelConfig:
+    """Check the adapter against its base; return the configuration of both."""
+    adapter, wrapper, tokenizer = prepared.config.model.adapter, prepared.files.wrapper, prepared.files.tokenizer
     assert adapter is not None
     reward = all(isinstance(stage, RewardModelSection) for stage in prepared.config.stages)
     try:
         if unreachable(adapter.resolved):
             prepared.notes.append(f"not checked, no network: model.adapter {adapter}, which run downloads")
-            return
-        absent = check_adapter(model, adapter.resolved, prepared.files.wrapper, reward=reward)
+            return base
+        model = with_adapter(base, adapter.resolved, wrapper)
+        absent = check_adapter(model, adapter.resolved, wrapper, reward=reward)
+        if tokenizer is not None and model.resized:
+            named = prepared.config.model.tokenizer is not None
+            check_added_tokens(tokenizer, adapter.resolved, base.vocab_size, model.vocab_size, named=named)
     except ConfigError as error:
         raise ConfigError(f"model.adapter: {error}") from error
+    if prepared.config.model.tokenizer is None and own_tokenizer(adapter.resolved) is not None:
+        prepared.notes.append(f"model.adapter: the tokenizer is that of {adapter}; for another set model.tokenizer")
     if absent:
         prepared.notes.append(f"model.adapter: the model has no {', '.join(absent)} of its target_modules; ignored")
+    return model
 
 
 def _context_of(section: ModelSection, model: ModelConfig) -> str:

@@ -125,6 +125,12 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
     whole = stage.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
     start: dict[str, Any] = {} if settings.path is None else {"source": None, "source_name": settings.path.resolved}
     model = replace(stage, mesh=mesh, model=whole, adapter=None, **start).load_model()
+    ids, rows = stage.tokenizer.num_ids, model.config.vocab_size
+    if rows < min(ids, stage.tokenizer.num_rows or ids):
+        raise ConfigError(
+            f"critic: its model has {rows:,} rows for tokens, and the actor's tokens need more; set critic.path to a "
+            "model with the actor's tokenizer"
+        )
     add_scalar_head(model, seed=stage.seed, mesh=mesh)
     trainer = Trainer(
         model,

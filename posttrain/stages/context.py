@@ -21,7 +21,6 @@ from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.models.adapter import without_dropout
 from posttrain.models.decoder import Decoder
-from posttrain.models.hf import config_from_hf
 from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
 from posttrain.stages.devices import RoleDevices
@@ -36,8 +35,8 @@ from posttrain.train.loop import Every, Resumable, StopRequest, TrainingLoop, ch
 from posttrain.train.optim import make_optimizer, make_schedule
 from posttrain.train.programs import Refuse
 from posttrain.train.trainer import Trainer
-from posttrain.weights.files import find_folder, read_json
-from posttrain.weights.load import init_model, load_model
+from posttrain.weights.files import find_folder
+from posttrain.weights.load import init_model, load_model, vocabulary_of
 from posttrain.weights.locate import RANDOM_WEIGHTS, Origin, origin_of_adapter, origin_of_folder, origin_of_init
 from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.weights.save import SavedTokenizer, save_model
@@ -113,7 +112,7 @@ class StageRun:
         if self.path is None:
             model = init_model(self._init, **common)
         else:
-            num_tokens = self._num_tokens(self.path)
+            num_tokens = self._num_tokens(vocabulary_of(self.path, self.adapter))
             own: dict[str, Any] = {
                 "long_context": m.long_context,
                 "num_tokens": num_tokens,
@@ -161,9 +160,8 @@ class StageRun:
             offload_optimizer=offload_optimizer,
         )
 
-    def _num_tokens(self, path: str | Path) -> int | None:
+    def _num_tokens(self, rows: int) -> int | None:
         """Number of embedding rows that are tokens; None: all, or more tokens than rows."""
-        rows = config_from_hf(read_json(find_folder(path) / "config.json")).vocab_size
         ids = self.tokenizer.num_ids
         if ids == rows:
             return None

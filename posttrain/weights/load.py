@@ -21,6 +21,7 @@ from jax.stages import Wrapped
 from jax.typing import DTypeLike
 
 from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat
+from posttrain.data.tokenizer import ADD_ROWS
 from posttrain.errors import ConfigError
 from posttrain.mesh import RULES, TILES, VOCAB, param_sharding
 from posttrain.models import hf
@@ -77,7 +78,7 @@ def load_model(
     config, wrapper = _described(folder, long_context=long_context)
     if (folder / GENERATION).is_file():
         config = replace(config, generation_json=json.dumps(read_json(folder / GENERATION)))
-    config = with_tokens(config, num_tokens)
+    wanted = with_tokens(with_adapter(config, adapter, wrapper), num_tokens)
     names = hf.family(config.model_type).NAMES
     with ExitStack() as stack:
         checkpoint = Checkpoint(folder, stack, *([wrapper.text_name] if wrapper else []))
@@ -103,6 +104,7 @@ def load_model(
         attach_lora(model, lora, seed=secrets.randbits(31) if seed is None else seed, mesh=mesh)
     if adapter is not None:
         peft_load.load_adapter(model, adapter, mesh=mesh, text_name=wrapper.text_name if wrapper else None)
+    model.config = replace(model.config, num_tokens=wanted.num_tokens)
     return model
 
 
@@ -234,6 +236,20 @@ def check_adapter(config: ModelConfig, adapter: str | Path, wrapper: hf.Wrapper 
     return peft_load.absent_targets(outline, adapter)
 
 
+def with_adapter(config: ModelConfig, adapter: str | Path | None, wrapper: hf.Wrapper | None) -> ModelConfig:
+    """Set the vocabulary of a PEFT adapter: where its author added tokens, another than its base's."""
+    if adapter is None:
+        return config
+    outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
+    return peft_load.adapted_config(outline, adapter, wrapper.text_name if wrapper else None)
+
+
+def vocabulary_of(path: str | Path, adapter: str | Path | None = None) -> int:
+    """Rows of the embedding of a model with an adapter, from the files' headers."""
+    config, wrapper = _described(find_folder(path), long_context=False)
+    return with_adapter(config, adapter, wrapper).vocab_size
+
+
 def with_tokens(config: ModelConfig, num_tokens: int | None) -> ModelConfig:
     """Set the tokenizer's number of ids. Raises ConfigError if the embedding has fewer rows."""
     if num_tokens is None or num_tokens == config.vocab_size:
@@ -241,7 +257,7 @@ def with_tokens(config: ModelConfig, num_tokens: int | None) -> ModelConfig:
     if num_tokens > config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {num_tokens:,} token ids, the model's embedding only {config.vocab_size:,} rows; "
-            "give the model's own tokenizer"
+            f"give the model's own tokenizer, or {ADD_ROWS}"
         )
     return replace(config, num_tokens=num_tokens)
 

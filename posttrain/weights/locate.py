@@ -12,13 +12,13 @@ from typing import Any
 from posttrain.config import Locator, ModelSection
 from posttrain.data.files import file_kind
 from posttrain.data.templates import shipped_templates
-from posttrain.data.tokenizer import Tokenizer, end_ids, load_tokenizer, model_end_ids
+from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, end_ids, load_tokenizer, model_end_ids
 from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.user_code import is_object_spec
-from posttrain.weights.files import read_json
+from posttrain.weights.files import find_folder, read_json
 
 SAMPLED_BLOCKS = 256
 BLOCK_BYTES = 4096
@@ -119,13 +119,39 @@ def refuse_misspelt(field: str, name: Locator) -> None:
 
 
 def tokenizer_name(section: ModelSection) -> str:
-    """Absolute folder or hub id of the tokenizer, or `bytes`."""
-    name = section.tokenizer or section.path
+    """Absolute folder or hub id of the tokenizer, or `bytes`; the adapter's own, if its folder has one."""
+    field, name = ("path", section.path) if section.tokenizer is None else ("tokenizer", section.tokenizer)
     assert name is not None
     try:
-        return "bytes" if name == "bytes" else name.resolved
+        resolved = "bytes" if name == "bytes" else name.resolved
+        if section.tokenizer is None and section.adapter is not None:
+            field = "adapter"
+            return str(own_tokenizer(section.adapter.resolved) or resolved)
     except ConfigError as error:
-        raise ConfigError(f"model.{'path' if section.tokenizer is None else 'tokenizer'}: {error}") from error
+        raise ConfigError(f"model.{field}: {error}") from error
+    return resolved
+
+
+def own_tokenizer(adapter: str) -> Path | None:
+    """Folder of a PEFT adapter that has a tokenizer, such as one with added tokens; None without one."""
+    folder = None if unreachable(adapter) else find_folder(adapter)
+    there = folder is not None and any((folder / file).is_file() for file in TOKENIZER_FILES)
+    return folder if there else None
+
+
+def check_added_tokens(tokenizer: Tokenizer, adapter: str, base_rows: int, rows: int, *, named: bool) -> None:
+    """Raises ConfigError unless a tokenizer has the tokens for which an adapter resized its base's embedding.
+
+    `named`: the user chose the tokenizer.
+    """
+    ids = tokenizer.num_ids
+    known = named or ids == rows or own_tokenizer(adapter) is not None
+    if not known or ids > rows or rows > base_rows >= ids:
+        raise ConfigError(
+            f"{adapter}: added tokens gave the embedding {rows} rows in place of the base's {base_rows}, and the "
+            f"tokenizer {tokenizer.name} has {ids} ids; set model.tokenizer to the one that the adapter was trained "
+            "with, or put its files into the adapter's folder"
+        )
 
 
 def run_tokenizer(name: str | Path, section: ModelSection) -> Tokenizer:
@@ -150,7 +176,7 @@ def _end_ids(section: ModelSection) -> list[int]:
     """
     if section.init is not None:
         return end_ids(section.init)
-    if section.path is None or section.tokenizer is None:
+    if section.path is None or (section.tokenizer is None and section.adapter is None):
         return []
     try:
         path = section.path.resolved

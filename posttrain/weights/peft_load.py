@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
 from posttrain.errors import ConfigError
+from posttrain.mesh import VOCAB, param_sharding
 from posttrain.models.adapter import column_norms
+from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import CheckpointTensor
 from posttrain.runtime import processes
@@ -42,6 +46,9 @@ SILENT |= {"megatron_core", "qalora_group_size", "layers_pattern", "layers_to_tr
 
 KEY = re.compile(r"(.+)\.lora_(?:(embedding_)?([AB])(?:\.weight)?|(magnitude_vector)(?:\.weight)?)")
 
+TABLES = ("embed.embedding", "head.kernel")
+"""Parameters with a row for every token."""
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -62,18 +69,67 @@ def load_adapter(
 ) -> None:
     """Attach the PEFT adapter of a folder or hub id to the model, to be used, trained, or merged.
 
-    `text_name`: of a multimodal family's `Wrapper`. Raises ConfigError for unsupported options, by name, and for
-    tensors that do not fit the model.
+    Where added tokens resized the embedding, the model takes the adapter's tables. `text_name`: of a multimodal
+    family's `Wrapper`. Raises ConfigError for unsupported options, by name, and for tensors that do not fit the model.
     """
     if has_lora(model):
         raise ConfigError(f"{find_folder(path)}: the model already has an adapter; merge it first")
+    _resize(model, adapted_config(model, path, text_name), mesh)
     found = _match_files(model, path, text_name, mesh=mesh)
     _attach(model, found, mesh)
     weights, placed = ModelWeights(model), ModelWeights(model).read()
     new = _adapter_arrays(model, found.modules, found.tensors) | _whole_arrays(model, found.whole)
     arrays = {p: array.astype(placed[p].dtype) for p, array in new.items()}
     weights.write(processes.on_devices(arrays, {p: placed[p].sharding for p in new}))
-    weights.set_saved(_whole_params(model, found.whole))
+    weights.set_saved(_saved_params(model, found))
+
+
+def is_table(tensor: CheckpointTensor) -> bool:
+    """Return True for embedding and head, which have a row for every token."""
+    return tensor.parts[0].param in TABLES
+
+
+def adapted_config(
+    model: Decoder, path: str | Path, text_name: Callable[[str], str | None] | None = None
+) -> ModelConfig:
+    """Configuration of the model, which may be of shapes, with the vocabulary of a PEFT adapter.
+
+    Raises ConfigError if added tokens resized the embedding, and the file has not all its rows.
+    """
+    file, config = find_folder(path) / WEIGHTS, model.config
+    tables = {tensor.name for tensor in base_tensors(model) if is_table(tensor)}
+    rows, whole = dict[str, int](), set[str]()
+    for key, (first, *others) in _read(file, text_name or (lambda name: name), shapes=True).items():
+        match, name = KEY.fullmatch(key), _plain_name(key)
+        if match is None and name in tables:
+            whole.add(name)
+            rows[key] = first
+        elif match is not None and f"{match[1]}.weight" in tables:
+            embeds, a = match[2] is not None, match[3] == "A"
+            rows |= {key: others[0] if embeds else first} if embeds == a and match[3] else {}
+    if not set(rows.values()) - {config.vocab_size}:
+        return config
+    size = max(rows.values(), key=lambda size: (size != config.vocab_size, size))
+    if faults := [key for key in rows if rows[key] != size] + [f"{name}, which is absent," for name in tables - whole]:
+        raise ConfigError(
+            f"{file}: added tokens gave the embedding {size} rows in place of the base's {config.vocab_size}, and "
+            f"{min(faults)} does not have them; merge it with PEFT into the resized base, and load the merged model"
+        )
+    fields = json.loads(config.hf_json) | {"vocab_size": size}
+    return replace(config, vocab_size=size, resized=True, hf_json=json.dumps(fields))
+
+
+def _resize(model: Decoder, config: ModelConfig, mesh: Mesh | None) -> None:
+    """Give the tables the rows of a configuration; their values are still to be written."""
+    if config.vocab_size == model.config.vocab_size:
+        return
+    weights, placed = ModelWeights(model), ModelWeights(model).read()
+    for path, dims, shape in weights.shapes():
+        if path in TABLES:
+            new = tuple(config.vocab_size if dim == VOCAB else size for dim, size in zip(dims, shape, strict=True))
+            sharding = None if mesh is None else param_sharding(mesh, path, dims, new)
+            weights.write({path: jnp.zeros(new, placed[path].dtype, device=sharding)})
+    model.config = config
 
 
 def adapter_outline(
@@ -87,7 +143,7 @@ def adapter_outline(
         return model
 
     made = nnx.eval_shape(attached, outline)
-    ModelWeights(made).set_saved(_whole_params(made, found.whole))
+    ModelWeights(made).set_saved(_saved_params(made, found))
     return made
 
 
@@ -112,9 +168,18 @@ def _attach(model: Decoder, found: _AdapterFiles, mesh: Mesh | None) -> None:
     )
 
 
-def _whole_params(model: Decoder, whole: Arrays) -> set[str]:
-    """Paths of the parameters that hold the tensors saved whole."""
-    return {part.param for tensor in base_tensors(model) if tensor.name in whole for part in tensor.parts}
+def _saved_params(model: Decoder, found: _AdapterFiles) -> set[str]:
+    """Paths of the parameters that are trained in full beside the adapter."""
+    saved = [t for t in base_tensors(model) if t.name in found.whole and _is_saved(found.config, t)]
+    return {part.param for tensor in saved for part in tensor.parts}
+
+
+def _is_saved(config: Mapping[str, Any], tensor: CheckpointTensor) -> bool:
+    """Return True for tensors of `modules_to_save`.
+
+    As in PEFT, "norm" matches every module with that suffix, including input_layernorm.
+    """
+    return module_of(tensor).endswith(tuple(config.get("modules_to_save") or ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,20 +233,22 @@ def _check_config(folder: Path, config: Mapping[str, Any], model: Decoder) -> No
         refuse(f"{min(outer)} of a model whose head is the embedding, without ensure_weight_tying,")
 
 
-def _read(file: Path, text_name: Callable[[str], str | None]) -> Arrays:
-    """Read the tensors, keyed by module names of the text model."""
+def _read(file: Path, text_name: Callable[[str], str | None], *, shapes: bool = False) -> dict[str, Any]:
+    """Read the tensors, or only their shapes, keyed by module names of the text model."""
     if not file.is_file():
         raise ConfigError(f"{file}: not found; adapters in other formats, such as .bin, are not supported")
     try:
         with safe_open(file, framework="numpy") as handle:
-            stored = {key.removeprefix(PREFIX): handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+            read = (lambda key: handle.get_slice(key).get_shape()) if shapes else handle.get_tensor
+            stored = {key.removeprefix(PREFIX): read(key) for key in handle.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file}: damaged or incomplete ({error}); copy it again") from error
     renamed = {}
     for key, array in stored.items():
         module, mark, rest = key.partition(".lora_")
         name = text_name(f"{module}.weight" if mark else module)
-        if name is not None:
+        # Beside a module saved whole, PEFT may write the base's, which it does not use.
+        if name is not None and not name.endswith(".original_module.weight"):
             renamed[name.removesuffix(".weight") + mark + rest if mark else name] = array
     return renamed
 
@@ -198,20 +265,19 @@ def _match_tensors(
     base = Gather({} if outlined else plain_arrays(model))
     for key, array in stored.items():
         match = KEY.fullmatch(key)
-        name = key.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        name = _plain_name(key)
         module = parameters.get(match[1], match[1]) if match is not None else None
         if model.config.tie_embeddings and (module or name).startswith("lm_head"):
             continue  # a copy of the tied embedding
         if match is not None and module is not None and module in tensors:
             parts.setdefault(module, {})[match[3] or "magnitude"] = array
         elif module is None and name in known and array.shape == known[name].shape:
-            # As in PEFT, "norm" matches every module with that suffix, including input_layernorm.
-            if module_of(known[name]).endswith(tuple(config.get("modules_to_save") or ())):
+            if _is_saved(config, known[name]) or (model.config.resized and is_table(known[name])):
                 whole[name] = array
             elif not outlined and not np.array_equal(base.tensor(known[name]), array):
                 faults.append(f"{key} differs from the base and is not in modules_to_save")
         else:
-            faults.append(_unmatched(key, array, known.get(name)))
+            faults.append(f"{key} {array.shape} matches no parameter of the model")
     modules = {}
     for module, found in parts.items():
         *experts, into, out = shape_of(tensors[module])
@@ -256,15 +322,8 @@ def _pattern_name(config: Mapping[str, Any], module: str) -> str:
     return weight if any(_has_suffix(weight, t) for t in config.get("target_parameters") or ()) else module
 
 
-def _unmatched(key: str, array: np.ndarray, tensor: CheckpointTensor | None) -> str:
-    """Describe a stored tensor that fits no parameter; `tensor`: the parameter of its name."""
-    outer = tensor is not None and tensor.name.endswith(("embed_tokens.weight", "lm_head.weight"))
-    if tensor is None or not outer or array.shape[0] == tensor.shape[0]:
-        return f"{key} {array.shape} matches no parameter of the model"
-    return (
-        f"{key} has {array.shape[0]} rows and the model {tensor.shape[0]}: added tokens extended the vocabulary; "
-        "resize the base's embedding, merge the adapter with PEFT, and load the merged model"
-    )
+def _plain_name(key: str) -> str:
+    return key.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
 
 
 def _missing(

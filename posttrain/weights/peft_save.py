@@ -29,7 +29,7 @@ from posttrain.weights.peft_experts import (
     stack,
     wrappers,
 )
-from posttrain.weights.peft_load import CLASSIFIER, CONFIG, PREFIX, WEIGHTS, Arrays
+from posttrain.weights.peft_load import CLASSIFIER, CONFIG, PREFIX, WEIGHTS, Arrays, is_table
 from posttrain.weights.pieces import Gather
 from posttrain.weights.state import ModelWeights
 
@@ -116,12 +116,15 @@ class _Export:
         self.per_expert = self._per_expert(experts.values())
         for tensor in self.every:
             module = module_of(tensor)
-            if any(part.param in saved for part in tensor.parts):
-                self.tensors[PREFIX + tensor.name] = Gather(read).tensor(tensor)
-                self.saved.append(module)
-                if self.model.config.tie_embeddings and tensor.parts[0].param == "embed.embedding":
+            whole = any(part.param in saved for part in tensor.parts)
+            if whole or (self.model.config.resized and is_table(tensor)):
+                name = f"{module}.base_layer.weight" if self._has_adapter(tensor) else tensor.name
+                self.tensors[PREFIX + name] = Gather(read).tensor(tensor)
+                if self.model.config.tie_embeddings and is_table(tensor):
                     # PEFT needs both tensors of a tied pair.
-                    self.tensors[f"{PREFIX}lm_head.weight"] = self.tensors[PREFIX + tensor.name].copy()
+                    self.tensors[PREFIX + name.replace(module, "lm_head")] = self.tensors[PREFIX + name].copy()
+            if whole:
+                self.saved.append(module)
             elif self._has_adapter(tensor) and (self.per_expert or ".experts." not in tensor.parts[0].param):
                 if _is_parameter(module, self.suffixes):
                     module, name = in_memory(module), in_memory(tensor.name)

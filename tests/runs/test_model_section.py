@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from posttrain.config import LoRA
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.models import hf
+from posttrain.user_code import import_transformers
 from posttrain.weights.load import init_model, load_model
+from posttrain.weights.lora import attach_lora
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ADAPTER, ModelWeights
@@ -90,6 +93,57 @@ def test_training_of_an_adapter_goes_on(adapted: Path, tmp_path: Path) -> None:
     told = [posttrain("generate", adapted / "base", "1+1=", "--max-tokens", "8", *more).out for more in
             ([], ["--adapter", str(adapted / "adapter")])]  # fmt: skip
     assert told[0] != told[1]
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `base`, an `adapter` with rows for added tokens, and their `tokenizer`."""
+    folder, fields = tmp_path_factory.mktemp("extended"), {"num_layers": 1, "windows": (None,)}
+    save_model(tiny_model(vocab_size=261, **fields), folder / "base", tokenizer=load_tokenizer("bytes"))
+    model = tiny_model(vocab_size=264, **fields)
+    attach_lora(model, LoRA(rank=2, targets=("q_proj",)), seed=0)
+    shake(model, seed=1, stddev=0.02)
+    model.config = replace(model.config, resized=True)
+    save_adapter(model, folder / "adapter", base=str(folder / "base"))
+    tokenizer = import_transformers().AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer.add_tokens(["<a>", "<b>"], special_tokens=True)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    shutil.copytree(folder / "adapter", folder / "whole")
+    shutil.copytree(folder / "tokenizer", folder / "whole", dirs_exist_ok=True)
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "<a>2<b>"}\n' * 4)
+    return folder
+
+
+def test_added_tokens_of_an_adapter_need_their_tokenizer(extended: Path, tmp_path: Path) -> None:
+    rows = {**sft_stage(num_steps=1, batch_rows=2, row_tokens=32), "dataset": {"path": str(extended / "rows.jsonl")}}
+    model = {"path": str(extended / "base"), "adapter": str(extended / "adapter")}
+    file = write_run(tmp_path, rows, model=model)
+    refused = "added tokens gave the embedding 264 rows in place of the base's 261, and the tokenizer"
+    generate = ("generate", extended / "base", "1+1=", "--adapter", extended / "adapter")
+    for command in [("check", file), ("check", file, "model.tokenizer=bytes"), generate]:
+        assert refused in posttrain(*command).error
+    named = posttrain("check", file, f"model.tokenizer={extended / 'tokenizer'}")
+    assert named.code == 0, named.error
+    told = posttrain("check", file, f"model.adapter={extended / 'whole'}")
+    assert "vocabulary 264" in told.out and "model.adapter: the tokenizer is that of" in told.out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_training_with_added_tokens_goes_on(extended: Path, tmp_path: Path, quantize: str) -> None:
+    model = {"path": str(extended / "base"), "adapter": str(extended / "whole"), "quantize": quantize}
+    rows = {**sft_stage(num_steps=1, batch_rows=2, row_tokens=32), "dataset": {"path": str(extended / "rows.jsonl")}}
+    file = write_run(tmp_path, rows, model=model)
+    for command in [("run", file), ("run", file, "stages.sft.num_steps=2")]:
+        assert (done := posttrain(*command)).code == 0, done.err
+    for to in ("peft", "merged"):
+        assert (done := posttrain("export", tmp_path / "out", tmp_path / to, "--to", to)).code == 0, done.err
+    with_adapter = (extended / "base", "--adapter", tmp_path / "peft")
+    told = [
+        posttrain("generate", *which, "1+1=", "--max-tokens", "8").out
+        for which in (with_adapter, (tmp_path / "merged",))
+    ]
+    assert told[0] == told[1] or quantize != "none"
 
 
 @pytest.mark.parametrize(

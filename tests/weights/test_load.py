@@ -336,7 +336,7 @@ def test_ids_without_a_token_have_no_probability() -> None:
 
 def test_more_tokens_than_rows() -> None:
     line = "the tokenizer has 97 token ids, the model's embedding only 96 rows; give the model's own tokenizer"
-    assert fault(GOLDEN, num_tokens=97) == line
+    assert fault(GOLDEN, num_tokens=97).startswith(line) and "resize_token_embeddings" in fault(GOLDEN, num_tokens=97)
     with pytest.raises(ConfigError, match=line):
         init_model(LLAMA, dtype=jnp.float32, seed=0, num_tokens=97)
     assert load_model(GOLDEN, num_tokens=96).config == load_model(GOLDEN).config

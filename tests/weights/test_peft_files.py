@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 from posttrain.config import LoRA
 from posttrain.errors import ConfigError
 from posttrain.weights.load import load_model
-from posttrain.weights.lora import has_lora
+from posttrain.weights.lora import has_lora, merged
 from posttrain.weights.peft_load import absent_targets
 from posttrain.weights.peft_save import save_adapter
-from posttrain.weights.save import hf_tensors
+from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -80,11 +81,44 @@ def test_names_that_no_module_has_are_ignored_as_in_peft(config: dict[str, Any],
     assert jax.tree.all(same)
 
 
-def test_an_extended_vocabulary_is_named(tmp_path: Path) -> None:
-    key = "base_model.model.model.embed_tokens.weight"
-    folder = changed(tmp_path, "lora", {}, {key: np.zeros((700, 32), np.float32)})
-    with pytest.raises(ConfigError, match=r"has 700 rows and the model \d+: added tokens extended the vocabulary"):
-        load_model(GOLDENS / "models" / "llama", adapter=folder)
+EMBED, HEAD = (f"base_model.model.{name}" for name in ("model.embed_tokens.weight", "lm_head.weight"))
+
+
+@pytest.mark.parametrize("rows", [104, 88])
+@pytest.mark.parametrize("trained", [True, False])
+def test_added_tokens_resize_the_embedding(rows: int, trained: bool, tmp_path: Path) -> None:
+    """The adapter's tables are the model's: in the adapter written again, and merged. PEFT's logits were compared."""
+    tables = {key: np.random.default_rng(0).normal(size=(rows, 32)).astype(np.float32) for key in (EMBED, HEAD)}
+    names = ["embed_tokens", "lm_head"] if trained else None
+    unused = {EMBED.replace(".weight", ".original_module.weight"): tables[HEAD]} if trained else {}
+    folder = changed(tmp_path, "lora", {"modules_to_save": names}, {**tables, **unused})
+    model = load_model(GOLDENS / "models" / "llama", adapter=folder, num_tokens=rows - 2)
+    assert (model.config.vocab_size, model.config.num_tokens) == (rows, rows - 2)
+    assert ModelWeights(model).saved() == ({"embed.embedding", "head.kernel"} if trained else set())
+    save_adapter(model, tmp_path / "again")
+    save_model(merged(model), tmp_path / "merged")
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["vocab_size"] == rows
+    plain = dict(hf_tensors(load_model(tmp_path / "merged")))
+    for key, table in tables.items():
+        np.testing.assert_array_equal(load_file(tmp_path / "again" / "adapter_model.safetensors")[key], table)
+        np.testing.assert_array_equal(plain[key.removeprefix("base_model.model.")], table)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {EMBED: (104, 32)},
+            "gave the embedding 104 rows in place of the base's 96, and lm_head.weight, which is",
+        ),
+        ({EMBED: (104, 32), HEAD: (96, 32)}, "and lm_head.weight does not have them; merge it with PEFT"),
+        ({EMBED.replace(".weight", ".lora_embedding_A"): (4, 104)}, "104 rows in place of the base's 96"),
+    ],
+)
+def test_rows_of_added_tokens_that_are_not_there(tensors: Any, message: str, tmp_path: Path) -> None:
+    zeros = {key: np.zeros(shape, np.float32) for key, shape in tensors.items()}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_model(GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", {}, zeros))
 
 
 def test_modules_to_save_are_ends_of_names(tmp_path: Path) -> None:
