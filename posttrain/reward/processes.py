@@ -19,7 +19,7 @@ from typing import Any
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.call import CallError, CallResult, result_of
 from posttrain.reward.limits import MAX_DESCENDANTS, NO_LIMITS, Limits
-from posttrain.reward.worker import COMMAND, END, FORK, OVERRUN, REPLY, SIZE, Function
+from posttrain.reward.worker import COMMAND, END, FORK, ORPHANED, OVERRUN, REPLY, SIZE, Function
 
 START_TIMEOUT_S = 120.0
 """Timeout for the import of all functions in the child process."""
@@ -129,6 +129,8 @@ class RewardServer:
         status = self._ask(END, worker.pid, NO_LIMITS)
         if status == OVERRUN:
             return f"its process started more than {MAX_DESCENDANTS} processes and was killed"
+        if status == ORPHANED:
+            return "the parent of its process was killed"
         code = os.waitstatus_to_exitcode(status)
         if code >= 0:
             return f"its process exited with code {code}"

@@ -1,5 +1,6 @@
-"""Child processes of reward functions: a server that has imported the functions and forks itself for each worker. The
-server calls no function itself; it exits with its parent and kills its workers. Neither imports JAX."""
+"""Child processes of reward functions: a server that has imported the functions forks itself for each worker, with a
+keeper as the worker's parent, so that a function that kills its parent ends no other. The server calls no function
+itself; it exits with its parent and kills its workers. Neither imports JAX."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
@@ -34,6 +36,10 @@ FORK, END = b"f", b"e"
 PARENT_CHECK_S = 1.0
 OVERRUN = 1 << 32
 """Reply to END for a worker that was killed because it started too many processes; wait statuses are smaller."""
+ORPHANED = 1 << 33
+"""Reply to END for a worker whose keeper has been killed."""
+DEATH_S = 5.0
+"""Maximum seconds from the end of a process to that of its children."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 Function = tuple[str, str]
@@ -80,40 +86,47 @@ class _Workers:
 
     def __init__(self, control: socket.socket, functions: Sequence[Callable[..., Any]], folder: str):
         self._control, self._functions, self._folder = control, functions, Path(folder)
-        self._pids: set[int] = set()
+        self._keepers: dict[int, int] = {}
         self._overrun: set[int] = set()
         self._watch = Watch()
 
     @property
     def check_s(self) -> float:
         """Seconds until the next check."""
-        return WATCH_S if self._pids else PARENT_CHECK_S
+        return WATCH_S if self._keepers else PARENT_CHECK_S
 
     def check(self) -> None:
         """Kill workers that have started too many processes."""
-        for pid in self._watch.overrun(self._pids):
+        for pid in self._watch.overrun(self._keepers):
             self._end(pid)
             self._overrun.add(pid)
 
     def fork(self, connection: socket.socket, limits: Limits) -> int:
         """Fork a worker at the other end of the connection; return its process id."""
+        read, write = os.pipe()
         server = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about forking after an import has started a thread
-            pid = os.fork()
-        if pid:
+            keeper = os.fork()
+        if keeper:
             connection.close()
-            self._pids.add(pid)
+            os.close(write)
+            with open(read, "rb") as opened:
+                told = opened.read()
+            if not told:
+                raise ChildProcessError("the keeper cannot fork a worker")
+            pid: int = SIZE.unpack(told)[0]
+            self._keepers[pid] = keeper
             return pid
         try:
+            os.close(read)
             self._control.close()
-            os.setsid()
+            _end_with(server)
+            bond = _keep(write, connection)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == server:
-                _prefer_when_out_of_memory()
-                self._use_own_folder()
-                _work(connection, self._functions, limits)
+            _prefer_when_out_of_memory()
+            self._use_own_folder()
+            _work(connection, self._functions, limits, bond)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
@@ -127,29 +140,83 @@ class _Workers:
         tempfile.tempdir = None
 
     def end(self, pid: int) -> int:
-        """Kill a worker and all processes that it started; return its wait status or OVERRUN."""
+        """Kill a worker and all processes that it started; return its wait status, OVERRUN or ORPHANED."""
         if pid in self._overrun:
             self._overrun.discard(pid)
             return OVERRUN
         return self._end(pid)
 
     def _end(self, pid: int) -> int:
-        self._pids.discard(pid)
-        status = _kill(pid)
-        # Its orphans, including those in sessions of their own, become children of this process.
-        while orphans := [child for child in children() if child not in self._pids]:
+        keeper = self._keepers.pop(pid, None)
+        if keeper is None:
+            return ORPHANED
+        if keeper == pid:
+            status = _kill(pid)
+        elif os.waitpid(keeper, os.WNOHANG)[0]:
+            status = ORPHANED
+        else:
+            _kill(keeper)
+            status = _kill(pid)
+        # The worker and its orphans, including those in sessions of their own, become children of this process.
+        while orphans := [child for child in children() if child not in self._keepers.values()]:
             for child in orphans:
                 _kill(child)
         shutil.rmtree(self._folder / str(pid), ignore_errors=True)
         return status
 
     def end_all(self) -> None:
-        for pid in tuple(self._pids):
+        for pid in tuple(self._keepers):
             self.end(pid)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _work(connection: socket.socket, functions: Sequence[Callable[..., Any]], limits: Limits) -> None:
+def _keep(write: int, connection: socket.socket) -> socket.socket | None:
+    """Fork the worker, which alone returns, tell its process id, and answer it until this process is killed."""
+    if sys.platform != "linux":  # orphans become no children of the server, which could not wait for the worker
+        os.write(write, SIZE.pack(os.getpid()))
+        os.close(write)
+        return None
+    keeper = os.getpid()
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        os.close(write)
+        ours.close()
+        _end_with(keeper)
+        return theirs
+    os.write(write, SIZE.pack(pid))
+    os.close(write)
+    connection.close()
+    theirs.close()
+    while ours.recv(1 << 16):
+        ours.send(b".")
+    while True:
+        signal.pause()
+
+
+def _end_with(parent: int) -> None:
+    """Make this process the first of a session of its own that is killed at its parent's end."""
+    os.setsid()
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _check_keeper(bond: socket.socket | None) -> None:
+    """Return only if nobody has killed the keeper so far: it would not answer."""
+    if bond is None:
+        return
+    with contextlib.suppress(ConnectionError):
+        bond.send(b".")
+        if bond.recv(1 << 16):
+            return
+    time.sleep(DEATH_S)
+    os._exit(1)
+
+
+def _work(
+    connection: socket.socket, functions: Sequence[Callable[..., Any]], limits: Limits, bond: socket.socket | None
+) -> None:
     """Handle calls until the parent closes the connection."""
     own = os.getpid()
     limits.apply()
@@ -161,6 +228,7 @@ def _work(connection: socket.socket, functions: Sequence[Callable[..., Any]], li
                 os._exit(0)  # the function forked, and its child has returned here as well
             sys.stdout.flush()
             sys.stderr.flush()
+            _check_keeper(bond)
             send(connection, _reply(reply, len(children())))
     os._exit(0)
 

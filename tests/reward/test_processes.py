@@ -26,7 +26,7 @@ from tests.often import often
 from tests.rl.helpers import groups
 
 FUNCTIONS = '''
-import asyncio, ctypes, math, os, subprocess, sys, tempfile, time
+import asyncio, ctypes, math, os, signal, subprocess, sys, tempfile, time
 
 def act(text):
     """What a sample makes the function do, and its value."""
@@ -40,6 +40,9 @@ def act(text):
         sys.exit(3)
     if text == "quit":
         os._exit(4)
+    if text in ("parent", "its group"):
+        send = os.kill if text == "parent" else lambda pid, number: os.killpg(os.getpgid(pid), number)
+        send(os.getppid(), signal.SIGKILL)
     if text == "raise":
         raise KeyError(text)
     if text == "fork" and os.fork() == 0:
@@ -151,7 +154,23 @@ def scoring(*rewards: Reward) -> Iterator[Callable[[Sequence[str]], Rewards]]:
         yield lambda texts: run_async(rubric.score(groups([texts], [{"prompt": "p", "answer": "a"}])))
 
 
-BAD = ["hang", "sleep", "segfault", "exit", "quit", "raise", "nan", "inf", "word", "short", "allocate", "bomb", "write"]
+BAD = [
+    "hang",
+    "sleep",
+    "segfault",
+    "exit",
+    "quit",
+    "parent",
+    "its group",
+    "raise",
+    "nan",
+    "inf",
+    "word",
+    "short",
+    "allocate",
+    "bomb",
+    "write",
+]
 ODD = ["fork", "return", "detach"]
 """Samples that start a process and have a value nevertheless."""
 LIMITS = Limits(memory_mib=900, file_mib=1, cpu_s=0)
@@ -175,6 +194,7 @@ def test_strange_samples_cost_one_time_out_and_no_other_value(file: Path) -> Non
         assert kinds.keys() == set(BAD)
         assert {text for text, (kind, _) in kinds.items() if kind == "timeout"} == {"hang", "sleep"}
         assert kinds["hang"][1] == "no answer within 3 s" and kinds["quit"][1] == "its process exited with code 4"
+        assert kinds["parent"][1] == kinds["its group"][1] == "the parent of its process was killed"
         assert kinds["segfault"][1] == "its process was ended by SIGSEGV"
         assert (
             f"sys.exit(3) is called ({file}:" in kinds["exit"][1] and f"KeyError: 'raise' ({file}:" in kinds["raise"][1]
@@ -290,7 +310,7 @@ def test_no_process_outlives_a_killed_parent(file: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        assert eventually(lambda: len(descendants(parent.pid)) >= 4)  # server, worker, its fork and its program
+        assert eventually(lambda: len(descendants(parent.pid)) >= 5)  # server, keeper, worker, its fork and its program
         below = descendants(parent.pid)
         parent.send_signal(signal.SIGKILL)
         parent.wait()
