@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import marshal
 import os
 import resource
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 24, 36
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
 CAPABILITY_VERSION, LAST_CAPABILITY = 0x20080522, 40
-CLONE_NEWNS, MS_PRIVATE, AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = 0x20000, 1 << 18, -100, 0x1000, 0x8000
-OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
-"""System calls; their numbers are the same on all architectures."""
-OPEN_TREE_CLONE, MOVE_MOUNT_EMPTY_PATH = 1, 4
+CLONE_NEWNS, MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 0x20000, 442, -100, 0x8000
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
 READ_ONLY, NO_SETUID, NO_DEVICES = 1, 2, 4
-"""Attributes of mounts."""
+MOUNT_FLAGS = {
+    b"ro": READ_ONLY, b"nosuid": NO_SETUID, b"nodev": NO_DEVICES, b"noexec": 8, b"noatime": 0x400, b"nodiratime": 0x800,
+    b"relatime": 0x200000,
+}  # fmt: skip
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 OPEN_FILES = 256
@@ -106,22 +108,34 @@ def _enter_namespaces() -> bool:
 def _mount_read_only(folder: str) -> bool:
     """Make all files but those of a folder read-only for this process and its children, modes and times as well, and
     setuid without effect. False where mounts are refused."""
-    if ctypes.CDLL(None).unshare(CLONE_NEWNS):
-        return False
     path = os.fsencode(folder)
-    mount = landlock.call(OPEN_TREE, AT_FDCWD, path, OPEN_TREE_CLONE | os.O_CLOEXEC)
-    everywhere = struct.pack("<QQQQ", READ_ONLY | NO_SETUID, 0, MS_PRIVATE, 0)
-    if (
-        mount < 0
-        or landlock.call(MOVE_MOUNT, mount, b"", AT_FDCWD, path, MOVE_MOUNT_EMPTY_PATH)
-        or landlock.call(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, everywhere, len(everywhere))
-    ):
+    if ctypes.CDLL(None).unshare(CLONE_NEWNS) or _mount(None, b"/", MS_REC | MS_PRIVATE) or _mount(path, path, MS_BIND):
         return False
+    everywhere = struct.pack("<QQQQ", READ_ONLY | NO_SETUID, 0, 0, 0)
     inside = struct.pack("<QQQQ", NO_SETUID | NO_DEVICES, READ_ONLY, 0, 0)
-    if landlock.call(MOUNT_SETATTR, mount, b"", AT_EMPTY_PATH, inside, len(inside)):
+    if landlock.call(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, everywhere, len(everywhere)):
+        return _remount_each(path)  # before Linux 5.12
+    if landlock.call(MOUNT_SETATTR, AT_FDCWD, path, 0, inside, len(inside)):
         raise OSError(ctypes.get_errno(), f"sandbox: {folder} cannot be made writable")
-    os.close(mount)
     return True
+
+
+def _remount_each(folder: bytes) -> bool:
+    with open("/proc/self/mountinfo", "rb") as file:
+        mounts = [line.split()[4:6] for line in file.read().splitlines()]
+    for escaped, options in mounts:
+        path = escaped.decode("unicode_escape").encode("latin-1")
+        kept = sum(flag for name, flag in MOUNT_FLAGS.items() if name in options.split(b","))
+        added = NO_SETUID | (NO_DEVICES if path == folder else READ_ONLY)
+        if _mount(None, path, MS_REMOUNT | MS_BIND | kept | added) not in (0, errno.ENOENT, errno.EINVAL, errno.EACCES):
+            return False  # those that no path leads to are left
+    return True
+
+
+def _mount(source: bytes | None, path: bytes, flags: int) -> int:
+    """Mount, and return the error's number or 0."""
+    failed = ctypes.CDLL(None, use_errno=True).mount(source, path, None, ctypes.c_ulong(flags), None)
+    return ctypes.get_errno() if failed else 0
 
 
 def _wait(pid: int, end: float, stopped: list[int]) -> int | None:
