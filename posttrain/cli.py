@@ -403,7 +403,7 @@ def _failure(error: BaseException) -> tuple[str, int]:
     fit, proof = sys.modules.get("posttrain.train.loop"), sys.modules.get("posttrain.export.readers")
     if fit is not None and isinstance(error, fit.Interrupted):
         return f"{error}; run the same command again to resume", 128 + error.number
-    if (outside := outside_error(error, 1)) is not None:
+    if (outside := outside_error(error)) is not None:
         return f"error: {outside}", outside.code
     if isinstance(error, FloatingPointError | RunError) or (proof is not None and isinstance(error, proof.ProofError)):
         return f"error: {error}", 1

@@ -26,9 +26,9 @@ class RunError(OneLine, RuntimeError):
     """A run-time failure with a one-line, actionable message."""
 
 
-FULL, LOST = 74, 75
-"""Exit codes of a full disk and of a run that has lost one of its processes, as in sysexits.h: I/O error, and temporary
-failure."""
+DISK, LOST = 74, 75
+"""Exit codes of a disk that is full or fails, and of a run that has lost one of its processes, as in sysexits.h: I/O
+error, and temporary failure."""
 
 
 class OutsideError(RunError):
@@ -40,21 +40,26 @@ class OutsideError(RunError):
 
 
 NO_ROOM = ("No space left on device", "Disk quota exceeded")
+FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO)
+"""Errors of a disk or a network file system that says nothing about what it holds."""
 NO_PEER = ("Gloo ", "NCCL operation", "oordination service", "oordinationService", "heartbeat")
 """Words of errors by which libraries tell that another process has gone; none of their classes does."""
 
 
-def outside_error(error: BaseException, num_processes: int) -> OutsideError | None:
-    """Failure outside of the program that an error comes from; None for any other error."""
+def outside_error(error: BaseException, peer: str | None = None) -> OutsideError | None:
+    """Failure outside of the program that an error comes from; None for any other error. `peer`: name of another
+    process, where there is one."""
     for one in () if isinstance(error, ConfigError) else _causes(error):
         if isinstance(one, OutsideError):
             return one
         first = " ".join(str(one).split())[:200]
         full = isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)
         if full or any(words in str(one) for words in NO_ROOM):
-            return OutsideError(f"the disk is full ({first}); make room", FULL)
-        if num_processes > 1 and isinstance(one, RuntimeError | ValueError) and any(w in str(one) for w in NO_PEER):
-            return OutsideError(f"another process of the run has vanished ({first})", LOST)
+            return OutsideError(f"the disk is full ({first}); make room", DISK)
+        if isinstance(one, OSError) and one.errno in FAILING:
+            return OutsideError(f"the disk or its network fails ({first})", DISK)
+        if peer and isinstance(one, RuntimeError | ValueError) and any(words in str(one) for words in NO_PEER):
+            return OutsideError(f"{peer} has vanished ({first})", LOST)
     return None
 
 

@@ -60,7 +60,7 @@ def test_failures_outside_of_the_program(
     text, found = cli._failure(raised)
     assert found == code and isinstance(raised, OutsideError) == (code > 2)
     if code > 2:
-        assert re.fullmatch(r"error: (the disk is full|another process of the run has vanished) \(.*", text)
+        assert re.fullmatch(r"error: (the disk is full|process 1 of 2 has vanished) \(.*", text)
         assert text.endswith("; the same command resumes after step 5 of 1-rl")
 
 

@@ -18,6 +18,8 @@ MODEL = "policy"
 START_TIMEOUT_S = 30.0
 MAX_BODY = 64 << 20
 """Maximum bytes of a request."""
+MAX_DEPTH = 100
+"""Maximum nesting of a request, and of the arguments of calls in it."""
 FINISH = {"stop": "stop", "length": "length"}
 
 
@@ -135,6 +137,7 @@ def _checked(text: bytes) -> dict[str, Any]:
             raise TypeError("the body must be a JSON object")
         json.dumps(body, ensure_ascii=False).encode()  # lone surrogates are no text
         body["messages"], body["tools"] = from_wire(body.get("messages")), checked_tools(body.get("tools"))
+        _check_depth(body)
         count, tokens = body.get("n") or 1, body.get("max_completion_tokens") or body.get("max_tokens")
         if type(count) is not int or count < 1:
             raise TypeError(f"n={count!r} must be a positive integer")
@@ -151,6 +154,15 @@ def _checked(text: bytes) -> dict[str, Any]:
     except (ValueError, TypeError, ConfigError) as error:
         raise RequestRefused(400, "invalid_request_error", " ".join(str(error).split())) from error
     return {**body, "n": count, "max_tokens": tokens, "stop": tuple(stops)}
+
+
+def _check_depth(body: Any) -> None:
+    left = [body]
+    for _ in range(MAX_DEPTH):
+        left = [item for one in left for item in (one.values() if isinstance(one, dict) else one)]
+        left = [item for item in left if isinstance(item, dict | list | tuple)]
+    if left:
+        raise TypeError(f"the body is nested too deeply; at most {MAX_DEPTH} levels")
 
 
 async def _complete(session: Session, body: dict[str, Any]) -> list[Answer]:

@@ -19,7 +19,7 @@ from posttrain.data.sequence_cache import Sequences
 from posttrain.data.sources import Rows
 from posttrain.data.windows import PackedBatches, Window
 from posttrain.errors import ConfigError
-from posttrain.runtime.files import digest
+from posttrain.runtime.files import digest, typed_text
 
 FINGERPRINT_ROWS = 64
 
@@ -174,7 +174,7 @@ def fingerprint(section: DatasetSection, rows: Rows) -> str:
     """Hash of a dataset: the last part of the source's name, the number of rows, and the content of up to 64 of
     them."""
     content = [Path(section.path).name, len(rows), *(rows[index] for index in _sampled(rows))]
-    return _digest(json.dumps(content, sort_keys=True, default=str))
+    return _digest(typed_text(content))
 
 
 def token_fingerprint(rows: Rows, tokenize: Callable[[int], Sequences]) -> str:

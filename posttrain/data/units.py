@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +31,7 @@ from posttrain.data.sequence_cache import SequenceCache, Sequences
 from posttrain.data.sources import Rows
 from posttrain.data.windows import PackedBatches, Window
 from posttrain.errors import ConfigError
+from posttrain.runtime.files import typed_text
 
 Unit = dict[str, np.ndarray]
 """Arrays over the tokens of a unit: one or two sequences that belong together."""
@@ -75,7 +75,7 @@ class Units:
         row = index // self._per_row
         if self.dataset.prompt is None and "prompt" not in self.rows.columns:
             return row
-        return json.dumps(prompt_messages(self.rows[row], self.dataset), default=str)
+        return typed_text(prompt_messages(self.rows[row], self.dataset))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def _trained_model(stage: StageRun, step: int | None) -> Decoder:
     """Model of the stage at a checkpoint: its initial model with the trained parameters."""
     model = STAGES[stage.kind]().load_model(stage)
     weights = ModelWeights(model)
-    with Checkpointer(stage.folder / "checkpoints") as checkpointer:
+    with Checkpointer(stage.folder / "checkpoints", read_only=True) as checkpointer:
         if not (steps := checkpointer.steps()):
             raise ConfigError(f"{stage.folder}: has no checkpoint yet")
         chosen = steps[0] if step is None else step

@@ -165,7 +165,7 @@ def _cluster(stage: StageRun, section: RLSection, trainer: Trainer, algorithm: A
 
 
 def _restore(trainer: Trainer, folder: Path, recorded: Recorded) -> None:
-    with Checkpointer(folder / "checkpoints") as checkpointer:
+    with Checkpointer(folder / "checkpoints", read_only=True) as checkpointer:
         try:
             # Another algorithm may have no critic or reference of its own.
             state, host = checkpointer.restore(recorded.before, trainer.state(), partial=True)

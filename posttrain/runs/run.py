@@ -9,6 +9,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,7 +25,7 @@ from posttrain.runs.epochs import write_counts
 from posttrain.runs.placement import print_placement
 from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.runs.summary import print_summary
-from posttrain.runtime import processes
+from posttrain.runtime import join, processes
 from posttrain.runtime.compile_cache import enable_compile_cache
 from posttrain.runtime.files import check_writable, digest, write_whole
 from posttrain.stages.context import StageRun
@@ -154,17 +155,20 @@ def is_running(output: Path) -> bool:
 @contextlib.contextmanager
 def _outside_failures(output: Path) -> Iterator[None]:
     """Say of failures outside of the program, such as a full disk, where the same command resumes."""
+    join.tell(partial(_goes_on, output))
     try:
         yield
     except Exception as error:
-        if (found := outside_error(error, processes.count())) is None:
+        if (found := outside_error(error, processes.peer())) is None:
             raise
-        steps = [folder for folder in output.glob("*/checkpoints/*") if folder.name.isdecimal()]
-        newest = max(
-            steps, key=lambda folder: (int(folder.parts[-3].partition("-")[0]), int(folder.name)), default=None
-        )
-        after = "begins again" if newest is None else f"resumes after step {newest.name} of {newest.parts[-3]}"
-        raise OutsideError(f"{found}; the same command {after}", found.code) from error
+        raise OutsideError(f"{found}; the same command {_goes_on(output)}", found.code) from error
+
+
+def _goes_on(output: Path) -> str:
+    """Words for the same command after a failure outside of the program."""
+    steps = [folder for folder in output.glob("*/checkpoints/*") if folder.name.isdecimal()]
+    newest = max(steps, key=lambda folder: (int(folder.parts[-3].partition("-")[0]), int(folder.name)), default=None)
+    return "begins again" if newest is None else f"resumes after step {newest.name} of {newest.parts[-3]}"
 
 
 @contextlib.contextmanager

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from posttrain.errors import ConfigError
+from posttrain.errors import DISK, ConfigError, OutsideError
 
+READ_BYTES = 1 << 20
+"""Bytes that a thread reads at once."""
 URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -32,6 +38,33 @@ def check_writable(output: Path) -> None:
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         why = "not writable (read-only, or of another user)" if place.is_dir() else "a file"
         raise ConfigError(f"output: {output}: cannot be written: {place} is {why}; give another output")
+
+
+def check_readable(folder: Path, error: BaseException) -> None:
+    """OutsideError if a reader's error comes from the system, such as an outage of a network file system, and not from
+    what the folder's files hold."""
+    number = re.search(r"OS error (\d+)", str(error))
+    found = error.errno if isinstance(error, OSError) else int(number[1]) if number else None
+    if found not in (None, errno.ENOENT):
+        raise OutsideError(f"{folder}: cannot be read ({str(error)[:200]})", DISK) from error
+    try:
+        entries = [entry for place in _folders(folder) for entry in os.scandir(place)]
+        for entry in entries:
+            if entry.is_file():
+                with open(entry, "rb") as file:
+                    while file.read(READ_BYTES):
+                        pass
+    except OSError as outage:
+        raise OutsideError(f"{folder}: cannot be read ({outage})", DISK) from error
+
+
+def _folders(folder: Path) -> Iterator[str]:
+    """The folder and those below it; OSError if one cannot be listed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return (place for place, _, _ in os.walk(folder, onerror=fail))
 
 
 def cache_folder(name: str) -> Path:
@@ -70,3 +103,38 @@ def digest(content: str | bytes, length: int = 16) -> str:
     '79e5a2f9'
     """
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:length]
+
+
+def file_digest(file: Path) -> str:
+    """Digest of a whole file, which threads read in parts."""
+    with file.open("rb") as source, ThreadPoolExecutor(8) as pool:
+        size, number = os.fstat(source.fileno()).st_size, source.fileno()
+
+        def part(start: int) -> bytes:
+            return hashlib.sha256(os.pread(number, READ_BYTES, start)).digest()
+
+        return digest(b"".join(pool.map(part, range(0, size, READ_BYTES))) + size.to_bytes(8))
+
+
+def typed_text(value: Any) -> str:
+    """Text of a value of plain types, arrays and objects, from which their types can be told: 1, 1.0, true and "1"
+    differ, also as keys, whose order does not matter. Such texts are compared, and not read.
+
+    >>> typed_text({"b": [1, 1.0, "1"], 1: None})
+    '{"1:int": null, "b:str": [1, 1.0, "1"]}'
+    """
+    return json.dumps(_typed(value), sort_keys=True)
+
+
+def _typed(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {f"{key}:{type(key).__name__}": _typed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_typed(item) for item in value]
+    kind, content = type(value).__name__, value if isinstance(value, bytes) else None
+    if hasattr(value, "tobytes"):  # arrays, and images, whose text is an address
+        kind += "".join(f" {getattr(value, name, '')}" for name in ("dtype", "shape", "mode", "size"))
+        content = value.tobytes()
+    return {kind: str(value) if content is None else digest(content)}

@@ -133,6 +133,11 @@ def check_alone(command: str) -> None:
         )
 
 
+def tell(goes_on: Callable[[], str]) -> None:
+    """Set what is said of the same command where another process vanishes, such as: resumes after step 5."""
+    _Group.goes_on = staticmethod(goes_on)
+
+
 def leave(code: int | str | None) -> None:
     """End a process whose run has failed, without the wait for the others at its exit; no effect otherwise."""
     if _Group.failed:
@@ -169,9 +174,7 @@ def _notice(found: Place) -> None:
 
 
 def _give_up(found: Place) -> None:
-    print(f"error: {_apart(found)}, after {JOIN_S} s", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(LOST)
+    _end_with(f"error: {_apart(found)}, after {JOIN_S} s", LOST)
 
 
 def _apart(found: Place) -> str:
@@ -186,6 +189,8 @@ class _Group:
 
     failed = False
     """True in a process whose failure ends the run."""
+    goes_on: Callable[[], str] = staticmethod(lambda: "resumes")
+    """Words for the same command after an end, such as: resumes after step 5."""
 
     def __init__(self, describe: Describe) -> None:
         from posttrain.runtime import processes
@@ -200,10 +205,17 @@ class _Group:
         self._signal(signal.SIGABRT, self._on_abort)
 
     def _before_abort(self, number: int) -> None:
-        """Say why JAX aborts this process, unless the thread tells of a failure: mostly since another one is gone."""
-        time.sleep(OWN_WORDS_S + 1)
-        print(_vanished("JAX aborts this one; its lines above say why"), file=sys.stderr, flush=True)
+        """End with a line where JAX aborts since another process is gone; its client has a hook for that, which cannot
+        be a Python function. Other aborts go on: the client's thread still brings the store's answers then."""
+        answered = threading.Event()
+        threading.Thread(target=lambda: self._asked() and answered.set(), daemon=True).start()
+        if not answered.wait(OWN_WORDS_S + 1):
+            _end_with(_vanished("JAX's lines above say how it noticed"), LOST)
         self._signal(signal.SIGABRT, None)
+        signal.raise_signal(signal.SIGABRT)
+
+    def _asked(self) -> bool:
+        return _try(partial(self._store.key_value_set, f"{_FAILURE}/asked/{self._processes.index()}", "", True))
 
     def end_with(self, error: BaseException) -> None:
         """Tell the others, unless they raise the same; the first process, which has the store, waits for them."""
@@ -238,10 +250,8 @@ class _Group:
         # The main thread may be about to raise the same.
         if failure is None or self._over.wait(OWN_WORDS_S):
             return
-        print(failure["text"], file=sys.stderr)
-        sys.stderr.flush()
         self._leave_word()
-        os._exit(failure["code"])
+        _end_with(failure["text"], failure["code"])
 
     def _failure_of_another(self) -> dict[str, Any] | None:
         """Wait a moment for a failure; None if there is none."""
@@ -258,7 +268,14 @@ class _Group:
 
 
 def _vanished(reason: str) -> str:
-    return f"error: another process of the run has vanished ({reason}); the same command resumes"
+    from posttrain.runtime.processes import peer
+
+    return f"error: {peer()} has vanished ({reason}); the same command {_Group.goes_on()}"
+
+
+def _end_with(text: str, code: int) -> None:
+    print(text, file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def _try(call: Callable[[], object]) -> bool:

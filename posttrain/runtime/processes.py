@@ -47,6 +47,13 @@ def writes() -> bool:
     return index() == 0
 
 
+def peer() -> str | None:
+    """Name of a process that is not this one; None: there is no other."""
+    if count() < 3:
+        return f"process {1 - index()} of 2" if count() == 2 else None
+    return f"another of the {count()} processes"
+
+
 def store() -> Any:
     """Key-value store of the processes; only where there are several."""
     client = distributed.global_state.client
@@ -163,6 +170,4 @@ def _waiting(wait: Callable[[], T]) -> T:
     try:
         return wait()
     except jax.errors.JaxRuntimeError as error:
-        raise OutsideError(
-            f"process {index()} of {count()} has lost the others: {str(error).splitlines()[0][:200]}", LOST
-        ) from error
+        raise OutsideError(f"{peer()} has vanished ({str(error).splitlines()[0][:200]})", LOST) from error

@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 from posttrain.errors import ConfigError
 from posttrain.runtime import processes
-from posttrain.runtime.files import digest
+from posttrain.runtime.files import check_readable, digest
 from posttrain.tree import digests, path_str
 
 T = TypeVar("T")
@@ -47,11 +47,12 @@ class Checkpointer:
     A step holds the leaves of a tree of jax arrays under their dotted paths, and host data: JSON in which numpy arrays
     of any shape may stand, with a digest of each leaf and of the host data, which are compared when it is restored. It
     appears under its number once it is completely on disk: a process killed while saving leaves the previous steps.
-    Incomplete steps are removed on opening, so only one run may have a directory open. An error of a background save is
+    Incomplete steps are removed on opening, so only one run may have a directory open, and others beside it with
+    `read_only`, which changes nothing in it. An error of a background save is
     raised by the next call. With several processes, all make the same calls.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2, read_only: bool = False) -> None:
         import orbax.checkpoint as ocp
 
         if keep < 1:
@@ -63,7 +64,10 @@ class Checkpointer:
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(n=keep), cleanup_tmp_directories=True
+                preservation_policy=None if read_only else ocp.checkpoint_managers.LatestN(n=keep),
+                cleanup_tmp_directories=not read_only,
+                create=not read_only,
+                read_only=read_only,
             ),
         )
 
@@ -100,6 +104,10 @@ class Checkpointer:
         if values:
             items["values"] = ocp.args.PyTreeSave(values)
         self._manager.save(step, args=ocp.args.Composite(**items))
+
+    def warm_up(self, arrays: Any) -> None:
+        """Compile what a save of these arrays needs, so that no step waits for it."""
+        digests(_by_path(arrays))
 
     def latest_step(self) -> int | None:
         """Newest complete step; waits for a background save."""
@@ -187,6 +195,7 @@ class Checkpointer:
         except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # Orbax and TensorStore have no class for damaged files
+            check_readable(self.directory / str(step), error)
             told = re.split(r"<|\[| See ", " ".join(str(error).split()))[0]
             problem = f"{type(error).__name__}: {told[:160].rstrip(' .')}"
         if processes.any_of(bool(problem)):

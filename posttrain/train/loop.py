@@ -123,6 +123,8 @@ def restore_latest(
         trainer.restore(state, host["step"], host["skipped_updates"])
         data.restore(host["data"])
         break
+    if not steps:
+        checkpointer.warm_up(trainer.state())
     for step, found in damaged.items():
         line = f"WARNING: {found}; it is now {checkpointer.set_aside(step)}, and an earlier one is resumed from"
         console().print(line, style="bold yellow", markup=False, soft_wrap=True)

@@ -20,6 +20,8 @@ from posttrain.config import Locator
 from posttrain.errors import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.names import LAYER, CheckpointTensor, Names
+from posttrain.runtime import processes
+from posttrain.runtime.files import file_digest
 from posttrain.weights.fp8 import split_fp8
 from posttrain.weights.mxfp4 import merge_mxfp4
 from posttrain.weights.tensor_file import CHUNK_BYTES, Readable, Region, Task, open_tensors
@@ -29,6 +31,9 @@ LOGGER = logging.getLogger("posttrain.weights")
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+
+DIGESTS = "digests.json"
+"""File of a folder that `save_model` wrote, with digests of the others."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """CheckpointTensor types that can become parameters."""
@@ -59,6 +64,19 @@ def find_folder(path: str | Path) -> Path:
             f"model {path}: not a local folder, and the Hugging Face hub did not provide it ({reason}); give an "
             f"existing folder, or check the id and the network{Locator(path).suggestion}"
         ) from error
+
+
+def check_digests(folder: Path) -> None:
+    """ConfigError if files differ from what was saved, in a folder that has their digests; each process checks some."""
+    if not (folder / DIGESTS).is_file():
+        return
+    saved = sorted(read_json(folder / DIGESTS).items())[processes.index() :: processes.count()]
+    changed = [name for name, value in saved if (folder / name).is_file() and file_digest(folder / name) != value]
+    if changed:
+        raise ConfigError(
+            f"{folder}: {', '.join(changed)} {'differ' if changed[1:] else 'differs'} from what was saved; copy it "
+            f"again, or delete {DIGESTS} there if it was changed on purpose"
+        )
 
 
 def _unused_names(config: ModelConfig, names: Names) -> set[str]:

@@ -31,7 +31,7 @@ from posttrain.models.names import CheckpointTensor, ParamSlice, tensors
 from posttrain.models.quant import Quantized
 from posttrain.tracking.console import progress_bar
 from posttrain.weights import peft_load
-from posttrain.weights.files import GENERATION, Checkpoint, find_folder, read_json
+from posttrain.weights.files import GENERATION, Checkpoint, check_digests, find_folder, read_json
 from posttrain.weights.lora import attach_lora, planned_scales
 from posttrain.weights.peft_save import refusal
 from posttrain.weights.pieces import ParameterReader
@@ -75,6 +75,7 @@ def load_model(
     if lora is not None and adapter is not None:
         raise ConfigError("load_model: lora creates an adapter, adapter loads one; set only one of them")
     folder = find_folder(path)
+    check_digests(folder)
     config, wrapper = _described(folder, long_context=long_context)
     if (folder / GENERATION).is_file():
         config = replace(config, generation_json=json.dumps(read_json(folder / GENERATION)))

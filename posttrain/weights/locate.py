@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, end_ids, load_t
 from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
+from posttrain.runtime.files import typed_text
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.user_code import is_object_spec
 from posttrain.weights.files import find_folder, read_json
@@ -240,7 +240,7 @@ def origin_of_adapter(folder: Path) -> dict[str, str]:
 
 def origin_of_init(fields: Mapping[str, Any], seed: int) -> Origin:
     """Origin of random weights: config fields and seed."""
-    parts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in fields.items()}
+    parts = {name: typed_text(value) for name, value in fields.items()}
     return Origin(name=RANDOM_WEIGHTS, parts={**parts, "seed": str(seed)})
 
 

@@ -13,8 +13,8 @@ from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.decoder import Decoder
 from posttrain.runtime import processes
-from posttrain.runtime.files import check_local, whole_folder
-from posttrain.weights.files import GENERATION, WEIGHTS, WEIGHTS_INDEX
+from posttrain.runtime.files import check_local, file_digest, whole_folder
+from posttrain.weights.files import DIGESTS, GENERATION, WEIGHTS, WEIGHTS_INDEX
 from posttrain.weights.lora import base_tensors
 from posttrain.weights.pieces import Gather
 from posttrain.weights.quantize import is_quantized, plain_arrays
@@ -71,6 +71,8 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
         _write_json(new / "config.json", {key: generation[key] for key in SPECIAL_TOKENS if key in generation} | config)
         _write_json(new / GENERATION, generation)
         files.write(new)
+        written = [file for file in new.rglob("*") if file.is_file()]
+        _write_json(new / DIGESTS, {file.relative_to(new).as_posix(): file_digest(file) for file in sorted(written)})
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:

@@ -266,6 +266,7 @@ def test_an_engine_that_fails_is_no_failure_of_the_agent(endpoint: Endpoint, tok
 
 ODD_REQUESTS = {
     b"[" * 100_000: "nested too deeply",
+    b'{"x": ' + b"[" * 700 + b"]" * 700 + b', "messages": [{"role": "user", "content": "a"}]}': "at most 100 levels",
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "lone surrogate",
     b'{"n": true, "messages": [{"role": "user", "content": "a"}]}': "n=True must be a positive integer",
     b'{"stop": {"a": 1}, "messages": [{"role": "user", "content": "a"}]}': "stop must be strings",
@@ -285,7 +286,7 @@ def test_odd_requests_are_refused(endpoint: Endpoint, tokenizer: Tokenizer) -> N
         return 1.0
 
     run(endpoint, tokenizer, agent)
-    assert [status for status, _ in told] == [400] * 6 + [413]
+    assert [status for status, _ in told] == [400] * 7 + [413]
     for (_, message), words in zip(told, ODD_REQUESTS.values(), strict=True):
         assert words in message and "\n" not in message
 

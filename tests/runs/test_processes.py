@@ -115,17 +115,20 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.thorough
-def test_killed_and_resumed_as_one_process(tmp_path: Path, one_process: Path) -> None:
-    """A process that dies ends the other; the same command does the rest, from a checkpoint: that of step 1 is whole
+@pytest.mark.parametrize("whom", [0, 1])
+def test_killed_and_resumed_as_one_process(tmp_path: Path, one_process: Path, whom: int) -> None:
+    """A process that dies, also the one that the others' store is in, ends the other, which says so; the same command does the rest, from a checkpoint: that of step 1 is whole
     before step 3 begins, since the one of step 2 waits for it."""
     file, output = two_stages(tmp_path), tmp_path / "out"
     with launched(file) as launcher:
         wait_for(launcher, output, "1-preference", 3)
-        os.kill(children(launcher)[1], signal.SIGKILL)
+        os.kill(children(launcher)[whom], signal.SIGKILL)
         started = time.monotonic()
         told, _ = launcher.communicate(timeout=TIMEOUT_S)
         assert time.monotonic() - started < 60
     assert launcher.returncode == 128 + signal.SIGKILL, told
+    line = rf"^(\[1\] )?error: process {whom} of 2 has vanished \(.*; the same command resumes after step \d of 1-pref"
+    assert len(re.findall(line, told, re.M)) == 1, told
     check_finished(file, one_process)
 
 

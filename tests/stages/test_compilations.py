@@ -17,9 +17,10 @@ STOPS = [chr(code) for code in range(32, 72)]
 
 @pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2}, marks=pytest.mark.thorough)], ids=["full", "lora"])
 def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | None) -> None:
-    sft = sft_stage(num_steps=STEPS, packing=True, row_tokens=32)
+    sft = sft_stage(num_steps=STEPS, checkpoint_every=9, packing=True, row_tokens=32)
     rl = rl_stage(
         num_steps=STEPS,
+        checkpoint_every=9,
         kl_coef=0.1,
         row_tokens=32,
         sampling={"max_tokens": 12, "stop": STOPS},

@@ -37,5 +37,8 @@ def test_origin_of_a_folder(tmp_path: Path, count: int) -> None:
 def test_origin_of_random_weights() -> None:
     fields = {"model_type": "qwen3", "rope_scaling": {"b": 1, "a": 2}}
     parts = origin_of_init(fields, 3).parts
+    for other in ({"b": 1.0, "a": 2}, {"b": True, "a": 2}, {"b": "1", "a": 2}):
+        assert origin_of_init({**fields, "rope_scaling": other}, 3).parts != parts
+    assert origin_of_init({"x": {1: 2}}, 3).parts != origin_of_init({"x": {"1": 2}}, 3).parts
     assert parts == origin_of_init({"rope_scaling": {"a": 2, "b": 1}, "model_type": "qwen3"}, 3).parts
     assert origin_of_init(fields, 4).parts != parts != origin_of_init({**fields, "hidden_size": 4}, 3).parts

@@ -162,6 +162,20 @@ def test_saving_replaces_a_model_but_nothing_else(tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_changed_byte_of_a_saved_folder_is_told(tmp_path: Path) -> None:
+    save_model(tiny_model(), tmp_path / "out")
+    files = [file for file in sorted((tmp_path / "out").iterdir()) if file.name != "digests.json"]
+    for file in files:
+        whole = file.read_bytes()
+        for place in (len(whole) // 2, len(whole) - 2):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(ConfigError, match=rf"{file.name} differs from what was saved; copy it again"):
+                load_model(tmp_path / "out")
+        file.write_bytes(whole)
+    (tmp_path / "out" / "digests.json").unlink()
+    assert_same(tiny_model(), load_model(tmp_path / "out"))
+
+
 @pytest.mark.parametrize("name", often(("qwen3_moe", "gpt_oss", "phi3"), "gpt_oss"))
 def test_layers_fetched_one_by_one_are_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = GOLDENS / name
