@@ -15,7 +15,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from posttrain.errors import LOST, ConfigError, OutsideError
+from posttrain.errors import LOST, ConfigError, OutsideError, outside_error
 
 # Every process runs the same program on the same host data. The first one alone writes files and prints; what depends
 # on files, signals or time is decided by it, or by all together, since a program that one of them does not run hangs.
@@ -52,6 +52,12 @@ def peer() -> str | None:
     if count() < 3:
         return f"process {1 - index()} of 2" if count() == 2 else None
     return f"another of the {count()} processes"
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Tell whether an error comes from another process that is gone, for which nothing may wait then."""
+    found = None if error is None or count() == 1 else outside_error(error, peer())
+    return found is not None and found.code == LOST
 
 
 def store() -> Any:

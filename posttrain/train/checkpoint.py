@@ -226,7 +226,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        if not processes.is_lost(error):
+            self.close()
 
     def _check(self, step: int, saved: dict[str, Any], requested: dict[str, Any]) -> None:
         problems = [

@@ -200,8 +200,9 @@ class TrainingLoop:
             self._lines.close()
             if self._recorder is not None:
                 self._recorder.close()
-            with progress_bar("writing the checkpoint"):
-                self._checkpointer.wait()
+            if not processes.is_lost(error):
+                with progress_bar("writing the checkpoint"):
+                    self._checkpointer.wait()
 
     def __iter__(self) -> Iterator[int]:
         """Yield the number of each step that is left, from 1; the trainer does it, or several, before the next one."""

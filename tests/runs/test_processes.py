@@ -117,8 +117,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.thorough
 @pytest.mark.parametrize("whom", [0, 1])
 def test_killed_and_resumed_as_one_process(tmp_path: Path, one_process: Path, whom: int) -> None:
-    """A process that dies, also the one that the others' store is in, ends the other, which says so; the same command does the rest, from a checkpoint: that of step 1 is whole
-    before step 3 begins, since the one of step 2 waits for it."""
+    """A process that dies, also the one with the store of all, ends the other, which says so; the same command does
+    the rest, from a checkpoint: that of step 1 is whole before step 3 begins, since the one of step 2 waits for it."""
     file, output = two_stages(tmp_path), tmp_path / "out"
     with launched(file) as launcher:
         wait_for(launcher, output, "1-preference", 3)
