@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from posttrain.generation import _named, _render
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.types import SamplingParams
 from tests.rollout.engines import NaiveEngine, assert_same
+from tests.stages.runs import posttrain, sft_stage, write_run
 from tests.tiny import tiny_model
 
 
@@ -140,3 +143,29 @@ def test_log_probabilities(parts: tuple[Decoder, Tokenizer], naive: NaiveEngine)
     )
     assert "".join(token["text"] for token in record["prompt_tokens"]) == "12+"
     assert record["prompt_tokens"][0]["logp"] == 0.0 > record["prompt_tokens"][1]["logp"]
+
+
+def test_arguments_of_the_template_from_the_command_line(parts: tuple[Decoder, Tokenizer], tmp_path: Path) -> None:
+    template = "{% if quiet %}quiet: {% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    pt.save_model(parts[0], tmp_path / "model", tokenizer=parts[1]._with_templates(template))
+
+    def read(*args: str) -> str:
+        done = posttrain("generate", tmp_path / "model", "1+1=", "--max-tokens", "1", "--prompt-logprobs", *args)
+        assert done.code == 0, done.err
+        return "".join(token["text"] for token in json.loads(done.out)["prompt_tokens"])
+
+    assert read("--chat-template-args", '{"quiet": true}') == "quiet: 1+1="
+    for args, message in [
+        ("[1]", "--chat-template-args: '[1]' must be a JSON object"),
+        ("quiet", "--chat-template-args: 'quiet' is not JSON"),
+        ('{"quite": 1}', "does not mention 'quite'; did you mean 'quiet'"),
+    ]:
+        assert message in posttrain("generate", tmp_path / "model", "1", "--chat-template-args", args).error
+
+
+def test_the_column_of_template_arguments_is_refused(tmp_path: Path) -> None:
+    file = write_run(tmp_path, {**sft_stage(), "dataset": {"path": "rows.jsonl"}})
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "completion": "2", "chat_template_kwargs": {"quiet": true}}')
+    assert (
+        "column 'chat_template_kwargs': arguments of the chat template are the same" in posttrain("check", file).error
+    )

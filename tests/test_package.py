@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGED = {"posttrain": "posttrain", "rewards": "rewards", "envs": "envs", "configs": "posttrain/configs"}
 """Folders of the repository, and their places in the wheel."""
+SHIPPED = ("chatml", "llama3", "phi3.5", "qwen3")
 SHORT = ("stages.sft.num_steps=21", "stages.rl.num_steps=2", "stages.rl.eval_dataset.args.count=8")
 
 
@@ -64,7 +65,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_and_source_distribution_are_complete(built: Path, tmp_path: Path) -> None:
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == set(sources().values())
+    assert names == set(sources().values()) >= {f"posttrain/data/chat_templates/{name}.jinja" for name in SHIPPED}
     with tarfile.open(source) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert sources().keys() | {"README.md", "LICENSE", "constraints.txt", "pyproject.toml", "Dockerfile"} <= inside

@@ -17,6 +17,7 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.mesh import row_shards
 from posttrain.rollout.trajectory import Trajectory
+from posttrain.tracking.console import console
 from posttrain.weights.load import load_model
 
 Reduce = Literal["last", "min", "mean"]
@@ -29,7 +30,8 @@ class ModelReward:
     last step if missing.
 
     With the policy's tokenizer the model reads the sampled tokens, and after a stop token the template's text that
-    follows it, as in training; otherwise it reads the messages rendered with its own tokenizer. Call `load` before the
+    follows it, as in training; otherwise it reads the messages rendered with its own tokenizer and chat template, with
+    the arguments saved in it and not the policy's (`model.chat_template_args`), and says so. Call `load` before the
     first score. `name` is used in metrics.
     """
 
@@ -43,6 +45,13 @@ class ModelReward:
         model = load_model(self.path, mesh=mesh)
         self._renderer = policy if _same(tokenizer, policy.tokenizer) else _renderer(tokenizer, policy)
         self._as_sampled = self._renderer is policy
+        if not self._as_sampled and policy.chat:
+            console().print(
+                f"{self.__name__}: {self.path} reads messages with its own tokenizer and chat template, which differ "
+                "from the policy's; model.chat_template_args are not for it",
+                markup=False,
+                soft_wrap=True,
+            )
         self._stops = frozenset(self._renderer.tokenizer.stop_ids)
         self._tail = _tail(policy) if self._as_sampled and self.reduce == "last" else []
         self._newline = self._renderer.tokenizer.encode_spans("\n", continues=True)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,19 @@ def test_another_tokenizer_sees_the_messages(folder: Path, tmp_path: Path) -> No
     assert all(tokens != list(s.tokens) for tokens, s in zip(written, SAMPLES, strict=True))
     expected = [scores[-1] for scores in theirs(folder, written)]
     np.testing.assert_allclose(loaded(other)(SAMPLES), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_of_the_policys_template_are_not_the_reward_models(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = "{% if quiet %}quiet: {% endif %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    policy = replace(BYTES, hf=copy.copy(BYTES.hf))._with_templates(template).with_template_args({"quiet": True})
+    reward = ModelReward(str(folder), "last", "judge")
+    reward.load(single_device_mesh(), Renderer(policy, chat=True), 2)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "judge: " in told and "model.chat_template_args are not for it" in told
+    tokens, _ = reward._sequence(trajectory("2", prompt="1+1="))
+    assert "quiet" not in BYTES.decode(tokens)
 
 
 @pytest.mark.thorough
