@@ -96,6 +96,11 @@ def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
         codes = [child.poll() for child in children]
         if code == 0 and (failed := [one for one in codes if one]):
             code, end = failed[0], time.monotonic() + GRACE_S
+        if None in codes and time.monotonic() > end:
+            lost, found = next((number, one) for number, one in enumerate(codes) if one)
+            how = f"signal {-found}" if found < 0 else f"exit code {found}"
+            what = f"process {lost} of {len(children)} has ended by {how}, and others still wait for it"
+            print(f"error: {what}: they are killed; the same command resumes", file=sys.stderr)
         if None not in codes or time.monotonic() > end:
             return code if code >= 0 else 128 - code
         time.sleep(_POLL_S)

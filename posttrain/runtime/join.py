@@ -208,14 +208,15 @@ class _Group:
         """End with a line where JAX aborts since another process is gone; its client has a hook for that, which cannot
         be a Python function. Other aborts go on: the client's thread still brings the store's answers then."""
         answered = threading.Event()
-        threading.Thread(target=lambda: self._asked() and answered.set(), daemon=True).start()
+        threading.Thread(target=self._ask, args=(answered,), daemon=True).start()
         if not answered.wait(OWN_WORDS_S + 1):
             _end_with(_vanished("JAX's lines above say how it noticed"), LOST)
         self._signal(signal.SIGABRT, None)
         signal.raise_signal(signal.SIGABRT)
 
-    def _asked(self) -> bool:
-        return _try(partial(self._store.key_value_set, f"{_FAILURE}/asked/{self._processes.index()}", "", True))
+    def _ask(self, answered: threading.Event) -> None:
+        if _try(partial(self._store.key_value_set, f"{_FAILURE}/asked/{self._processes.index()}", "", True)):
+            answered.set()
 
     def end_with(self, error: BaseException) -> None:
         """Tell the others, unless they raise the same; the first process, which has the store, waits for them."""
