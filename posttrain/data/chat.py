@@ -313,8 +313,9 @@ class Renderer:
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             roles = [message["role"] for message in conversation.messages[:length]]
+            what = f"messages with roles {roles}" if roles else "a conversation that begins with an assistant message"
             raise ConfigError(
-                f"chat template of {self.tokenizer.name} refuses messages with roles {roles}: "
+                f"chat template of {self.tokenizer.name} refuses {what}: "
                 f"{' '.join(str(error).split())}; change the messages, or set dataset.chat to false"
             ) from error
         return texts[0], list(spans[0]) if marks else []

@@ -6,6 +6,7 @@ import csv
 import glob
 import io
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from posttrain.config import DatasetSection
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.user_code import is_object_spec
 
+SPLIT = re.compile(r"(?<![^-._ 0-9/])((train|test)(ing)?|dev|val(id(ation)?)?|eval(uation)?)(?![^-._ 0-9/])")
+"""Word in a path that names a split."""
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 TABLES = (".parquet", ".arrow")
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
@@ -119,6 +122,11 @@ def _read_csv(path: Path, delimiter: str) -> list[dict[str, Any]]:
 
 
 def _check_header(path: Path, names: Sequence[str]) -> None:
+    if len(names) == 1 and (other := next((one for one in ";\t|," if one in names[0]), None)):
+        raise ConfigError(
+            f"{path}:1: the header {names[0]!r} is one column; its fields seem to be separated by {other!r}: save "
+            "it with ',', or with tabs as .tsv"
+        )
     for name in names:
         if name != name.strip():
             raise ConfigError(f"{path}:1: the column {name!r} begins or ends with a space; remove it from the header")
@@ -325,6 +333,7 @@ def _splits(section: DatasetSection, folder: Path) -> dict[str, list[Path]]:
     folder = folder / config.get("data_dir", "")
     patterns = config.get("data_files")
     if patterns is None:
+        _check_case(folder)
         try:
             patterns = _get_data_files_patterns(lambda pattern: list(map(str, _resolve(folder, pattern))))
         except FileNotFoundError:
@@ -333,6 +342,17 @@ def _splits(section: DatasetSection, folder: Path) -> dict[str, list[Path]]:
         split: sorted({path for pattern in group for path in _resolve(folder, pattern)})
         for split, group in sanitize_patterns(patterns).items()
     }
+
+
+def _check_case(folder: Path) -> None:
+    """Raises ConfigError for names such as `Test.jsonl` beside other files: splits have small letters."""
+    names = [str(path.relative_to(folder)) for path in _resolve(folder, "**")]
+    capitals = [name for name in names if SPLIT.search(name.lower()) and not SPLIT.search(name)]
+    if capitals and len(names) > 1:
+        raise ConfigError(
+            f"dataset.path={folder}: {capitals[0]} names a split with capital letters, which is not seen as one; "
+            "rename it in small letters, or give one file"
+        )
 
 
 def _config(section: DatasetSection, folder: Path) -> dict[str, Any]:

@@ -132,6 +132,11 @@ def test_rows_know_their_place(folder: Path) -> None:
         ("make.py:opens", {"args": {"path": "rows.json"}}, r"FileNotFoundError: .* \(.*make\.py:16\)"),
         ("make.py:finds", {"args": {"path": "rose.json"}}, r"rose\.json: no such file or folder; did you mean"),
         ("space.csv", {}, r"space\.csv:1: the column ' b' begins or ends with a space; remove it from the header"),
+        (
+            "semicolons.csv",
+            {},
+            r"semicolons\.csv:1: the header 'a;b' is one column; its fields .* separated by ';'",
+        ),
         ("twice.csv", {}, r"twice\.csv:1: the header names the column 'a' twice"),
         ("broken.jsonl.gz", {}, r"broken\.jsonl\.gz cannot be read: "),
         ("rows.parquet.gz", {}, r"unknown kind of file '\.gz'"),
@@ -160,6 +165,7 @@ def test_errors_are_one_line(folder: Path, path: str, fields: dict[str, Any], me
     (folder / "broken.parquet").write_text("nonsense")
     (folder / "latin.jsonl").write_bytes(b'{"a": "\xe9"}\n')
     (folder / "space.csv").write_text("a, b\n1,2\n")
+    (folder / "semicolons.csv").write_text("\ufeffa;b\n1;2\n")
     (folder / "twice.csv").write_text("a,a\n1,2\n")
     (folder / "broken.jsonl.gz").write_text("nonsense")
     (folder / "rows.parquet.gz").write_text("nonsense")
@@ -225,6 +231,8 @@ def test_splits_of_a_folder_are_those_of_datasets(
         (["train/0", "test/0"], {"split": "validation"}, "has the splits test, train"),
         (SHARDS, {}, "has the splits train_prefs, train_sft"),
         (["eval/0", "more"], {}, "dataset.split='train': .* has the splits test"),
+        (["TRAIN", "Test"], {}, r"(TRAIN|Test)\.jsonl names a split with capital letters, which is not seen as one"),
+        (["Train/0", "dev/0"], {}, r"Train/0\.jsonl names a split with capital letters"),
         (["train_test"], {}, r"train_test\.jsonl belongs to the splits train and test by its name"),
         (["main/0", "deep/a", "deep/b"], {}, r"README\.md has the configurations main, deep; give one as"),
         (["main/0", "deep/a"], {"args": {"name": "maim"}}, "there is no 'maim' .* did you mean 'main'"),

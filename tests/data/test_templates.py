@@ -124,3 +124,11 @@ def test_arguments_reach_every_rendering_and_are_saved(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape("model.chat_template_args: ") + ".*" + said):
             run_tokenizer("bytes", ModelSection.model_validate({**section, "chat_template_args": wrong}))
+
+
+def test_a_conversation_that_may_not_begin_with_an_answer_is_named() -> None:
+    template = "{{ messages[0].content }}{% for m in messages[1:] %}{{ m.content }}{% endfor %}"
+    tokenizer = load_tokenizer("bytes")._with_templates(template)
+    talk: Any = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(ConfigError, match="refuses a conversation that begins with an assistant message"):
+        Renderer(tokenizer, chat=True).conversations([*talk, {"role": "assistant", "content": "c"}])
