@@ -248,6 +248,12 @@ class Renderer:
             raise ConfigError(f"{where} does not mark each assistant turn apart, so weight: 0 cannot be obeyed")
         whole = "".join(text[start:stop] for start, stop in spans)
         for number, turn in enumerate(turns):
+            if (
+                turn not in conversation.silent
+                and not set(conversation.messages[turn]) - {"role", "content"}
+                and (not str(conversation.messages[turn].get("content", "")).strip())
+            ):
+                self.remarks.add("empty", f"message {turn} is an empty answer, of which only the end is trained")
             if turn not in conversation.silent and check_turn_written(
                 conversation.messages[turn], text[slice(*spans[number])] if apart else whole, where
             ):

@@ -132,3 +132,12 @@ def test_a_conversation_that_may_not_begin_with_an_answer_is_named() -> None:
     talk: Any = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     with pytest.raises(ConfigError, match="refuses a conversation that begins with an assistant message"):
         Renderer(tokenizer, chat=True).conversations([*talk, {"role": "assistant", "content": "c"}])
+
+
+@pytest.mark.parametrize("content", ["", " ", "x"])
+def test_empty_answers_are_told(content: str) -> None:
+    model = ModelSection.model_validate({"init": {}, "tokenizer": "bytes", "chat_template": "chatml"})
+    renderer = Renderer(run_tokenizer("bytes", model), chat=True)
+    talk: Any = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    renderer.conversations(talk)
+    assert ("empty" in renderer.remarks.texts) == (content != "x")
