@@ -181,8 +181,11 @@ def test_yaml_mistakes_name_the_line(folder: Path) -> None:
     [
         ("mesh={data: 1, fsdp: 3}", ["fsdp=3", "must multiply to the number of devices, 8"]),
         ("mesh={data: 1, fsdp: 1, tensor: 8}", ["mesh.tensor=8 must divide num_kv_heads=1 of qwen3"]),
-        ("output=rows.jsonl/out", ["output: rows.jsonl/out: cannot be written: Not a directory"]),
-        ("output=rows.jsonl", ["output: rows.jsonl: cannot be written: File exists"]),
+        (
+            "output=rows.jsonl/out",
+            ["output: rows.jsonl/out: cannot be written: ", "rows.jsonl is a file; give another output"],
+        ),
+        ("output=rows.jsonl", ["output: rows.jsonl: cannot be written: ", "rows.jsonl is a file; give another output"]),
     ],
 )
 def test_mistakes_that_only_a_run_can_see(folder: Path, override: str, words: list[str]) -> None:

@@ -224,7 +224,7 @@ def test_a_tokenizer_that_raises_fails_one_request(engine: NativeEngine, monkeyp
     expected = engine.generate_all(prompts, parameters)
     broken = expected[2].tokens[:2]
 
-    def decode(tokens: Sequence[int]) -> str:
+    def decode(tokens: Sequence[int], skip_special_tokens: bool = True, *, after: Sequence[int] = ()) -> str:
         if tuple(tokens[:2]) == broken:
             raise UnicodeDecodeError("utf-8", b"", 0, 1, "not text")
         return text_of(tokens)
