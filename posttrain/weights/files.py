@@ -33,7 +33,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 
 DIGESTS = "digests.json"
-"""File of a folder that `save_model` wrote, with digests of the others."""
+"""File of a folder that `save_model` wrote, with digests of its weights; configurations may be edited."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """CheckpointTensor types that can become parameters."""
@@ -67,7 +67,7 @@ def find_folder(path: str | Path) -> Path:
 
 
 def check_digests(folder: Path) -> None:
-    """ConfigError if files differ from what was saved, in a folder that has their digests; each process checks some."""
+    """ConfigError if weights differ from what was saved, in a folder that has digests; each process checks some."""
     if not (folder / DIGESTS).is_file():
         return
     saved = sorted(read_json(folder / DIGESTS).items())[processes.index() :: processes.count()]

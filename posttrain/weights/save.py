@@ -71,8 +71,7 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
         _write_json(new / "config.json", {key: generation[key] for key in SPECIAL_TOKENS if key in generation} | config)
         _write_json(new / GENERATION, generation)
         files.write(new)
-        written = [file for file in new.rglob("*") if file.is_file()]
-        _write_json(new / DIGESTS, {file.relative_to(new).as_posix(): file_digest(file) for file in sorted(written)})
+        _write_json(new / DIGESTS, {file.name: file_digest(file) for file in sorted(new.glob("*.safetensors"))})
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
