@@ -72,7 +72,7 @@ def _literal(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | int | float):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)  # Jinja reads no surrogate pairs
     raise ConfigError(
         f"chat_template_args: {value!r} is a {type(value).__name__}; give texts, numbers, lists, mappings"
     )

@@ -101,7 +101,7 @@ def test_names_of_templates() -> None:
 
 
 def test_arguments_reach_every_rendering_and_are_saved(tmp_path: Path) -> None:
-    args = {"enable_thinking": False, "note": {"a": ['"x"', None, 1.5, True]}}
+    args = {"enable_thinking": False, "note": {"a": ['"é😀"', None, 1.5, True]}}
     template = (
         "{% if enable_thinking is defined and enable_thinking is false %}quiet {{ note.a | join('|') }}: {% endif %}"
     )
@@ -113,8 +113,8 @@ def test_arguments_reach_every_rendering_and_are_saved(tmp_path: Path) -> None:
     answered = [*asked, {"role": "assistant", "content": "b"}]
     for one in (tokenizer, load_tokenizer(tmp_path / "saved"), tokenizer.at(datetime(2026, 1, 1))):
         renderer = Renderer(one, chat=True)
-        assert one.decode(renderer.prompt(asked)) == 'quiet "x"|None|1.5|True: a'
-        assert one.decode(renderer.conversation(answered).tokens) == 'quiet "x"|None|1.5|True: ab'
+        assert one.decode(renderer.prompt(asked)) == 'quiet "é😀"|None|1.5|True: a'
+        assert one.decode(renderer.conversation(answered).tokens) == 'quiet "é😀"|None|1.5|True: ab'
     # Values of a reader come before those that are saved.
     loud = load_tokenizer(tmp_path / "saved").with_template_args({"enable_thinking": True})
     assert loud.decode(Renderer(loud, chat=True).prompt(asked)) == "a"
