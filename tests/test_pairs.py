@@ -174,6 +174,7 @@ def cases() -> list[Any]:
     return often(every, *[(kind, *pair) for kind, kept in KEPT.items() for pair in kept])
 
 
+@pytest.mark.by_case
 @pytest.mark.parametrize(("kind", "a", "b"), cases())
 def test_a_pair_runs(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str) -> None:
     one, other = STAGES[kind][a], STAGES[kind][b]
