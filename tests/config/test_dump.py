@@ -127,10 +127,11 @@ def test_values_that_a_dump_would_lose_are_refused(value: Any) -> None:
 
 
 def test_dump_is_readable(write: Write) -> None:
-    head = dump_config(read(write(SHORT))).splitlines()[:19]
+    head = dump_config(read(write(SHORT))).splitlines()[:20]
     assert head == [
         "output: runs/x", "seed: 0", "model:", "  path: some/model", "  init: null", "  family: null",
-        "  tokenizer: null", "  chat_template: null", "  stop_tokens: []", "  dtype: float32", "  compute_dtype: null",
+        "  tokenizer: null", "  chat_template: null", "  chat_template_args: {}", "  stop_tokens: []",
+        "  dtype: float32", "  compute_dtype: null",
         "  lora: null", "  adapter: null", "  quantize: none", "  remat: none", "  attention: auto",
         "  decode_attention: auto",
         "  grouped_matmul: auto", "  long_context: false",

@@ -156,8 +156,9 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
         ("    group_size: 8\n", "    group_size: 8\n    temperature: 0.7\n",
          "run.yaml:21: stages.1.temperature: unknown field; did you mean 'sampling.temperature'?"),
         ("tokenizer: bytes", "tokenizer: bytes\n  zzz: 1",
-         "run.yaml:6: model.zzz: unknown field; known here: path, init, family, tokenizer, chat_template, stop_tokens, "
-         "dtype, compute_dtype, lora, adapter, quantize, remat, attention, decode_attention, grouped_matmul, "
+         "run.yaml:6: model.zzz: unknown field; known here: path, init, family, tokenizer, chat_template, "
+         "chat_template_args, stop_tokens, dtype, "
+         "compute_dtype, lora, adapter, quantize, remat, attention, decode_attention, grouped_matmul, "
          "long_context"),
         ("seed: 0\n", "",
          "run.yaml: seed: required, but missing: Random seed of data order, sampling and initial weights."),
