@@ -43,6 +43,14 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>a' }}{%- endif %}"""
 """Short, since each byte is a token; it writes tools and calls."""
 
+REWRITING = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'][0] }}
+    {{- '-' if message['role'] == 'assistant' and not loop.last else message['content'] }}{{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>a' }}{%- endif %}"""
+"""It drops earlier answers, so that each turn is a sequence of its own."""
+
 CODE = '''
 from posttrain.environments.types import Reply
 
@@ -146,6 +154,7 @@ SFT = {
     "noise_alpha": Feature({"noise_alpha": 5.0}),
     "micro_batch_rows": Feature({"micro_batch_rows": 2}),
     "moments": Feature({"optimizer": {"moments": "int8"}}),
+    "chat_template": Feature({}, {"chat_template": "rewriting.jinja"}),
     "lora": Feature({}, LORA),
     "quantize": Feature({}, {**LORA, "quantize": "nf4"}),
 }
@@ -231,6 +240,7 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
     file = write_run(folder, stage, model=merged(model, one.model, other.model))
     (folder / "pairs_code.py").write_text(CODE)
     (folder / "short.jinja").write_text(TEMPLATE)
+    (folder / "rewriting.jinja").write_text(REWRITING)
     for name, rows in _rows().items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
