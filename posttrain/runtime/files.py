@@ -16,8 +16,10 @@ from typing import Any
 
 from posttrain.errors import DISK, ConfigError, OutsideError
 
-READ_BYTES = 1 << 20
+READ_BYTES = 1 << 18
 """Bytes that a thread reads at once."""
+SECTION_BYTES = 1 << 26
+"""Bytes of a file that a thread digests."""
 URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -106,14 +108,17 @@ def digest(content: str | bytes, length: int = 16) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """Digest of a whole file, which threads read in parts."""
+    """Digest of a whole file, of which threads read sections."""
     with file.open("rb") as source, ThreadPoolExecutor(8) as pool:
         size, number = os.fstat(source.fileno()).st_size, source.fileno()
 
-        def part(start: int) -> bytes:
-            return hashlib.sha256(os.pread(number, READ_BYTES, start)).digest()
+        def section(start: int) -> bytes:
+            found = hashlib.sha256()
+            for at in range(start, min(start + SECTION_BYTES, size), READ_BYTES):
+                found.update(os.pread(number, min(READ_BYTES, start + SECTION_BYTES - at), at))
+            return found.digest()
 
-        return digest(b"".join(pool.map(part, range(0, size, READ_BYTES))) + size.to_bytes(8))
+        return digest(b"".join(pool.map(section, range(0, size, SECTION_BYTES))) + size.to_bytes(8))
 
 
 def typed_text(value: Any) -> str:
