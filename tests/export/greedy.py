@@ -29,8 +29,12 @@ def assert_same_greedy_text(folder: Path) -> None:
         tokens = tokenizer(opening, return_tensors="pt")
         with torch.no_grad():
             out = model.generate(**tokens, max_new_tokens=NEW_TOKENS, max_length=None, do_sample=False, pad_token_id=0)
-        new = out[0, tokens["input_ids"].shape[1] :]
-        theirs = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        # By itself a completion would lose its first space.
+        prompt, whole = (
+            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for ids in (tokens["input_ids"][0], out[0])
+        )
+        theirs = whole.removeprefix(prompt)
         assert theirs == text, f"after {opening!r} transformers says {theirs!r}, posttrain {text!r}"
 
 
