@@ -47,9 +47,9 @@ class Checkpointer:
     A step holds the leaves of a tree of jax arrays under their dotted paths, and host data: JSON in which numpy arrays
     of any shape may stand, with a digest of each leaf and of the host data, which are compared when it is restored. It
     appears under its number once it is completely on disk: a process killed while saving leaves the previous steps.
-    Incomplete steps are removed on opening, so only one run may have a directory open, and others beside it with
-    `read_only`, which changes nothing in it. An error of a background save is
-    raised by the next call. With several processes, all make the same calls.
+    Incomplete steps are removed in the background from the opening on, at the latest by the next save, so only one run
+    may have a directory open, and others beside it with `read_only`, which changes nothing in it. An error of a
+    background save is raised by the next call. With several processes, all make the same calls.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2, read_only: bool = False) -> None:

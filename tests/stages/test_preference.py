@@ -57,7 +57,7 @@ def write_pairs(folder: Path, stage: dict[str, Any], **changes: Any) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for what is kept between runs, the same for all tests of this file."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
+    folder = tmp_path_factory.getbasetemp() / "preference_cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder / "posttrain" / "reference"
 

@@ -249,8 +249,9 @@ def test_a_reader_leaves_what_a_live_run_writes(tmp_path: Path) -> None:
         assert checkpointer.steps() == [2, 1]
         assert_same(checkpointer.restore(2, like(arrays))[0], arrays)
     assert unfinished.exists()
-    with Checkpointer(tmp_path):
-        assert not unfinished.exists()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, arrays, {})
+    assert not unfinished.exists()
 
 
 WRITER = """
