@@ -19,21 +19,18 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.distill import DistillSection
-from posttrain.config.environment import AgentSection, EnvSection
-from posttrain.config.evaluation import EvaluateSection, HeldOutSection, RecordSection
+from posttrain.config.environment import AgentSection, EnvSection, McpSection, ToolSection
 from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.groups import AsyncSection
 from posttrain.config.locator import Locator
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
-from posttrain.config.placement import PlacementSection, ReferenceSection
 from posttrain.config.policy_loss import SurrogateSection
 from posttrain.config.preference import OnlinePreferenceSection, PairSection, PreferenceSection, RewardModelSection
-from posttrain.config.reward import MonitorSection, RewardSection
+from posttrain.config.reward import EvaluateSection, HeldOutSection, MonitorSection, RecordSection, RewardSection
 from posttrain.config.rl import OnlineSection, RLSection
-from posttrain.config.rollout import RolloutSection, SamplingSection, answer_tokens
+from posttrain.config.rollout import PlacementSection, ReferenceSection, RolloutSection, SamplingSection, answer_tokens
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
 from posttrain.config.teacher import TeacherSection
-from posttrain.config.tools import McpSection, ToolSection
 from posttrain.config.train import (
     DatasetSection,
     OfflineSection,

@@ -7,16 +7,22 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Text
-from posttrain.config.environment import AgentSection, EnvSection
-from posttrain.config.evaluation import EvaluateSection, RecordSection, check_evaluation
+from posttrain.config.environment import AgentSection, EnvSection, ToolSection, check_tools, with_env
 from posttrain.config.groups import AsyncSection, CurriculumSection, RefillSection, check_async, check_selection
 from posttrain.config.locator import Locator
-from posttrain.config.placement import CriticSection, PlacementSection, ReferenceSection
 from posttrain.config.policy_loss import ImportanceSection, Level, SurrogateSection
-from posttrain.config.reward import MonitorSection, RewardSection
-from posttrain.config.rollout import RolloutSection, SamplingSection, answer_tokens, check_sampling, with_lengths
+from posttrain.config.reward import EvaluateSection, MonitorSection, RecordSection, RewardSection, check_evaluation
+from posttrain.config.rollout import (
+    CriticSection,
+    PlacementSection,
+    ReferenceSection,
+    RolloutSection,
+    SamplingSection,
+    answer_tokens,
+    check_sampling,
+    with_lengths,
+)
 from posttrain.config.teacher import TeacherSection, check_teachers
-from posttrain.config.tools import ToolSection, check_tools, with_env
 from posttrain.config.train import MAX_NEW_TOKENS, DatasetSection, OptimizerSection, TrainSection
 
 
