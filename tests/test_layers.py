@@ -17,7 +17,8 @@ PACKAGE = ROOT / "posttrain"
 LAYERS = (
     {"errors", "tree", "statistics"},
     {"runtime"},
-    {"config", "batch", "metrics", "user_code", "sandbox"},
+    {"user_code"},
+    {"config", "batch", "metrics", "sandbox"},
     {"mesh", "tracking"},
     {"kernels"},
     {"models", "data", "losses"},

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, GetCoreSchemaHandler, WrapValidator
 from posttrain.config.base import Arguments
 from posttrain.errors import ConfigError
 from posttrain.runtime.hub import is_hub_id
+from posttrain.user_code import import_object
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
@@ -94,6 +95,14 @@ def located(value: Any, info: Any) -> Any:
 
 LossSpec = Annotated[str | Arguments, AfterValidator(located)]
 """Loss: a name or `module:Class`, or a mapping with it as `kind` and settings."""
+
+
+def callable_of(given: Any, field: str) -> Any:
+    """Function or class that a field names, imported, or in Python is. ConfigError, which begins with the field."""
+    found = import_object(given.object, given.folder) if isinstance(given, Locator) else given
+    if not callable(found):
+        raise ConfigError(f"{field}: {given} is a {type(found).__name__}, not a function or class; set file.py:name")
+    return found
 
 
 def shown_path(file: Path) -> str:

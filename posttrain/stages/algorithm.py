@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.config import Locator, RLSection
+from posttrain.config.locator import callable_of
 from posttrain.errors import ConfigError
 from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.policy import RLLoss
@@ -15,7 +16,6 @@ from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip, Surrogat
 from posttrain.reward.function import Reward
 from posttrain.rl.advantages import given_advantage, inputs_of
 from posttrain.rl.algorithms import Algorithm, given_filter, make_algorithm
-from posttrain.stages.inputs import callable_of
 from posttrain.stages.prompts import rubric_of
 from posttrain.user_code import describe_error
 

@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.agents.endpoint import Endpoint, check_installed
 from posttrain.agents.runner import GIVEN, Agents
 from posttrain.config import AgentSection, DatasetSection, EnvSection, Locator, OnlineSection, RLSection, ToolSection
+from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
 from posttrain.data.sources import Rows, with_paths
@@ -28,7 +29,7 @@ from posttrain.reward.function import Reward
 from posttrain.rollout.trajectory import Example
 from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.user_calls import UserCalls
-from posttrain.stages.inputs import callable_of, rows_and_renderer
+from posttrain.stages.inputs import rows_and_renderer
 from posttrain.tools.formats.catalog import make_format
 from posttrain.tools.function import FunctionTool
 from posttrain.tools.mcp_server import McpServer

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from posttrain.config import RolloutSection
+from posttrain.config.locator import callable_of
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.config import MoEConfig
@@ -19,7 +20,6 @@ from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.shapes import Expected
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import RolloutEngine
-from posttrain.stages.inputs import callable_of
 from posttrain.weights.quantize import is_quantized
 from posttrain.weights.state import ModelWeights
 

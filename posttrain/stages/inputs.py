@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import DatasetSection, Locator, PairSection, RunConfig, SequenceSection
+from posttrain.config import DatasetSection, PairSection, RunConfig, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import check_columns, prompt_columns, use_chat
 from posttrain.data.sequence_cache import Sequences
 from posttrain.data.sources import Rows, load_rows
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.errors import ConfigError
-from posttrain.user_code import import_object
 from posttrain.weights.locate import ModelFiles
 
 
@@ -89,14 +87,6 @@ def rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer) -> tuple[Ro
     for column in prompt_columns(first, section):
         rows.remarks.add(column, f"the column {column} is read as part of the prompt")
     return rows, Renderer(tokenizer, chat, remarks=rows.remarks)
-
-
-def callable_of(spec: Locator, field: str) -> Any:
-    """Import the function or class named by `spec`. Raises ConfigError that begins with `field`."""
-    found = import_object(spec.object, spec.folder)
-    if not callable(found):
-        raise ConfigError(f"{field}: {spec} is a {type(found).__name__}, not a function or class")
-    return found
 
 
 def describe_rows(section: SequenceSection | PairSection, shards: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.config import OnlinePreferenceSection
+from posttrain.config.locator import callable_of
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.preference import KINDS
@@ -14,7 +15,7 @@ from posttrain.metrics import Timer
 from posttrain.rl.online_dpo import OnlineLoss, PairSettings, online_step
 from posttrain.runtime.event_loop import run_async
 from posttrain.stages.context import StageRun
-from posttrain.stages.inputs import Prepared, callable_of
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.online import (
     RolloutState,
     StepReport,

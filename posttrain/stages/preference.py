@@ -24,6 +24,7 @@ from posttrain.config import (
     PreferenceSection,
     RewardModelSection,
 )
+from posttrain.config.locator import callable_of
 from posttrain.data.preference import is_paired, labelled_answers
 from posttrain.data.prefetch import Prefetch
 from posttrain.data.sources import checked_rows, each_row
@@ -41,7 +42,7 @@ from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
 from posttrain.models.decoder import Decoder
 from posttrain.runtime.files import cache_folder
 from posttrain.stages.context import HeldOut, StageRun
-from posttrain.stages.inputs import EpochSource, Prepared, callable_of, describe_rows, rows_and_renderer
+from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_and_renderer
 from posttrain.train.trainer import Trainer
 from posttrain.user_code import is_object_spec
 from posttrain.weights.scalar_head import add_scalar_head, with_padding

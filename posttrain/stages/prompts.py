@@ -18,6 +18,7 @@ from posttrain.config import (
     RLSection,
     SamplingSection,
 )
+from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows, each_row, with_all_columns
@@ -39,7 +40,7 @@ from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.rollout.trajectory import Example
 from posttrain.stages.conversations import conversations_of, env_reward, rows_with_tools, tools_and_schemas, tools_of
 from posttrain.stages.engine import EngineFactory, engine_of
-from posttrain.stages.inputs import Prepared, callable_of
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.watch import monitor_of
 from posttrain.weights.locate import read_model_files
 

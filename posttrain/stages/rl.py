@@ -12,6 +12,7 @@ import numpy as np
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.scorers import FrozenModel, Scorer
 from posttrain.config import Locator, RLSection
+from posttrain.config.locator import callable_of
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.errors import ConfigError
 from posttrain.metrics import Timer
@@ -30,7 +31,7 @@ from posttrain.runtime.event_loop import run_async
 from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.cluster import make_critic
 from posttrain.stages.context import StageRun
-from posttrain.stages.inputs import Prepared, callable_of
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.online import (
     Distances,
     Rollouts,

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from posttrain.batch import TokenLoss
 from posttrain.config import Locator, SFTSection
+from posttrain.config.locator import callable_of
 from posttrain.data.prefetch import Prefetch
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.stages.context import StageRun
-from posttrain.stages.inputs import Prepared, callable_of
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.sequences import (
     SequenceInputs,
     describe_sequences,
