@@ -40,7 +40,7 @@ from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.event_loop import run_async
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 

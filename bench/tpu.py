@@ -36,7 +36,7 @@ from posttrain.plan.hlo import ProgramText, read_program
 from posttrain.plan.lowered import Figures, compile_program
 from posttrain.plan.machine import CHIPS, GIB, has_libtpu, libtpu_version, topology_devices
 from posttrain.plan.phases import vocabulary_trips
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 
 SMALL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

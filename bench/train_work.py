@@ -30,7 +30,7 @@ from posttrain.losses.distill import DistillLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.sft import SFTLoss
 from posttrain.models.decoder import Decoder
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.load import init_model

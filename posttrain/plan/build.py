@@ -24,7 +24,7 @@ from posttrain.rollout.programs import DecodeRows, Prompts
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import SamplingParams
-from posttrain.train.optim import Optimizer
+from posttrain.train.optimizers import Optimizer
 from posttrain.train.programs import TrainPrograms, placed_shapes
 from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights

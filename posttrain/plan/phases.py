@@ -21,7 +21,7 @@ from posttrain.plan.build import RolloutShapes, batch_of, train_programs
 from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms
 from posttrain.tree import replace
 from posttrain.weights.state import ModelWeights

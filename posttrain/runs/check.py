@@ -30,7 +30,7 @@ from posttrain.runtime.files import check_writable
 from posttrain.stages.devices import num_training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.train.objective import used_once
-from posttrain.train.optim import Optimizer, make_optimizer
+from posttrain.train.optimizers import Optimizer, make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, unreachable
 from posttrain.weights.lora import attach_lora, has_lora

@@ -23,7 +23,7 @@ from posttrain.stages.context import StageRun
 from posttrain.stages.devices import RoleDevices
 from posttrain.stages.engine import make_engine
 from posttrain.stages.prompts import RolloutInputs
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import has_lora

@@ -32,7 +32,7 @@ from posttrain.tracking.sinks import Sinks, open_sinks
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.layer_matching import Matching
 from posttrain.train.loop import Every, Resumable, StopRequest, TrainingLoop, check_origin, restore_latest
-from posttrain.train.optim import make_optimizer, make_schedule
+from posttrain.train.optimizers import make_optimizer, make_schedule
 from posttrain.train.programs import Refuse
 from posttrain.train.trainer import Trainer
 from posttrain.weights.files import find_folder

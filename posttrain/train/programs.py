@@ -26,7 +26,7 @@ from posttrain.runtime.host_memory import gc_disabled
 from posttrain.train.accumulate import stack_over
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective
-from posttrain.train.optim import OptaxOptimizer, Optimizer, Prepare, clipped, global_norm
+from posttrain.train.optimizers import OptaxOptimizer, Optimizer, Prepare, clipped, global_norm
 from posttrain.tree import Metric, added_up
 from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized

@@ -33,7 +33,7 @@ from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.train.accumulate import concatenated, flatten_micro
 from posttrain.train.layer_matching import Matching
-from posttrain.train.optim import Optimizer
+from posttrain.train.optimizers import Optimizer
 from posttrain.train.programs import Refuse, TrainPrograms, placed_shapes
 from posttrain.tree import Metric, replace
 from posttrain.weights.state import ModelWeights, Weights

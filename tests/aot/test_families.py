@@ -12,7 +12,7 @@ from posttrain.models import families
 from posttrain.plan.build import RolloutShapes, batch_of, train_programs
 from posttrain.plan.hlo import kernel_names
 from posttrain.plan.machine import CHIPS
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from tests.aot.slices import FAMILIES, SMALL, mesh_of, model
 
 BACKWARD = ("splash_mha_dkv", "splash_mha_dq")

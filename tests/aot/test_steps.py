@@ -13,7 +13,7 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.plan.build import POLICY_ARRAYS, batch_of, train_programs
 from posttrain.plan.lowered import compile_program
 from posttrain.plan.phases import vocabulary_trips
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from tests.aot.bounds import GIB, HEAD_8B_GIB, MIB, STEPS
 from tests.aot.slices import QWEN3, QWEN3_8B, QWEN3_30B, Fields, mesh_of, model
 

@@ -20,7 +20,7 @@ from posttrain.config import OptimizerSection
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import to_host
 from posttrain.rl.algorithms import make_algorithm
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.scalar_head import add_scalar_head

@@ -33,7 +33,7 @@ from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.event_loop import run_async
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import digests
 from posttrain.weights.lora import attach_lora

@@ -22,7 +22,7 @@ from posttrain.mesh import make_mesh
 from posttrain.metrics import tables, to_host
 from posttrain.models.config import ModelConfig, RouterConfig
 from posttrain.models.moe import check_router
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import Mean
 from posttrain.weights.state import ModelWeights

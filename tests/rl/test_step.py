@@ -34,7 +34,7 @@ from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example
 from posttrain.runtime.event_loop import run_async
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
 from tests.often import often

@@ -19,7 +19,7 @@ from posttrain.runs.check import TrainingSize, model_outline, training_size
 from posttrain.runs.finished import tokenizer_of
 from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.stages.distill import describe
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.locate import trained_model_files

@@ -39,7 +39,7 @@ from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RLInputs
 from posttrain.stages.sequences import SequenceInputs
 from posttrain.stages.sft import SFTInputs
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights

@@ -26,7 +26,7 @@ from posttrain.train.low_precision import (
     stochastic_bfloat16,
     stored_moment,
 )
-from posttrain.train.optim import OptaxOptimizer, make_optimizer
+from posttrain.train.optimizers import OptaxOptimizer, make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
 from tests.often import often

@@ -20,7 +20,7 @@ from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reward_model import BradleyTerryLoss
 from posttrain.metrics import to_host
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.tree import replace
 from posttrain.weights.scalar_head import with_scalar_head
 from posttrain.weights.state import ModelWeights

@@ -21,7 +21,7 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.decoder import Decoder
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer, check_finite
 from posttrain.tree import Mean, replace
 from posttrain.weights.lora import attach_lora

@@ -22,7 +22,7 @@ from posttrain.models.adapter import drop
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
 from posttrain.train import objective
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from posttrain.weights.lora import attach_lora, merged, sites

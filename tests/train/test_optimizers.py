@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from posttrain.config import OptimizerSection
-from posttrain.train.optim import OptaxOptimizer, clipped, decay_mask, global_norm, make_optimizer, make_schedule
+from posttrain.train.optimizers import OptaxOptimizer, clipped, decay_mask, global_norm, make_optimizer, make_schedule
 
 pytestmark = pytest.mark.fast
 
