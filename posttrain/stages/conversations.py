@@ -30,7 +30,7 @@ from posttrain.rollout.trajectory import Example
 from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.user_calls import UserCalls
 from posttrain.stages.inputs import rows_and_renderer
-from posttrain.tools.formats.catalog import make_format
+from posttrain.tools.formats import make_format
 from posttrain.tools.function import FunctionTool
 from posttrain.tools.mcp_server import McpServer
 from posttrain.tools.prompts import ToolText

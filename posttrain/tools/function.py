@@ -8,8 +8,7 @@ from typing import Any, get_type_hints
 
 from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
-from posttrain.tools.arguments import argument_error
-from posttrain.tools.types import failed, result_text
+from posttrain.tools.types import argument_error, failed, result_text
 from posttrain.user_code import import_transformers
 
 

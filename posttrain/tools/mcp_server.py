@@ -12,8 +12,7 @@ from typing import Any, TextIO, cast
 
 from posttrain.errors import ConfigError, RunError
 from posttrain.runtime.user_calls import LoopThread
-from posttrain.tools.arguments import argument_error
-from posttrain.tools.types import cut, failed
+from posttrain.tools.types import argument_error, cut, failed
 
 START_S = 60.0
 """Seconds that a server has to start and to list its tools."""

@@ -11,9 +11,8 @@ from typing import Any
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.tools.formats.catalog import format_name
-from posttrain.tools.formats.pieces import Call
-from posttrain.tools.formats.writers import write_calls
+from posttrain.tools.formats import format_name, write_calls
+from posttrain.tools.readers import Call
 
 PROBE = "posttrain_probe_of_tools"
 RESULTS = {"gemma": "```tool_output\n{}\n```"}

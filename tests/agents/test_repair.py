@@ -16,7 +16,7 @@ from posttrain.environments.turns import env_rewards
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.user_calls import UserCalls
-from posttrain.tools.formats.catalog import make_format
+from posttrain.tools.formats import make_format
 from tests.environments.helpers import completion, with_template
 
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.tools.formats.catalog import FORMATS, Format, format_name, make_format
-from posttrain.tools.formats.pieces import Call
-from posttrain.tools.formats.writers import write_calls
+from posttrain.tools.formats import FORMATS, Format, format_name, make_format, write_calls
+from posttrain.tools.readers import Call
 from posttrain.tools.types import ToolFormat
 from posttrain.user_code import import_transformers
 

@@ -11,9 +11,8 @@ from typing import Any, Literal
 import pytest
 
 from posttrain.errors import ConfigError
-from posttrain.tools.arguments import argument_error
 from posttrain.tools.function import FunctionTool, function_schema
-from posttrain.tools.types import FailedCall, Tool
+from posttrain.tools.types import FailedCall, Tool, argument_error
 
 
 def lookup(food: str, nutrient: Literal["fat", "water"], grams: float = 100.0, tags: list[str] | None = None) -> Any:

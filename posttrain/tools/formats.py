@@ -1,0 +1,368 @@
+"""Formats of tool calls by name: readers of tags and channels, detection from a chat template, and writers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.tools.readers import (
+    Call,
+    Malformed,
+    Piece,
+    Schemas,
+    call_of,
+    json_fault,
+    read_deepseek,
+    read_gemma,
+    read_hermes,
+    read_json,
+    read_llama3,
+    read_mistral,
+    read_phi,
+    read_pythonic,
+    shown,
+)
+from posttrain.tools.types import ParsedTurn, ToolCall
+
+FUNCTION = re.compile(r"<function=([^<>\n]*)>")
+PARAMETER, PARAMETER_END = re.compile(r"\s*<parameter=([^<>\n]*)>\n?"), "</parameter>"
+AFTER_PARAMETER = re.compile(r"\s*<(?:parameter=|/function>)")
+FUNCTION_END, TOOL_CALL_END = re.compile(r"\s*</function>"), re.compile(r"\s*</tool_call>")
+WORDS = {"True": True, "False": False, "None": None}
+RECIPIENT = re.compile(r"to=([^\s<]+)")
+CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+HARMONY_BODY, HARMONY_END = re.compile(r"<\|(message|start)\|>"), re.compile(r"<\|(?:end|call|return|start)\|>")
+
+
+def read_qwen_coder(text: str, schemas: Schemas) -> Iterator[Piece]:
+    """Qwen3-Coder: <function=name> with a <parameter=key> for each argument, in <tool_call>, which it may leave out.
+
+    Values are bare text, so the tool's schema tells texts from numbers, lists and objects. A value ends where the next
+    parameter or the end of the function follows.
+    """
+    position = 0
+    while (opening := FUNCTION.search(text, position)) is not None:
+        yield text[position : opening.start()].rstrip().removesuffix("<tool_call>")
+        found = _tagged_call(opening[1].strip(), text, opening.end(), schemas)
+        if isinstance(found, Malformed):
+            yield found
+            end = text.find("</function>", opening.end())
+            position = len(text) if end < 0 else end + len("</function>")
+        else:
+            call, position = found
+            yield call
+        after = TOOL_CALL_END.match(text, position)
+        position = position if after is None else after.end()
+    before, tag, inside = text[position:].partition("<tool_call>")
+    yield before
+    if tag:
+        yield Malformed(f"a call must begin with <function=name>: {shown(inside)}")
+
+
+def _tagged_call(name: str, text: str, start: int, schemas: Schemas) -> tuple[Call, int] | Malformed:
+    """Read the parameters of a function, and return the index after its end."""
+    properties = schemas.get(name, {}).get("properties", {})
+    arguments: dict[str, Any] = {}
+    position = start
+    while (parameter := PARAMETER.match(text, position)) is not None:
+        key, stop = parameter[1].strip(), text.find(PARAMETER_END, parameter.end())
+        while stop >= 0 and AFTER_PARAMETER.match(text, stop + len(PARAMETER_END)) is None:
+            stop = text.find(PARAMETER_END, stop + 1)
+        if stop < 0:
+            break
+        arguments[key] = _typed(text[parameter.end() : stop].removesuffix("\n"), properties.get(key))
+        position = stop + len(PARAMETER_END)
+    end = FUNCTION_END.match(text, position)
+    if end is None:
+        expected = "<parameter=name>, value, </parameter>, and at the end </function>"
+        return Malformed(f"after {name} must come {expected}, got {shown(text[position:])!r}")
+    fault = json_fault(arguments)
+    call = call_of({"name": name, "arguments": arguments}, ("arguments",))
+    if fault is not None or isinstance(call, Malformed):
+        return call if isinstance(call, Malformed) else Malformed(f"{name}: {fault}")
+    return call, end.end()
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Read a bare value as the schema's type: text stays text, unless only another type fits; without a schema JSON
+    where it is JSON."""
+    types = _types(schema)
+    if "string" in types:
+        return None if text in ("None", "null") and ("null" in types) else text
+    if text in WORDS:
+        return WORDS[text]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _types(schema: Any) -> set[str]:
+    """Types that a schema allows; empty if it does not tell."""
+    if not isinstance(schema, Mapping):
+        return set()
+    given = schema.get("type")
+    types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
+    for key in ("anyOf", "oneOf"):
+        types = types.union(*(_types(option) for option in schema.get(key, ())))
+    return types | ({"null"} if schema.get("nullable") else set())
+
+
+def read_gpt_oss(text: str, schemas: Schemas) -> Iterator[Piece]:
+    """GPT-OSS (Harmony): messages in channels. Calls are to=functions.name in the header, JSON in the body; the text
+    is that of the channel final, and of commentary to the user."""
+    if "<|message|>" not in text and "<|channel|>" not in text:
+        yield text
+        return
+    position = 0
+    while (mark := HARMONY_BODY.search(text, position)) is not None:
+        header, start = text[position : mark.start()], mark.end()
+        recipient, channel = RECIPIENT.search(header), CHANNEL.search(header)
+        if mark[1] == "start":
+            yield from () if recipient is None else (_no_arguments(recipient[1]),)
+            position = start
+            continue
+        if recipient is not None:
+            call, start = _harmony_call(recipient[1], text, start)
+            yield call
+        end = HARMONY_END.search(text, start)
+        if recipient is None and (channel is None or channel[1] != "analysis"):
+            yield text[start : len(text) if end is None else end.start()]
+        following = -1 if end is None else text.find("<|start|>", end.start())
+        if following < 0:
+            return
+        position = following + len("<|start|>")
+    if (recipient := RECIPIENT.search(text, position)) is not None:
+        yield _no_arguments(recipient[1])
+
+
+def _no_arguments(recipient: str) -> Malformed:
+    return Malformed(f"a call to {recipient} must have its arguments after <|message|>")
+
+
+def _harmony_call(recipient: str, text: str, start: int) -> tuple[Call | Malformed, int]:
+    """Read a call whose arguments begin at `start`, and return the index after them."""
+    found = read_json(text, start)
+    if isinstance(found, Malformed):
+        return found, start
+    end = HARMONY_END.search(text, found[1])
+    if text[found[1] : len(text) if end is None else end.start()].strip():
+        return Malformed(f"arguments of {recipient} must be one object, got {shown(text[start : start + 320])}"), start
+    return call_of({"name": recipient.removeprefix("functions."), "arguments": found[0]}, ("arguments",)), found[1]
+
+
+Reader = Callable[[str, Schemas], Iterator[Piece]]
+
+FORMATS: Mapping[str, Reader] = {
+    "hermes": read_hermes,
+    "qwen_coder": read_qwen_coder,
+    "llama3": read_llama3,
+    "mistral": read_mistral,
+    "gemma": read_gemma,
+    "deepseek": read_deepseek,
+    "gpt_oss": read_gpt_oss,
+    "phi": read_phi,
+    "pythonic": read_pythonic,
+}
+
+MARKS: Sequence[tuple[str, tuple[str, ...]]] = (
+    ("gpt_oss", ("<|channel|>", "<|message|>")),
+    ("deepseek", ("<｜tool▁call▁begin｜>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("qwen_coder", ("<tool_call>", "<function=")),
+    ("hermes", ("<tool_call>", '"arguments"')),
+    ("llama3", ("<|start_header_id|>", '"parameters"')),
+    ("phi", ("<|tool|>",)),
+    ("gemma", ("<start_of_turn>",)),
+)
+"""Texts in the chat templates of each format, the first one whose texts are all there."""
+THINK_END = "</think>"
+PRIVATE_USE = range(0xE000, 0xF900)
+"""Characters of which one stands for a </think> while calls are read."""
+MAX_MALFORMED = 32
+"""Maximum number of malformed calls of a turn; after them nothing is read."""
+ID_CHARACTERS = 9
+"""Length of identifiers, which Mistral's templates prescribe."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """Format in which a family of models writes tool calls, for a set of tools."""
+
+    name: str
+    schemas: Schemas
+
+    def parse(self, text: str) -> ParsedTurn:
+        """Parse an assistant turn, decoded with its special tokens but without its stop token. Never raises.
+
+        Calls that are considered inside <think>...</think>, whose beginning may be in the prompt, are not made. Time is
+        linear in the text. Identifiers are those of the model, or
+        digests of the turn.
+        """
+        thought = self._thought(text)
+        pieces = self._pieces(text[len(thought) :])
+        calls = [piece for piece in pieces if isinstance(piece, Call)]
+        malformed = [piece.line for piece in pieces if isinstance(piece, Malformed)]
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        if calls or malformed:
+            content = content.strip()
+        of_turn = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+        return ParsedTurn(
+            content=f"{thought}{content}",
+            calls=[
+                ToolCall(id=_identifier(call, i, of_turn), name=call.name, arguments=call.arguments)
+                for i, call in enumerate(calls)
+            ],
+            malformed=malformed,
+        )
+
+    def _pieces(self, text: str) -> list[Piece]:
+        """Pieces of a text. Each malformed call may search all of it for its end, so that only so many are read."""
+        pieces: list[Piece] = []
+        left = MAX_MALFORMED
+        for piece in FORMATS[self.name](text, self.schemas):
+            pieces.append(piece)
+            left -= isinstance(piece, Malformed)
+            if not left:
+                return [*pieces, Malformed(f"nothing is read after {MAX_MALFORMED} calls that cannot be read")]
+        return pieces
+
+    def _thought(self, text: str) -> str:
+        """Beginning of a turn up to the first </think> that is not in an argument; all of a <think> without an end."""
+        parts = [] if self.name == "gpt_oss" else text.split(THINK_END)
+        if len(parts) > 1:
+            mark = next(character for character in map(chr, PRIVATE_USE) if character not in text)
+            marked = "".join(f"{part}{mark}{number}{mark}" for number, part in enumerate(parts[:-1])) + parts[-1]
+            calls = [json.dumps(one.arguments, ensure_ascii=False) for one in self._pieces(marked) if type(one) is Call]
+            inside = set(map(int, re.findall(f"{mark}([0-9]+){mark}", "".join(calls))))
+            for number in range(len(parts) - 1):
+                if number not in inside:
+                    return THINK_END.join([*parts[: number + 1], ""])
+        return text if parts and text.lstrip().startswith("<think>") else ""
+
+
+def make_format(name: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> Format:
+    """Make the format of that name, `auto` for the one of the tokenizer's chat template. `tools`: schemas of the tools.
+
+    ConfigError for an unknown name, and for a template whose format is not known.
+    """
+    functions = [tool["function"] for tool in tools]
+    return Format(format_name(name, tokenizer), {f["name"]: f.get("parameters", {}) for f in functions})
+
+
+def format_name(name: str, tokenizer: Tokenizer) -> str:
+    """Resolve `auto` to the format of the tokenizer's chat template. ConfigError as `make_format`."""
+    if name != "auto" and name not in FORMATS:
+        raise ConfigError(f"tool_format={name}: no such format{did_you_mean(name, FORMATS)}; use {_names()}")
+    if name != "auto":
+        return name
+    template = tokenizer.hf.chat_template
+    texts = list(template.values()) if isinstance(template, dict) else [template or ""]
+    for found, marks in MARKS:
+        if any(all(mark in _unescaped(text) for mark in marks) for text in texts):
+            return found
+    raise ConfigError(
+        f"tool_format=auto: the chat template of {tokenizer.name} has no known form of tool calls; set tool_format to "
+        f"{_names()}"
+    )
+
+
+def _names() -> str:
+    return f"{', '.join(list(FORMATS)[:-1])} or {list(FORMATS)[-1]}"
+
+
+def _unescaped(template: str) -> str:
+    return template.replace('\\"', '"')
+
+
+def _identifier(call: Call, index: int, of_turn: str) -> str:
+    if call.id is not None and len(call.id) == ID_CHARACTERS and call.id.isalnum():
+        return call.id
+    return hashlib.sha256(f"{index} {of_turn}".encode()).hexdigest()[:ID_CHARACTERS]
+
+
+Writer = Callable[[Sequence[Call]], str]
+
+
+def write_calls(name: str, calls: Sequence[Call]) -> str:
+    """Write calls in the format of that name, so that its reader finds them again. Formats with one call in a turn
+    (gpt_oss) take one."""
+    return WRITERS[name](calls)
+
+
+def _hermes(calls: Sequence[Call]) -> str:
+    return "\n".join(f"<tool_call>\n{_named(call, 'arguments')}\n</tool_call>" for call in calls)
+
+
+def _qwen_coder(calls: Sequence[Call]) -> str:
+    return "\n".join(f"<tool_call>\n<function={call.name}>\n{_tags(call)}</function>\n</tool_call>" for call in calls)
+
+
+def _tags(call: Call) -> str:
+    texts = {key: value if isinstance(value, str) else _json(value) for key, value in call.arguments.items()}
+    return "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+
+
+def _llama3(calls: Sequence[Call]) -> str:
+    return "; ".join(_named(call, "parameters") for call in calls)
+
+
+def _mistral(calls: Sequence[Call]) -> str:
+    return f"[TOOL_CALLS]{_list(calls)}"
+
+
+def _phi(calls: Sequence[Call]) -> str:
+    return f"<|tool_call|>{_list(calls)}<|/tool_call|>"
+
+
+def _deepseek(calls: Sequence[Call]) -> str:
+    written = [f"<｜tool▁call▁begin｜>{c.name}<｜tool▁sep｜>{_json(c.arguments)}<｜tool▁call▁end｜>" for c in calls]
+    return f"<｜tool▁calls▁begin｜>{''.join(written)}<｜tool▁calls▁end｜>"
+
+
+def _gpt_oss(calls: Sequence[Call]) -> str:
+    (call,) = calls
+    return f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>{_json(call.arguments)}"
+
+
+def _gemma(calls: Sequence[Call]) -> str:
+    return "```tool_code\n" + "\n".join(map(_python, calls)) + "\n```"
+
+
+def _pythonic(calls: Sequence[Call]) -> str:
+    return f"[{', '.join(map(_python, calls))}]"
+
+
+def _python(call: Call) -> str:
+    return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+
+
+def _list(calls: Sequence[Call]) -> str:
+    return f"[{', '.join(_named(call, 'arguments') for call in calls)}]"
+
+
+def _named(call: Call, key: str) -> str:
+    return _json({"name": call.name, key: call.arguments})
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+WRITERS: Mapping[str, Writer] = {
+    "hermes": _hermes,
+    "qwen_coder": _qwen_coder,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "gemma": _gemma,
+    "deepseek": _deepseek,
+    "gpt_oss": _gpt_oss,
+    "phi": _phi,
+    "pythonic": _pythonic,
+}

@@ -1,1 +1,0 @@
-"""Formats of tool calls, by the families of models that write them."""
