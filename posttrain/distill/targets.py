@@ -12,7 +12,7 @@ from posttrain.batch import Batch, TopK, teacher_batch
 from posttrain.data.format import no_column
 from posttrain.data.sequence_cache import Sequences
 from posttrain.distill.cache import TeacherCache
-from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner, teacher_rows
+from posttrain.distill.cross_tokenizer import Aligned, Aligner, teacher_rows
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tree import replace
 

@@ -14,7 +14,7 @@ from posttrain.batch import Batch
 from posttrain.cluster.scorers import Scorer, teacher_logps
 from posttrain.config import DistillSection, RLSection
 from posttrain.data.packing import to_batch
-from posttrain.distill.cross_tokenizer.rows import Aligner, teacher_rows
+from posttrain.distill.cross_tokenizer import Aligner, teacher_rows
 from posttrain.distill.targets import teacher_shares
 from posttrain.distill.teachers import in_order
 from posttrain.errors import RunError

@@ -11,7 +11,7 @@ from posttrain.data.pipeline import row_tokenizer
 from posttrain.data.sequence_cache import Sequences
 from posttrain.data.sources import Rows
 from posttrain.distill.cache import CacheFolder, fill
-from posttrain.distill.cross_tokenizer.teachers import aligned_scorer, aligned_tokenizer
+from posttrain.distill.cross_tokenizer import aligned_scorer, aligned_tokenizer
 from posttrain.distill.targets import teacher_shares
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,

@@ -21,8 +21,7 @@ from posttrain.data.sequence_cache import Sequences
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cache import CacheFolder, TeacherCache
-from posttrain.distill.cross_tokenizer.rows import Aligner
-from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, make_aligners, teacher_sequence
+from posttrain.distill.cross_tokenizer import Aligner, aligned_tokenizer, make_aligners, teacher_sequence
 from posttrain.distill.features import check_features, distill_loss, matching_of
 from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import (

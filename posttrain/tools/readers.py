@@ -1,4 +1,4 @@
-"""Readers of tool calls in JSON (Hermes, Llama 3, Mistral, DeepSeek, Phi) and Python (Gemma 3, pythonic); none raises."""
+"""Readers of tool calls in JSON (Hermes, Llama 3, Mistral, DeepSeek, Phi) and Python (Gemma 3, pythonic)."""
 
 from __future__ import annotations
 

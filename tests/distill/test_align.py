@@ -17,10 +17,8 @@ from posttrain.data.format import tokenize_example
 from posttrain.data.packing import sequence
 from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.distill.cross_tokenizer.align import Run, groups, pair, runs
-from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of
-from posttrain.distill.cross_tokenizer.rows import Aligner
-from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyMap
+from posttrain.distill.cross_tokenizer import Aligner, Run, groups, pair, runs
+from posttrain.distill.vocabulary import SharedTokens, Vocabulary, VocabularyMap, back_of
 from posttrain.tree import replace
 from tests.often import often
 

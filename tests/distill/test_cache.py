@@ -14,8 +14,7 @@ import pytest
 from posttrain.batch import NO_ID, Batch, TopK
 from posttrain.data.sequence_cache import Sequences
 from posttrain.distill import cache as teacher_cache
-from posttrain.distill.cache import CacheFolder, TeacherCache, fill
-from posttrain.distill.cache_records import RecordFormat
+from posttrain.distill.cache import CacheFolder, RecordFormat, TeacherCache, fill
 from posttrain.distill.targets import TeacherTargets, teacher_shares
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.divergence import Divergence, divergence

@@ -15,7 +15,7 @@ import pytest
 
 import posttrain
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.distill.cache_records import RecordFormat
+from posttrain.distill.cache import RecordFormat
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.token_stats import Teacher, token_stats
