@@ -21,7 +21,7 @@ import numpy as np
 from train import matmul_rates
 
 from posttrain.config import AttentionKernel, GroupedKernel
-from posttrain.kernels.attention import attention
+from posttrain.kernels.attention.dispatch import attention
 from posttrain.kernels.grouped_matmul import grouped_matmul
 
 

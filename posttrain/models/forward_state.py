@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
-from posttrain.kernels.attention import Variant, attention, ragged_paged_attention
+from posttrain.kernels.attention.call import Variant
+from posttrain.kernels.attention.dispatch import attention
+from posttrain.kernels.attention.paged import ragged_paged_attention
 from posttrain.models.cache import KVCache
 from posttrain.models.config import Compute, Rope
 from posttrain.models.pages import PagedCache

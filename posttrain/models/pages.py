@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from posttrain.config import ROW_AXES
-from posttrain.kernels.attention import ragged_refusal
+from posttrain.kernels.attention.paged import ragged_refusal
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.tree import pytree, replace, static
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from posttrain.config import ROW_AXES, DecodeAttention
 from posttrain.errors import ConfigError
-from posttrain.kernels.attention import heads_apart, padded_head
+from posttrain.kernels.attention.paged import heads_apart, padded_head
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, empty_cache

@@ -32,7 +32,7 @@ from posttrain.data.turns import stop_notes
 from posttrain.data.units import ComparisonBatches, Units
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.evaluation.pairs import PairEvaluation, metrics_of, with_margins
-from posttrain.kernels.attention import supports_parents
+from posttrain.kernels.attention.dispatch import supports_parents
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.pairs import Needs, PairLoss

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from posttrain.kernels.attention import attention, paged
+from posttrain.kernels.attention import paged
 from posttrain.kernels.attention.call import Variant
+from posttrain.kernels.attention.dispatch import attention
 from posttrain.kernels.grouped_matmul import grouped_matmul
 from posttrain.kernels.platform import traced_for
 from posttrain.plan.hlo import kernel_names

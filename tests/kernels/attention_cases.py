@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posttrain.kernels.attention import blockwise, cudnn, splash, tokamax
+from posttrain.kernels.attention import blockwise, splash
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
+from posttrain.kernels.attention.gpu import cudnn_arguments, tokamax
 from posttrain.kernels.attention.reference import visible, whole
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 384, 4, 2, 8, 12
@@ -79,7 +80,7 @@ def padded_splash(operands: Operands, variant: Variant, *, interpret: bool = Tru
 
 def through_jax(operands: Operands, variant: Variant) -> jax.Array:
     """The call of cuDNN, served by XLA."""
-    out = jax.nn.dot_product_attention(**cudnn.arguments(operands, variant), implementation="xla")
+    out = jax.nn.dot_product_attention(**cudnn_arguments(operands, variant), implementation="xla")
     return out[..., : operands.v.shape[3]]
 
 
@@ -92,7 +93,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Operands, Variant], jax.Array]] = {
     "splash": padded_splash,
     "splash_split": padded_splash,
     "cudnn": through_jax,
-    "tokamax": functools.partial(tokamax.tokamax, implementation="xla"),
+    "tokamax": functools.partial(tokamax, implementation="xla"),
 }
 
 

@@ -14,9 +14,8 @@ from jax.sharding import AxisType, Mesh
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import AttentionKernel
-from posttrain.kernels.attention import attention
 from posttrain.kernels.attention.call import AttentionCall
-from posttrain.kernels.attention.dispatch import block_size, choose, even_block, select
+from posttrain.kernels.attention.dispatch import attention, block_size, choose, even_block, select
 from posttrain.kernels.platform import log_choice, warn_once
 from tests.kernels.attention_cases import CASES, HEADS, Case, Rows, rows
 from tests.often import often

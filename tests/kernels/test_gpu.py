@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from posttrain.config import AttentionKernel, GroupedKernel
-from posttrain.kernels.attention import attention
+from posttrain.kernels.attention.dispatch import attention
 from posttrain.kernels.grouped_matmul import grouped_matmul
 from tests.kernels.attention_cases import CASES, Case
 

@@ -9,9 +9,10 @@ import pytest
 from jax import Array
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-from posttrain.kernels.attention import cudnn, heads_apart, paged, ragged_refusal
+from posttrain.kernels.attention import paged
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
-from posttrain.kernels.attention.paged import ragged_paged_attention
+from posttrain.kernels.attention.gpu import cudnn_arguments
+from posttrain.kernels.attention.paged import heads_apart, ragged_paged_attention, ragged_refusal
 from posttrain.kernels.attention.reference import single_query, visible
 
 ROWS, HEADS, KV_HEADS, HEAD, PAGE, PAGES, WIDTH, REPEATS = 3, 4, 2, 8, 16, 7, 3, 2
@@ -92,5 +93,5 @@ def test_cudnns_call_for_one_query(window: int | None) -> None:
     operands = Operands(drawn(ROWS, 1, HEADS, HEAD), k, v, places, None)
     variant = Variant(window=window, scale=0.3, soft_cap=None)
     expected = single_query(*operands[:3], visible(*places, window)[:, 0], scale=0.3, soft_cap=None, sinks=None)
-    got = jax.nn.dot_product_attention(**cudnn.arguments(operands, variant), implementation="xla")
+    got = jax.nn.dot_product_attention(**cudnn_arguments(operands, variant), implementation="xla")
     np.testing.assert_allclose(got, expected, atol=2e-6)

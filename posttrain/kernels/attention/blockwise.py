@@ -1,8 +1,9 @@
-"""Blockwise (flash) attention in plain XLA: loops over query and key blocks, no T x S array in either pass."""
+"""Blockwise (flash) attention in plain XLA: loops over query and key blocks, unrolled for short rows on CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,46 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from posttrain.kernels.attention.blocks import FLOOR, BlockPlan, einsum32, query_inputs
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
-from posttrain.kernels.attention.reference import MASKED, visible
-from posttrain.kernels.attention.short_rows import attend_short_rows
+from posttrain.kernels.attention.reference import MASKED, capped, visible
+
+FLOOR = 0.1 * MASKED
+"""Lower bound of the running maximum: relative to it, masked logits of a fully masked query get weight 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """Static block sizes and options of one attention call, padded to whole blocks."""
+
+    variant: Variant
+    same_tokens: bool
+    parents: bool
+    sinks: bool
+    block_q: int
+    block_k: int
+    num_blocks_k: int
+
+    def key_blocks(self, i: Array | int) -> tuple[Array | int, Array | int]:
+        """Return the range `[first, stop)` of key blocks visible to query block `i`; Python ints if `i` is an int.
+
+        Self-attention (`same_tokens`) skips blocks after the diagonal and before the window.
+        """
+        if not self.same_tokens:
+            return 0, self.num_blocks_k
+        least, most = (jnp.minimum, jnp.maximum) if isinstance(i, Array) else (min, max)
+        first: Array | int = 0
+        # A parent segment may be anywhere in the row, so the window bounds nothing.
+        if self.variant.window is not None and not self.parents:
+            first = most(i * self.block_q - self.variant.window + 1, 0) // self.block_k
+        return first, least(((i + 1) * self.block_q - 1) // self.block_k + 1, self.num_blocks_k)
+
+
+def query_inputs(mask_inputs: MaskInputs) -> tuple[Array | None, ...]:
+    return mask_inputs.q_positions, mask_inputs.q_segments, mask_inputs.q_parents
+
+
+def einsum32(spec: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
 
 def blockwise(
@@ -23,7 +60,7 @@ def blockwise(
     """softmax(scale q k) v with a running maximum and sum; FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
 
     `block`: queries and keys per block of logits. `short`: unroll over query blocks, each with one softmax over all
-    visible keys (`short_rows`): faster on CPU, but the program grows with the row length.
+    visible keys (`attend_short_rows`): faster on CPU, but the program grows with the row length.
     """
     q, k, v, mask_inputs, sinks = operands
     rows, length, num_heads, head_dim = q.shape
@@ -155,3 +192,117 @@ def _slice(x: Array, j: Array, block: int) -> Array:
 def _add(x: Array, j: Array, block: Array) -> Array:
     start, size = j * block.shape[3], block.shape[3]
     return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, start, size, axis=3) + block, start, axis=3)
+
+
+# XLA:CPU passes to its YNN library in one piece what lies between two products, if it consists of sums, maxima and
+# elementwise operations that the library supports: here a block's exponentials, all that follows from them, and the
+# gradient of its logits. Such a piece runs on all cores, while a product alone of matrices this small runs on one.
+# Hence groups and queries are one axis, in the mask as well (adding it through a reshape takes half as long as the rest
+# of a piece); the mask is added, not selected; every product but the last has a sum in its piece; and an output of two
+# pieces is computed twice.
+
+# Shapes below, as in `blockwise`: q [I, B, K, G, t, H], out and its gradient [I, B, K, G, t, Hv]; k and v [B, K, S, H];
+# sinks [1, K, G, 1]. Within one block: r = G t queries, s keys.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_short_rows(plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_inputs: MaskInputs) -> Array:
+    """softmax(scale q k) v that saves the exponentials for the backward pass. Reference: `blockwise` with loops."""
+    return _short_forward(plan, q, k, v, sinks, mask_inputs)[0]
+
+
+def _short_forward(
+    plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_inputs: MaskInputs
+) -> tuple[Array, Any]:
+    outs, kept, least = [], [], _sinks(plan, q, sinks)
+    for i in range(q.shape[0]):
+        keys = _keys(plan, i)
+        mask = _mask(plan, i, mask_inputs, groups=q.shape[3])
+        # The barrier ties the mask to these queries: otherwise layers share one mask over all heads, too large for a
+        # cache.
+        scaled, mask = jax.lax.optimization_barrier((_scaled(plan, q[i]), mask))
+        logits = capped(_product_of(scaled, k[:, :, keys]), plan.variant.soft_cap) + mask
+        top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), least)
+        exps = jnp.exp(logits - top)
+        sink_exps = jnp.exp(least - top) if plan.sinks else None
+        outs.append(einsum32("bkrs,bksh->bkrh", exps.astype(v.dtype), v[:, :, keys]) / _total(exps, sink_exps))
+        kept.append((exps, sink_exps))
+    out = jnp.stack(outs).astype(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+    return out, (q, k, v, sinks, kept)
+
+
+def _short_backward(plan: BlockPlan, saved: Any, d_out: Array) -> tuple[Array, Array, Array, Array | None, None]:
+    q, k, v, sinks, kept = saved
+    dqs, d_sinks = [], jnp.zeros(())
+    dk, dv = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2])) for x in (k, v))
+    # Last block first: if its queries see all keys, the other blocks accumulate into its result.
+    for i, saved_block in reversed(list(enumerate(kept))):
+        # The barrier forces a separate sum: the forward pass fuses its own with a product.
+        exps, sink_exps = jax.lax.optimization_barrier(saved_block)
+        keys, total = _keys(plan, i), _total(exps, sink_exps)
+        # Division here avoids one over arrays of r x s.
+        d_out_i = _merged(d_out[i]) / total
+        d_exps = einsum32("bkrh,bksh->bkrs", d_out_i, v[:, :, keys])
+        delta = jnp.sum(exps * d_exps, axis=-1, keepdims=True)
+        d_logits = exps * (d_exps - delta / total)
+        scaled = _scaled(plan, q[i])
+        if plan.variant.soft_cap is not None:
+            d_logits *= 1 - jnp.square(jnp.tanh(_product_of(scaled, k[:, :, keys]) / plan.variant.soft_cap))
+        dqs.append(plan.variant.scale * einsum32("bkrs,bksh->bkrh", d_logits, k[:, :, keys]))
+        dk = _plus(dk, einsum32("bkrh,bkrs->bkhs", scaled, d_logits), keys)
+        dv = _plus(dv, einsum32("bkrh,bkrs->bkhs", d_out_i, exps), keys)
+        if sink_exps is not None:
+            # Probability of the sink, whose value is 0.
+            d_sinks -= jnp.sum((sink_exps / total * delta).reshape(q.shape[1:-1]), axis=(0, 3))
+    dq = jnp.stack(dqs[::-1]).astype(q.dtype).reshape(q.shape)
+    dk, dv = dk.swapaxes(2, 3).astype(k.dtype), dv.swapaxes(2, 3).astype(v.dtype)
+    return dq, dk, dv, d_sinks.reshape(sinks.shape) if plan.sinks else None, None
+
+
+attend_short_rows.defvjp(_short_forward, _short_backward)
+
+
+def _keys(plan: BlockPlan, i: int) -> slice:
+    first, stop = map(int, plan.key_blocks(i))
+    return slice(first * plan.block_k, stop * plan.block_k)
+
+
+def _plus(sums: Array, new: Array, keys: slice) -> Array:
+    """Accumulate in place, so that readers of the sums read one array."""
+    return jax.lax.dynamic_update_slice_in_dim(sums, sums[..., keys] + new, keys.start, axis=3)
+
+
+def _mask(plan: BlockPlan, i: int, mask_inputs: MaskInputs, groups: int) -> Array:
+    """Additive mask [B, 1, r, s]."""
+    positions, segments, parents = jax.tree.map(lambda x: x[i], query_inputs(mask_inputs))
+    known = mask_inputs.k_positions[:, _keys(plan, i)], mask_inputs.k_segments[:, _keys(plan, i)]
+    seen = visible(positions, known[0], segments, known[1], parents, plan.variant.window)
+    added = jnp.where(seen, 0.0, MASKED)[:, None, None]
+    return _merged(jnp.broadcast_to(added, (added.shape[0], 1, groups, *added.shape[3:])))
+
+
+def _sinks(plan: BlockPlan, q: Array, sinks: Array) -> Array | float:
+    """Sink logits [B, K, r, 1], or the lower bound of the maximum."""
+    if not plan.sinks:
+        return FLOOR
+    return _merged(jnp.broadcast_to(jnp.maximum(sinks, FLOOR), q.shape[1:-1])[..., None])
+
+
+def _scaled(plan: BlockPlan, q: Array) -> Array:
+    """Scaled queries [B, K, r, H]; avoids scaling an array of r x s."""
+    return _merged(q.astype(jnp.float32) * plan.variant.scale)
+
+
+def _product_of(scaled: Array, k: Array) -> Array:
+    return einsum32("bkrh,bksh->bkrs", scaled, k)
+
+
+def _total(exps: Array, sink_exps: Array | None) -> Array:
+    """Softmax denominator: at least 1 (the largest exponential), except for fully masked queries."""
+    total = jnp.sum(exps, axis=-1, keepdims=True)
+    return jnp.maximum(total if sink_exps is None else total + sink_exps, 1.0)
+
+
+def _merged(x: Array) -> Array:
+    """Merge groups and queries into one axis."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])

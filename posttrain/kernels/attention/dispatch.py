@@ -1,29 +1,34 @@
-"""Attention entry point and kernel selection; masks are given by positions, segments and window only."""
+"""Attention entry point: selection of a kernel and its run on devices; masks are positions, segments and window."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
+import jax
+import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from posttrain.config import AttentionKernel
 from posttrain.errors import ConfigError
-from posttrain.kernels.attention import cudnn, splash, tokamax
+from posttrain.kernels.attention import splash
 from posttrain.kernels.attention.blockwise import blockwise
 from posttrain.kernels.attention.call import AttentionCall, MaskInputs, Operands, Variant
-from posttrain.kernels.attention.on_devices import on_devices
+from posttrain.kernels.attention.gpu import cudnn, cudnn_refusal, tokamax, tokamax_refusal
 from posttrain.kernels.attention.reference import single_query, visible, whole
 from posttrain.kernels.platform import (
+    HEAD_AXIS,
+    TOKEN_AXIS,
     compute_capability,
     head_shards,
     installed,
     log_choice,
     platform_of,
+    row_axes,
     row_shards,
     token_shards,
     warn_once,
@@ -50,9 +55,9 @@ class Support:
 SUPPORT: Mapping[str, Support] = {
     "reference": Support(parents=True, other=lambda _: None),
     "blockwise": Support(parents=True, other=lambda _: None),
-    "splash": Support(parents=False, other=splash.refusal),
-    "tokamax": Support(parents=True, other=tokamax.refusal),
-    "cudnn": Support(parents=True, other=cudnn.refusal),
+    "splash": Support(parents=False, other=splash.splash_refusal),
+    "tokamax": Support(parents=True, other=tokamax_refusal),
+    "cudnn": Support(parents=True, other=cudnn_refusal),
 }
 
 PREFERRED: Mapping[str, tuple[str, ...]] = {"tpu": ("splash",), "gpu": ("tokamax", "cudnn")}
@@ -203,9 +208,9 @@ def run(name: str, operands: Operands, variant: Variant, call: AttentionCall, me
             kernel = partial(splash.splash, variant=variant, padding=padding)
             return on_devices(kernel, operands, call, mesh, tables, splash.by_tokens(tables, mesh))
         case "tokamax":
-            return on_devices(partial(tokamax.tokamax, variant=variant), operands, call, mesh)
+            return on_devices(partial(tokamax, variant=variant), operands, call, mesh)
         case _:
-            return on_devices(partial(cudnn.cudnn, variant=variant), operands, call, mesh)
+            return on_devices(partial(cudnn, variant=variant), operands, call, mesh)
 
 
 def block_size(call: AttentionCall) -> int:
@@ -243,3 +248,51 @@ def _reference(operands: Operands, *, variant: Variant) -> Array:
     if q.shape[1] == 1:
         return single_query(q, k, v, mask[:, 0], scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
     return whole(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
+
+
+def on_devices(
+    kernel: Callable[..., Array],
+    operands: Operands,
+    call: AttentionCall,
+    mesh: Mesh | None,
+    tables: Any = None,
+    table_specs: Any = None,
+) -> Array:
+    """Run a kernel that the compiler cannot partition.
+
+    Where `call` splits the tokens of a row, keys and values of the whole row are gathered, and their gradients
+    reduce-scattered. `tables`: second argument of the kernel, laid out by `table_specs`.
+    """
+    arguments = (operands,) if tables is None else (operands, tables)
+    if mesh is None or mesh.size == 1:
+        return kernel(*arguments)
+    repeats = call.split_kv_heads // call.num_kv_heads
+    if repeats > 1:
+        k, v = (jnp.repeat(x, repeats, axis=1) for x in (operands.k, operands.v))
+        operands = operands._replace(k=k, v=v)
+    rows, heads = row_axes(mesh), HEAD_AXIS if HEAD_AXIS in mesh.axis_names else None
+    tokens = TOKEN_AXIS if call.token_shards > 1 else None
+    queries, keys = PartitionSpec(rows, tokens, heads), PartitionSpec(rows, heads, tokens)
+    specs = queries, keys, keys, PartitionSpec(rows, tokens), PartitionSpec(heads)
+
+    def local(parts: tuple[Any, ...], *tables: Any) -> Array:
+        operands = Operands(*parts)
+        return kernel(operands if tokens is None else _with_all_keys(operands, tokens), *tables)
+
+    split = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, table_specs)[: len(arguments)],
+        out_specs=queries,
+        check_vma=False,
+    )
+    return split(tuple(operands), *arguments[1:])
+
+
+def _with_all_keys(operands: Operands, axis: str) -> Operands:
+    """Keys and values of whole rows, for a device's own queries."""
+    k, v = (jax.lax.all_gather(x, axis, axis=2, tiled=True) for x in (operands.k, operands.v))
+    of = operands.mask_inputs
+    positions, segments = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (of.k_positions, of.k_segments))
+    mask_inputs = MaskInputs(of.q_positions, positions, of.q_segments, segments, of.q_parents)
+    return operands._replace(k=k, v=v, mask_inputs=mask_inputs)

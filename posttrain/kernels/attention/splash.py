@@ -29,7 +29,7 @@ MAX_GRADIENTS = 8 * 4096
 """Maximum number of queries times key blocks for the fused backward kernel, which holds that many query gradients."""
 
 
-def refusal(call: AttentionCall) -> str | None:
+def splash_refusal(call: AttentionCall) -> str | None:
     if call.platform not in ("cpu", "tpu"):
         return f"runs on TPU (interpreted on CPU), got {call.platform}"
     refusal = call.rows_refusal()
