@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
 from posttrain.config import Remat
-from posttrain.kernels.layout import computed_once, unstack_layers
+from posttrain.kernels.cpu import computed_once, unstack_layers
 from posttrain.kernels.platform import head_shards, platform_of
 from posttrain.models.activations import product_inputs, split_tokens, whole_rows
 from posttrain.models.attention import Attention

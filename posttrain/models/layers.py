@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
+from posttrain.kernels.cpu import matmul
 from posttrain.kernels.lookup import lookup
-from posttrain.kernels.matmul import matmul
 from posttrain.models.adapter import Adapter
 from posttrain.models.config import Activation, LayerInputsConfig, MLPConfig, ModelConfig
 from posttrain.models.quant import Quantized

@@ -39,8 +39,7 @@ from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.evaluation.sequences import Record
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.kernels.logits.divergence import Divergence
-from posttrain.kernels.logits.spans import packed
+from posttrain.kernels.logits.divergence import Divergence, packed
 from posttrain.mesh import row_shards
 from posttrain.metrics import Metrics
 from posttrain.models.decoder import Decoder

@@ -12,8 +12,7 @@ import pytest
 from posttrain.batch import NO_ID, Batch, TopK
 from posttrain.distill.vocabulary import SharedTokens, back_of
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.kernels.logits.divergence import Divergence, divergence
-from posttrain.kernels.logits.spans import packed
+from posttrain.kernels.logits.divergence import Divergence, divergence, packed
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.losses.distill import DistillLoss
 from posttrain.tree import replace

@@ -14,8 +14,7 @@ from numpy.testing import assert_allclose
 from posttrain.batch import NO_ID, Batch, TopK
 from posttrain.distill.vocabulary import SharedTokens, back_of
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.kernels.logits.divergence import Divergence
-from posttrain.kernels.logits.spans import packed
+from posttrain.kernels.logits.divergence import Divergence, packed
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.policy import GMPO, GRPO, PPO, PolicyLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss

@@ -12,9 +12,16 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
-from posttrain.kernels.logits.divergence import FORWARD_KL, Divergence, divergence, divergence_gradient, token_logps
+from posttrain.kernels.logits.divergence import (
+    FORWARD_KL,
+    NAMED,
+    Divergence,
+    divergence,
+    divergence_gradient,
+    span_terms,
+    token_logps,
+)
 from posttrain.kernels.logits.softmax import Softmax
-from posttrain.kernels.logits.spans import NAMED, span_terms
 from posttrain.kernels.logits.vocab_sharding import VocabSharding
 
 

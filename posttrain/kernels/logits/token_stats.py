@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from posttrain.batch import HostArray, TokenStats, TopK
 from posttrain.kernels.logits.chunk_stats import INNER, PLAIN, Chunk, Stats, Terms, chunk_gradient, chunk_stats
 from posttrain.kernels.logits.chunks import ChunkPlan, chunk_length, chunk_plan, predicting, take_tokens, to_tokens
-from posttrain.kernels.logits.spans import NAMED, SPAN_TERMS, check_token_groups, span_divergence
+from posttrain.kernels.logits.divergence import NAMED, SPAN_TERMS, check_token_groups, span_divergence
 from posttrain.kernels.logits.vocab_sharding import (
     HeadFunction,
     Parameters,

@@ -1,16 +1,18 @@
-"""The product of activations and weights, and its gradient where either of them is the wider."""
+"""Matrix products and their gradients, values computed once, and unstacked layers, on CPU and elsewhere."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import MeshSection
-from posttrain.kernels.matmul import matmul
+from posttrain.kernels.cpu import computed_once, matmul, unstack_layers
 from posttrain.mesh import make_mesh
 from tests.often import often
 
@@ -60,9 +62,65 @@ def test_on_a_mesh(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_only_a_cpu_has_operands_turned(size: tuple[int, int], platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere a barrier would only keep the compiler from its own choice of layouts."""
-    monkeypatch.setattr("posttrain.kernels.matmul.platform_of", lambda mesh: platform)
+    monkeypatch.setattr("posttrain.kernels.cpu.platform_of", lambda mesh: platform)
     x, w, cotangent = operands((4, 6), size, "float32")
     text = jax.jit(lambda x, w, cotangent: jax.vjp(matmul, x, w)[1](cotangent)).lower(x, w, cotangent).as_text()
     assert ("optimization_barrier" in text) == (platform == "cpu" and size[0] > size[1])
     for got, expected in zip(jax.vjp(matmul, x, w)[1](cotangent), jax.vjp(jnp.matmul, x, w)[1](cotangent), strict=True):
         assert_allclose(got, expected, atol=2e-5)
+
+
+STACK = jnp.arange(24.0).reshape(3, 4, 2)
+NOUGHT = jnp.int32(0)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_layers_of_a_stack_and_their_gradients(repeats: int) -> None:
+    stack = STACK[:repeats]
+
+    def total(stack: Array, cut: Any) -> Array:
+        return sum(((number + 1) * jnp.sin(layer)).sum() for number, layer in enumerate(cut(stack)))
+
+    layers = jax.jit(unstack_layers)(stack, NOUGHT)
+    assert_array_equal(jnp.stack(layers), stack)
+    found = jax.jit(jax.grad(total), static_argnums=1)(stack, lambda stack: unstack_layers(stack, NOUGHT))
+    assert_array_equal(found, jax.jit(jax.grad(total), static_argnums=1)(stack, list))
+
+
+def test_integers_have_layers_too() -> None:
+    """As the codes of quantised weights, beside which others are trained."""
+    codes = jnp.arange(6, dtype=jnp.int8).reshape(3, 2)
+
+    def total(scales: Array, codes: Array) -> Array:
+        parts = zip(unstack_layers(scales, NOUGHT), unstack_layers(codes, NOUGHT), strict=True)
+        return sum((scale * code).sum() for scale, code in parts)
+
+    assert_array_equal(jax.jit(jax.grad(total))(jnp.ones((3, 2)), codes), codes.astype(jnp.float32))
+
+
+@pytest.mark.optimized
+def test_places_are_given_to_kernels() -> None:
+    """A place that the compiler knew would be part of a kernel, and so a kernel of its own."""
+
+    @jax.jit
+    def program(stack: Array, opaque_zero: Array) -> list[Array]:
+        return [jnp.sin(layer) for layer in unstack_layers(stack, opaque_zero)]
+
+    text = program.lower(STACK, NOUGHT).compile().as_text()
+    assert "dynamic-slice" in text and " slice(" not in text
+
+
+@pytest.mark.optimized
+def test_what_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(x: Array, y: Array) -> list[Array]:
+        (sine,) = computed_once(lambda: (jnp.sin(x)[None],), x[0] >= 0, None)
+        return [(y * sine).sum(), (y + sine).sum(axis=-1), jnp.cumsum(y - sine, axis=-1)]
+
+    x, y = jnp.arange(8.0), jnp.ones((4, 8))
+    compiled = jax.jit(program).lower(x, y).compile()
+    assert compiled.as_text().count(" sine(") == 1
+    found = compiled(x, y)
+    monkeypatch.setattr("posttrain.kernels.cpu.platform_of", lambda mesh: "tpu")
+    elsewhere = jax.jit(lambda x, y: program(x, y)).lower(x, y).compile()
+    assert "conditional" not in elsewhere.as_text()
+    jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-6), found, elsewhere(x, y))
