@@ -16,10 +16,9 @@ from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain, blocks_for
 from posttrain.rollout.decoding import Loaded
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
-from posttrain.rollout.processors import Tables
 from posttrain.rollout.programs import DecodedTokens, DecodeRows, Prefilled, Programs, Prompts, ScoredPrompts
 from posttrain.rollout.request import Request
-from posttrain.rollout.sampling import Sampling
+from posttrain.rollout.sampling import Sampling, Tables
 from posttrain.rollout.scheduler import Plan, PromptPiece, Row
 from posttrain.rollout.shapes import DecodeShape, Expected, PromptShape, Shapes
 from posttrain.rollout.types import SamplingParams

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.kernels.logits.token_stats import token_stats_reference
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
+from tests.oracles import token_stats_reference
 
 WEIGHTED = "sigmoid_wpo"
 """The case of TRL's `use_weighting`, which `test_wpo` has."""

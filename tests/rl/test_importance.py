@@ -18,8 +18,7 @@ from posttrain.losses.policy import DAPO, GSPO, RLOO, VESPO, PolicyLoss
 from posttrain.losses.reduce import sequence_sums
 from posttrain.models.quant import dequantized, quantized
 from posttrain.rl.assemble import assemble
-from posttrain.rollout.processors import Tables
-from posttrain.rollout.sampling import Sampling, sample
+from posttrain.rollout.sampling import Sampling, Tables, sample
 from posttrain.rollout.types import SamplingParams, samples_of
 from tests.often import often
 from tests.rl.helpers import trajectory

@@ -12,8 +12,9 @@ import numpy as np
 
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.sampling import sample_reference, uniforms
+from posttrain.rollout.sampling import uniforms
 from posttrain.rollout.types import Completion, Decode, SamplingParams, StopReason, TokenLogp, sample_key
+from tests.oracles import sample_reference
 
 LENGTH = 64
 VOCABULARY = 512

@@ -15,9 +15,10 @@ import pytest
 from posttrain.models.cache import empty_cache
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.sampling import sample_reference, uniforms
+from posttrain.rollout.sampling import uniforms
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.weights.state import ModelWeights
+from tests.oracles import sample_reference
 from tests.rollout.engines import LENGTH, assert_same, make_engine, params, requests
 from tests.tiny import tiny_model
 

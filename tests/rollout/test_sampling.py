@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from posttrain.rollout.processors import Tables, Tally, process_reference
-from posttrain.rollout.sampling import Drawn, Sampling, _inverse_cdf, sample, sample_reference, score, uniforms
+from posttrain.rollout.sampling import Drawn, Sampling, Tables, Tally, _inverse_cdf, sample, score, uniforms
 from posttrain.rollout.types import SamplingParams
+from tests.oracles import process_reference, sample_reference
 from tests.rollout.engines import log_softmax
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "losses" / "sampling.npz"

@@ -15,7 +15,6 @@ from posttrain.cluster.reference import Reference
 from posttrain.config import OptimizerSection
 from posttrain.evaluation.pairs import with_margins
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.kernels.logits.token_stats import token_stats_reference
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reward_model import BradleyTerryLoss
@@ -26,6 +25,7 @@ from posttrain.weights.scalar_head import with_scalar_head
 from posttrain.weights.state import ModelWeights
 from tests.gradients import assert_gradients, gradient_for_weights
 from tests.losses.conftest import FOLDER, Golden, read_golden
+from tests.oracles import token_stats_reference
 from tests.tiny import forward
 
 MODELS = FOLDER.parent / "models"

@@ -161,24 +161,6 @@ def _in_plan_order(x: Any, plan: ChunkPlan) -> Array:
     return take_tokens(jnp.pad(x[:, 1:], ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:]))), plan.order)
 
 
-def token_stats_reference(
-    logits: Float[Array, "B T V"],
-    tokens: Int[Array, "B T"],
-    segments: Int[Array, "B T"],
-    *,
-    temperature: float,
-) -> TokenStats:
-    """Reference implementation of `token_stats`: full logits, textbook formulas, gradients by autodiff."""
-    log_probs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32) / temperature, axis=-1)
-    logps = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]
-    entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-    pad = ((0, 0), (1, 0))
-    return TokenStats(
-        logps=jnp.pad(jnp.where(same, logps, 0.0), pad), entropy=jnp.pad(jnp.where(same, entropy, 0.0), pad)
-    )
-
-
 class _Constants(NamedTuple):
     """Inputs without a gradient: teachers' hidden states by context, everything else in plan order."""
 

@@ -18,8 +18,9 @@ from posttrain.kernels.logits import chunks as module
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.logits.chunks import chunk_length
 from posttrain.kernels.logits.divergence import Divergence
-from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats, token_stats_reference
+from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from tests.often import often
+from tests.oracles import token_stats_reference
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "losses" / "logprobs_entropy"
 DIM, VOCAB = 8, 19
