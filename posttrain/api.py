@@ -22,7 +22,7 @@ from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.data.files import listed
 from posttrain.errors import ConfigError
 from posttrain.results.result import RunResult, attach
-from posttrain.runs.code_identity import code_texts
+from posttrain.runs.code_identity import code_digests
 from posttrain.runs.plan import plan_elsewhere
 from posttrain.runs.run import CONFIG_NAME, run
 from posttrain.runtime.files import digest
@@ -350,7 +350,7 @@ def _digest(config: RunConfig, more: Sequence[str]) -> str:
     parts = [
         dump_config(config.model_copy(update={"profile": None, "trackers": ()})),
         *more,
-        *code_texts(config).values(),
+        json.dumps(code_digests(config), sort_keys=True),
     ]
     return digest("\0".join(parts), 8)
 

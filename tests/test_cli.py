@@ -148,8 +148,8 @@ def test_other_text_of_a_function_in_the_same_folder(finished: tuple[Path, str])
     rewards.write_text(text.replace("t < 128", "t < 64"))
     error = posttrain("run", file).error
     assert f"{file.parent / 'out'} was started with other code of stages.1.rewards.0.fn=" in error
-    assert "give another output to run with the new code" in error
-    rewards.write_text(text + "\n\ndef another():\n    return 1\n")
+    assert f"({rewards.name}); give another output to run with the new code" in error
+    rewards.write_text(text + "\n\n# Small tokens are letters.\n")
     assert posttrain("run", file).code == 0
 
 

@@ -20,7 +20,7 @@ from posttrain.config import PlacementSection, RunConfig, trains_on_samples
 from posttrain.config.yaml_file import diff_config, dump_config, load_config, stage_settings
 from posttrain.errors import ConfigError, OutsideError, outside_error
 from posttrain.mesh import make_mesh, row_shards
-from posttrain.runs.code_identity import check_code, code_texts, remember_code
+from posttrain.runs.code_identity import check_code, code_digests, remember_code
 from posttrain.runs.epochs import write_counts
 from posttrain.runs.placement import print_placement
 from posttrain.runs.prepare import keep_clock, prepare
@@ -184,7 +184,7 @@ def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
 def _check_others(output: Path, config: RunConfig) -> None:
     """ConfigError, in every process, if one has other settings or code, or does not see the folder of the first."""
     token = processes.agreed((output / LOCK_NAME).read_text)
-    settings = [dump_config(config), json.dumps(code_texts(config), sort_keys=True), __version__]
+    settings = [dump_config(config), json.dumps(code_digests(config), sort_keys=True), __version__]
     processes.check_same("settings, code and version of the run", digest("\n".join(settings)))
     if processes.any_of(not _appears(output / LOCK_NAME, token)):
         raise ConfigError(

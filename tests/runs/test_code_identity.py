@@ -1,4 +1,4 @@
-"""Source text of user code: what it reaches counts, comments and docstrings do not."""
+"""Identity of user code: files that a function imports and values that it reads count, comments do not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from posttrain.config import Locator
 from posttrain.config.yaml_file import load_config
-from posttrain.runs.code_identity import code_texts
-from posttrain.runs.source_text import source_of, source_of_name
+from posttrain.errors import ConfigError
+from posttrain.runs.code_identity import CODE_NAME, UserCode, check_code, code_digests, remember_code
 from posttrain.user_code import import_object
 from tests.stages.runs import rl_stage, write_run
 
@@ -58,7 +59,7 @@ def unused():
 """,
     "numbers_of.py": "def one(x):\n    return 1\n",
     "late.py": "def lazily(text):\n    return text\n",
-    "pack/__init__.py": "",
+    "pack/__init__.py": "DEPTH = 1\n",
     "pack/inner.py": "from .deeper import deepest\ndef deep(text):\n    return deepest(text)\n",
     "pack/deeper.py": "def deepest(text):\n    return text\n",
 }
@@ -73,6 +74,22 @@ def written(folder: Path, file: str = "task.py", before: str = "", after: str = 
     return folder / "task.py"
 
 
+def of_name(file: Path, name: str = "correct") -> dict[str, str]:
+    code = UserCode()
+    code.add_name(Locator(f"{file}:{name}"))
+    return code.digests
+
+
+def of_object(found: Any) -> dict[str, str]:
+    code = UserCode()
+    code.add_object(found)
+    return code.digests
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    return sorted(part for part in before | after if before.get(part) != after.get(part))
+
+
 @pytest.mark.parametrize(
     ("file", "before", "after"),
     [
@@ -81,43 +98,40 @@ def written(folder: Path, file: str = "task.py", before: str = "", after: str = 
         ("task.py", 'SCALES["a"] = 2', 'SCALES["a"] = 3'),
         ("task.py", "return helper(text)", "return not helper(text)"),
         ("task.py", "from helpers import clean", "from helpers import strip as clean"),
+        ("task.py", '"""Helps."""', '"""Helps a lot."""'),
         ("helpers.py", "text.strip()", "text.lstrip()"),
         ("numbers_of.py", "return 1", "return 2"),
         ("late.py", "return text", "return text * 2"),
+        ("pack/__init__.py", "DEPTH = 1", "DEPTH = 2"),
         ("pack/deeper.py", "return text", "return text * 2"),
     ],
 )
-def test_a_change_of_what_is_reached_is_seen(tmp_path: Path, file: str, before: str, after: str) -> None:
-    same, changed = tmp_path / "same", tmp_path / "changed"
-    texts = [source_of_name(written(same), "correct"), source_of_name(written(changed, file, before, after), "correct")]
-    assert texts[0] != texts[1]
+def test_an_imported_file_that_changes_is_named(tmp_path: Path, file: str, before: str, after: str) -> None:
+    old, new = written(tmp_path / "old"), written(tmp_path / "new", file, before, after)
+    assert changed(of_name(old), of_name(new)) == [file]
+    assert {"task.py", "helpers.py", "pack/deeper.py"} <= of_name(old).keys()
 
 
 @pytest.mark.parametrize(
     ("file", "before", "after"),
     [
         ("task.py", "  # why", "  # because"),
-        ("task.py", '"""Helps."""', '"""Helps a lot."""'),
-        ("task.py", '"""A task."""', '"""The task."""'),
-        ("task.py", "UNUSED = 1", "UNUSED = 2"),
-        ("task.py", "return 5", "return 6"),
-        ("task.py", "print(correct", "print(len, correct"),
         ("task.py", "def helper(text):", "\n\ndef helper( text ):"),
-        ("helpers.py", "def unused():\n    pass", "def unused():\n    return 1"),
+        ("helpers.py", "    pass", "\n\n    pass  # nothing"),
     ],
 )
-def test_a_change_of_anything_else_is_not(tmp_path: Path, file: str, before: str, after: str) -> None:
-    same, changed = tmp_path / "same", tmp_path / "changed"
-    texts = [source_of_name(written(same), "correct"), source_of_name(written(changed, file, before, after), "correct")]
-    assert texts[0] == texts[1] and "deepest" in texts[0] and "strip" in texts[0]
+def test_comments_and_layout_do_not_count(tmp_path: Path, file: str, before: str, after: str) -> None:
+    old, new = written(tmp_path / "old"), written(tmp_path / "new", file, before, after)
+    assert of_name(old) == of_name(new)
 
 
-def test_a_function_in_memory_has_the_text_of_its_file(tmp_path: Path) -> None:
+def test_a_function_in_memory_has_the_files_of_its_name(tmp_path: Path) -> None:
     file = written(tmp_path)
     correct: Any = import_object(f"{file}:correct", tmp_path)
-    assert source_of(correct) == source_of_name(file, "correct")
-    assert source_of(functools.partial(correct)) == source_of(correct)
-    assert source_of(len) == source_of(Path.exists) == ""
+    assert of_name(file).items() <= of_object(correct).items()
+    assert of_name(file).items() <= of_object(functools.partial(correct)).items()
+    assert changed({}, of_object(len)) == ["settings of builtin_function_or_method"]
+    assert changed({}, of_object(Path.exists)) == ["settings of function"]
 
 
 def cell(text: str) -> Any:
@@ -150,12 +164,12 @@ def score(completions):
 
 def test_functions_of_a_notebook() -> None:
     first = cell(NOTEBOOK)
-    text = source_of(first)
+    text = of_object(first)
     for before, after in (("2.0", "2.5"), ("len(text)", "-len(text)"), ("factor = 3", "factor = 4"), ("* x", "+ x")):
-        assert source_of(cell(NOTEBOOK.replace(before, after))) != text, before
-    assert source_of(cell(NOTEBOOK.replace("# why", "# because"))) == text
+        assert of_object(cell(NOTEBOOK.replace(before, after))) != text, before
+    assert of_object(cell(NOTEBOOK.replace("# why", "# because"))) == text
     first(["x"])
-    assert source_of(first) == text, "its counters and caches are no part of it"
+    assert of_object(first) == text, "its counters and caches are no part of it"
 
 
 def test_functions_inside_functions_count_with_what_they_hold() -> None:
@@ -171,8 +185,8 @@ def test_functions_inside_functions_count_with_what_they_hold() -> None:
     def triple(text: str) -> float:
         return 3.0
 
-    texts = [source_of(made) for made in (make(1.0), make(2.0), make(1.0, double), make(1.0, triple))]
-    assert len(set(texts)) == 4 and source_of(make(1.0)) == texts[0]
+    texts = [of_object(made) for made in (make(1.0), make(2.0), make(1.0, double), make(1.0, triple))]
+    assert len({str(text) for text in texts}) == 4 and of_object(make(1.0)) == texts[0]
 
 
 class Judge:
@@ -184,10 +198,8 @@ class Judge:
 
 
 def test_objects_count_with_their_class_and_settings() -> None:
-    assert source_of(Judge(1.0)) == source_of(Judge(1.0)) != source_of(Judge(2.0))
-    assert "self.threshold" in source_of(Judge(1.0)) and source_of(Judge(1.0).__call__) != source_of(
-        Judge(2.0).__call__
-    )
+    assert of_object(Judge(1.0)) == of_object(Judge(1.0)) != of_object(Judge(2.0))
+    assert changed(of_object(Judge(1.0).__call__), of_object(Judge(2.0).__call__)) == ["threshold of Judge"]
 
 
 PARAMETERS = """
@@ -219,35 +231,65 @@ def score(completions):
 def test_parameters_of_a_script_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command line, the environment, another file, or set by the script; keys may be renewed."""
 
-    def texts(number: int, *words: str, bonus: float = 0.0, power: str = "2", **environment: str) -> tuple[str, str]:
+    def digests(
+        number: int, *words: str, bonus: float = 0.0, power: str = "2", **environment: str
+    ) -> tuple[dict[str, str], dict[str, str]]:
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "settings.py").write_text("import os\nPOWER = int(os.environ['POWER'])\n")
         (folder / "script.py").write_text(PARAMETERS)
-        with monkeypatch.context() as changed:
-            changed.setattr("sys.argv", ["script.py", *words])
-            changed.delitem(sys.modules, "settings", raising=False)
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.argv", ["script.py", *words])
+            patch.delitem(sys.modules, "settings", raising=False)
             for name, value in {"POWER": power, "OFFSET": "0", "JUDGE_API_KEY": "a", **environment}.items():
-                changed.setenv(name, value)
+                patch.setenv(name, value)
             score: Any = import_object(f"{folder / 'script.py'}:score", tmp_path)
             score.__globals__["BONUS"] = bonus
-            text = source_of(score)
+            found = of_object(score)
             score(["x"])
-            assert source_of(score) == text, "what it changes itself is no part of it"
-            return text, source_of_name(folder / "script.py", "score")
+            assert of_object(score) == found, "what it changes itself is no part of it"
+            return found, of_name(folder / "script.py")
 
-    plain, of_name = texts(0, "1.0")
-    assert texts(1, "1.0", JUDGE_API_KEY="b", JAX_PROCESS_ID="1") == (plain, of_name) and "UNREAD" not in plain
-    assert texts(2, "5.0")[0] != plain and texts(3, "1.0", "--width", "2")[0] != plain
-    assert texts(4, "1.0", bonus=1.0)[0] != plain and texts(5, "1.0", power="3")[0] != plain
-    for text, before in zip(texts(6, "1.0", OFFSET="1"), (plain, of_name), strict=True):
-        assert text != before
+    object_before, name_before = digests(0, "1.0")
+    assert digests(1, "1.0", JUDGE_API_KEY="b", JAX_PROCESS_ID="1") == (object_before, name_before)
+    cases: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+        ("SCALE of helper", ("5.0",), {}),
+        ("ARGS of helper", ("1.0", "--width", "2"), {}),
+        ("BONUS of helper", ("1.0",), {"bonus": 1.0}),
+        ("environment variable POWER", ("1.0",), {"power": "3"}),
+        ("environment variable OFFSET", ("1.0",), {"OFFSET": "1"}),
+    ]
+    for number, (part, words, settings) in enumerate(cases, 2):
+        found, named = digests(number, *words, **settings)
+        assert part in changed(object_before, found)
+        assert changed(name_before, named) == [part] * part.startswith("environment")
 
 
 def test_every_function_of_a_stage_counts(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def keep(rewards_PG):\n    return rewards_PG.max(axis=1) > 0.5\n")
     stage = rl_stage(filter="own.py:keep")
-    texts = code_texts(load_config(write_run(tmp_path, stage)))
-    assert "> 0.5" in texts["stages.0.filter=own.py:keep"]
+    assert code_digests(load_config(write_run(tmp_path, stage)))["stages.0.filter=own.py:keep"].keys() == {"own.py"}
     stage = rl_stage(refill={"limit": 1, "keep": "own.py:keep"})
-    assert "stages.0.refill.keep=own.py:keep" in code_texts(load_config(write_run(tmp_path, stage)))
+    assert "stages.0.refill.keep=own.py:keep" in code_digests(load_config(write_run(tmp_path, stage)))
+
+
+def test_a_refusal_names_the_file_and_the_ways_out(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("from limits import BOUND\ndef keep(rewards_PG):\n    return rewards_PG > BOUND\n")
+    limits = tmp_path / "limits.py"
+    limits.write_text("BOUND = 0.5\n")
+    config = load_config(write_run(tmp_path, rl_stage(filter="own.py:keep")))
+    remember_code(tmp_path, config)
+    limits.write_text("BOUND = 0.5  # half\n")
+    check_code(tmp_path, config)
+    limits.write_text("BOUND = 0.6\n")
+    with pytest.raises(ConfigError, match=r"other code of stages.0.filter=own.py:keep \(limits.py\); .*delete .*code"):
+        check_code(tmp_path, config)
+    (tmp_path / CODE_NAME).unlink()
+    check_code(tmp_path, config)
+    assert (tmp_path / CODE_NAME).exists(), "the run resumes with the new code, which is its code from now on"
+
+
+def test_a_reward_that_reads_a_clock_says_so(tmp_path: Path) -> None:
+    score = cell("import time\nSTART = time.time()\ndef score(completions):\n    return [time.time() - START]\n")
+    again = cell("import time\nSTART = time.time()\ndef score(completions):\n    return [time.time() - START]\n")
+    assert changed(of_object(score), of_object(again)) == ["START of score"]
