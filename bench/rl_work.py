@@ -177,8 +177,6 @@ def build(work: str, steps: int, model: Decoder) -> Bench:
         source=Source(Places(), [example(n, one) for n, one in enumerate(tokens)]),
         group_size=GROUP,
         groups_per_step=PROMPTS,
-        in_flight=PROMPTS,
-        max_staleness=0,
     )
     settings = StepSettings(
         row_tokens=row,

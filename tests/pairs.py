@@ -128,7 +128,6 @@ RL = {
     "tools": Feature({"tools": [{"fn": "pairs_code.py:look"}], "tool_format": "hermes", "env": {"max_turns": 2}}),
     "asynchronous": Feature({"asynchronous": {"max_staleness": 1}}, one_of="asynchronous"),
     "in_flight": Feature({"asynchronous": {"max_staleness": 1, "in_flight": True}}, one_of="asynchronous"),
-    "oversample_prompts": Feature({"oversample_prompts": 1}),
     "refill": Feature({"refill": {"limit": 1}}),
     "curriculum": Feature({"curriculum": {"pools": [0.0, 0.5, 1.0], "draw": [0.5, 0.5]}}),
     "teachers": Feature({"teachers": [{"path": "teacher"}]}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -77,16 +76,13 @@ class AsyncSection(Section):
     that the trainer waits."""
 
 
-def check_async(section: AsyncSection, *, old_logps: str, others: Mapping[str, bool], record_routing: bool) -> None:
-    """Check the section against the rest of a stage. ValueError where both cannot be. `others`: fields that choose
-    groups by who ends first or by their rewards, where they are set."""
-    reasons = {
-        "oversample_prompts": "asynchronous samples ahead already; remove one of them",
-        "refill": "which groups are begun would depend on rewards that are not there yet; remove one of them",
-    }
-    for name, reason in reasons.items():
-        if others[name]:
-            raise ValueError(f"asynchronous and {name}: {reason}")
+def check_async(section: AsyncSection, *, old_logps: str, refill: bool, record_routing: bool) -> None:
+    """Check the section against the rest of a stage. ValueError where both cannot be."""
+    if refill:
+        raise ValueError(
+            "asynchronous and refill: which groups are begun would depend on rewards that are not there yet; remove "
+            "one of them"
+        )
     stale = section.max_staleness > 0
     if stale and old_logps == "self":
         raise ValueError(

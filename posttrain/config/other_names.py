@@ -104,6 +104,9 @@ OTHER_NAMES = (
     OtherName("kl_penalty", "kl_coef"),
     OtherName("kl_beta", "kl_coef"),
     OtherName("beta", "loss", "write loss: {kind: sigmoid, beta: 0.1}", kinds=PAIRS),
+    # posttrain before 0.1.0
+    OtherName("oversample_prompts", "asynchronous", "write asynchronous: {max_staleness: 1}"),
+    OtherName("max_staleness", "asynchronous.max_staleness"),
 )
 
 ABSENT: Mapping[str, str] = {

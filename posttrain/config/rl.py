@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Text
+from posttrain.config.base import Flag, ListOf, PositiveInt, Text
 from posttrain.config.environment import AgentSection, EnvSection, ToolSection, check_tools, with_env
 from posttrain.config.groups import AsyncSection, CurriculumSection, RefillSection, check_async, check_selection
 from posttrain.config.locator import Locator
@@ -266,12 +266,6 @@ class RLSection(OnlineSection):
     counts updates."""
     update_epochs: PositiveInt = 1
     """Passes over each batch of rollouts, each of `updates` updates."""
-    oversample_prompts: NonNegativeInt = 0
-    """Prompts started beyond `prompts_per_step` (partial rollouts, arXiv:2501.12599): a step trains on the first
-    `prompts_per_step` finished groups; the others are resumed in the next step with its weights."""
-    max_staleness: PositiveInt = 4
-    """Maximum steps between the start of a group and its update, with `oversample_prompts`; a step waits for groups
-    that reach it."""
     asynchronous: AsyncSection | None = None
     """Sample later groups while the trainer learns; by default a step samples, then learns."""
     refill: RefillSection | None = None
@@ -292,7 +286,7 @@ class RLSection(OnlineSection):
     @property
     def samples_ahead(self) -> bool:
         """True if tokens may be older than the weights of their update."""
-        return self.oversample_prompts > 0 or (self.asynchronous is not None and self.asynchronous.max_staleness > 0)
+        return self.asynchronous is not None and self.asynchronous.max_staleness > 0
 
     @property
     def samples_while_updating(self) -> bool:
@@ -323,7 +317,7 @@ class RLSection(OnlineSection):
 
     @property
     def samples_in_flight(self) -> int:
-        groups = self.prompts_per_step + self.oversample_prompts
+        groups = self.prompts_per_step
         if self.asynchronous is not None and self.asynchronous.in_flight:
             groups += self.asynchronous.max_staleness * self.prompts_per_step
         return groups * self.group_size
@@ -355,9 +349,8 @@ class RLSection(OnlineSection):
         """Source of the log-probabilities of pi_old, with the default resolved."""
         if self.old_logps != "auto":
             return self.old_logps
-        others = bool(self.teachers) and (self.rollout.quantize != "none" or self.oversample_prompts > 0)
-        stale = self.asynchronous is not None and self.samples_ahead
-        return "trainer" if self.updates_per_batch > 1 or others or stale else "self"
+        quantized = bool(self.teachers) and self.rollout.quantize != "none"
+        return "trainer" if self.updates_per_batch > 1 or quantized or self.samples_ahead else "self"
 
     @property
     def updates_per_batch(self) -> int:
@@ -401,10 +394,6 @@ class RLSection(OnlineSection):
             raise ValueError(f"gae_level={self.gae_level} has no effect on algorithm={self.algorithm}; use ppo")
         if self.turn_advantages and (self.algorithm == "ppo" or self.advantage or self.advantage_scale):
             raise ValueError("turn_advantages takes the place of the advantages of ppo, advantage and advantage_scale")
-        if self.converses and self.oversample_prompts:
-            raise ValueError(
-                "oversample_prompts resumes single completions, not conversations (env, agent, tools); remove it"
-            )
         return self
 
     @model_validator(mode="after")
@@ -441,30 +430,14 @@ class RLSection(OnlineSection):
             check_async(
                 self.asynchronous,
                 old_logps=self.old_logps,
-                others={"oversample_prompts": self.oversample_prompts > 0, "refill": self.refill is not None},
+                refill=self.refill is not None,
                 record_routing=self.rollout.record_routing,
             )
-        if self.oversample_prompts and self.rollout.record_routing:
+        others = self.rollout.quantize != "none" or self.samples_ahead
+        if self.teachers and others and self.proximal_logps != "trainer":
+            name = "asynchronous" if self.samples_ahead else f"rollout.quantize={self.rollout.quantize}"
             raise ValueError(
-                f"oversample_prompts={self.oversample_prompts} and rollout.record_routing: samples resumed in a later "
-                "step would mix the experts of two versions of the weights; use one of the two"
-            )
-        if self.oversample_prompts > self.max_staleness * self.prompts_per_step:
-            raise ValueError(
-                f"oversample_prompts={self.oversample_prompts} with prompts_per_step={self.prompts_per_step} makes "
-                f"groups wait longer than max_staleness={self.max_staleness} steps; raise it to "
-                f"{-(-self.oversample_prompts // self.prompts_per_step)} or lower oversample_prompts"
-            )
-        if not self.oversample_prompts and self.max_staleness != RLSection.model_fields["max_staleness"].default:
-            raise ValueError(f"max_staleness={self.max_staleness} has no effect without oversample_prompts")
-        if (
-            self.teachers
-            and self.proximal_logps != "trainer"
-            and (self.rollout.quantize != "none" or self.oversample_prompts)
-        ):
-            raise ValueError(
-                f"teachers with rollout.quantize={self.rollout.quantize} and oversample_prompts="
-                f"{self.oversample_prompts} need old_logps: trainer: the advantage is log(teacher / student), "
-                "and the sampler's log-probabilities are not the student's"
+                f"teachers with {name} need old_logps: trainer: the advantage is log(teacher / student), and the "
+                "sampler's log-probabilities are not the student's"
             )
         return self

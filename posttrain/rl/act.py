@@ -13,7 +13,7 @@ from posttrain.reward.rubric import Rubric, joined
 from posttrain.reward.types import Rewards
 from posttrain.rl.exchange import exchanged, own_share
 from posttrain.rl.refill import Refill, group_metrics, refill_metrics
-from posttrain.rl.sampler import IssuedGroup, Sampler, collect, collect_some
+from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rl.source import Source
 from posttrain.rollout.trajectory import Group
 from posttrain.tracking.console import progress_bar
@@ -39,9 +39,6 @@ class Acted:
 class Act:
     """Sampling and scoring of the groups of a step.
 
-    With `in_flight` above `groups_per_step`, partial rollouts: so many groups are under way, a step takes the first
-    that finish, and a later one goes on with the others, at most `max_staleness` versions after their start.
-
     With `refill`, a step begins as many further groups as useful ones are missing, and so on in waves: what is sampled
     depends on rewards and not on time.
     """
@@ -51,8 +48,6 @@ class Act:
     source: Source
     group_size: int
     groups_per_step: int
-    in_flight: int
-    max_staleness: int
     refill: Refill | None = None
     pass_above: float | None = None
     """Reward above which a sample passes; None: no metrics of passing groups."""
@@ -97,14 +92,10 @@ class Act:
 
     async def _wave(self, count: int, version: int, title: str, timer: Timer) -> tuple[Sequence[Group], Rewards]:
         """Sample and score `count` groups, each process its share; groups are scored as they end."""
-        partial = self.in_flight > self.groups_per_step
-        begun = [] if partial else self.source.take(count, version)
+        begun = self.source.take(count, version)
         async with self.rubric.scoring(version) as scoring:
             with timer("rollout"):
-                if partial:
-                    own_P = await self._some(count, version, title)
-                else:
-                    own_P = await self._all(own_share(begun), title, scoring.add)
+                own_P = await self._all(own_share(begun), title, scoring.add)
             with (
                 timer("rewards"),
                 progress_bar(f"{title}: rewards", len(self.rubric.rewards), closing=False) as advance,
@@ -117,19 +108,3 @@ class Act:
     async def _all(self, groups: Sequence[IssuedGroup], title: str, ended: Callable[[Group], None]) -> list[Group]:
         with progress_bar(f"{title}: sampling", len(groups) * self.group_size, closing=False) as advance:
             return await collect(self.sampler, groups, self.group_size, advance, ended)
-
-    async def _some(self, count: int, version: int, title: str) -> list[Group]:
-        left = self.source.unfinished
-        # In a step's first wave all of `in_flight`; in others as many as were left, and the new ones.
-        groups = [*left, *self.source.take(self.in_flight - self.groups_per_step + count - len(left), version)]
-        with progress_bar(f"{title}: sampling", closing=False):
-            found, self.source.unfinished = await collect_some(
-                self.sampler,
-                groups,
-                self.group_size,
-                version,
-                min_groups=count,
-                per_step=self.groups_per_step,
-                max_staleness=self.max_staleness,
-            )
-        return found

@@ -1,9 +1,8 @@
-"""Source of groups: numbered prompts, beside the groups that earlier steps left unfinished."""
+"""Source of groups: numbered prompts, in the order of a dataset or drawn by a curriculum."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,7 +11,6 @@ from jaxtyping import Float
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.sampler import IssuedGroup
 from posttrain.rollout.trajectory import Example, Group
-from posttrain.rollout.types import Completion
 
 
 @runtime_checkable
@@ -27,8 +25,7 @@ class PromptStream(Protocol):
 
 
 class Source:
-    """Stream of groups over the prompts of a dataset, in its order or drawn by a curriculum. Its state holds the
-    unfinished groups as well, with sampled tokens, so that a resumed run goes on with the same tokens."""
+    """Stream of groups over the prompts of a dataset, in its order or drawn by a curriculum."""
 
     def __init__(self, prompts: PromptStream, examples: Sequence[Example], curriculum: Curriculum | None = None):
         self._prompts, self._examples, self._curriculum = prompts, examples, curriculum
@@ -36,8 +33,6 @@ class Source:
         self._places = {} if curriculum is None else {example.index: n for n, example in enumerate(examples)}
         self.issued = 0
         """Number of groups begun since the start of the run."""
-        self.unfinished: Sequence[IssuedGroup] = ()
-        """Groups for a later step to go on with."""
 
     def take(self, count: int, version: int) -> list[IssuedGroup]:
         """Begin `count` new groups under a version of the weights."""
@@ -63,8 +58,7 @@ class Source:
         return {} if self._curriculum is None else self._curriculum.metrics()
 
     def state(self) -> dict[str, Any]:
-        unfinished = [_to_json(group) for group in self.unfinished]
-        state = {"prompts": self._prompts.state(), "issued": self.issued, "unfinished": unfinished}
+        state = {"prompts": self._prompts.state(), "issued": self.issued}
         return state if self._curriculum is None else {**state, "curriculum": self._curriculum.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -72,29 +66,3 @@ class Source:
         if self._curriculum is not None:
             self._curriculum.restore(state["curriculum"])
         self.issued = state["issued"]
-        self.unfinished = [_from_json(group, self._by_row) for group in state["unfinished"]]
-
-
-def _to_json(group: IssuedGroup) -> dict[str, Any]:
-    completions = {str(sample): asdict(completion) for sample, completion in group.completions.items()}
-    return {
-        "row": group.example.index,
-        "number": group.number,
-        "version": group.version,
-        "completions": completions,
-    }
-
-
-def _from_json(group: dict[str, Any], examples: Mapping[int, Example]) -> IssuedGroup:
-    completions = {int(sample): _completion(fields) for sample, fields in group["completions"].items()}
-    return IssuedGroup(
-        number=group["number"],
-        example=examples[group["row"]],
-        version=group["version"],
-        completions=completions,
-    )
-
-
-def _completion(fields: dict[str, Any]) -> Completion:
-    lists = ("tokens", "logps", "kept_logps", "weights_versions")
-    return Completion(**{**fields, **{name: tuple(fields[name]) for name in lists}})

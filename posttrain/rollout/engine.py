@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -147,32 +147,20 @@ class NativeEngine:
 
         RuntimeError while `generate` is at work, and while the engine is paused.
         """
-        return self._generate_until([Call(*pair) for pair in zip(prompts, params, strict=True)], lambda _: False)
-
-    def generate_some(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
-        """Generate until `enough(done)` holds; abort the other requests, which a later call can resume (`partial`).
-
-        The prefix cache is cleared first, so that the result depends on the arguments and the weights alone."""
-        if not self._scheduler.busy:
-            self._scheduler.forget()
-        return self._generate_until(calls, enough)
-
-    def _generate_until(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
         if self._scheduler.busy:
             raise RuntimeError("generate_all: the engine is generating already; wait for that, or await generate")
         if self._paused:
             raise RuntimeError("generate_all: the engine is paused; call resume() first")
         requests: list[Request] = []
         try:
-            requests.extend(map(self._submit, calls))
-            while not enough([request.future.done() for request in requests]) and self.step():
+            requests.extend(self._submit(Call(*pair)) for pair in zip(prompts, params, strict=True))
+            while self.step():
                 pass
         except BaseException:
             self._scheduler.drain()
             raise
         finally:
             self.programs.rest()
-        self._end({request for request in requests if not request.future.done()})
         return [request.future.result() for request in requests]
 
     def update_weights(self, model: Decoder, version: int) -> None:

@@ -180,16 +180,6 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
-class ResumableEngine(RolloutEngine, Protocol):
-    """Engine whose samples can be aborted and resumed, also under later weights."""
-
-    def generate_some(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
-        """Return a completion for each call. Once `enough(done)` holds, the others stop with reason "abort"; which ones
-        depends on the arguments and the weights alone."""
-        ...
-
-
-@runtime_checkable
 class PausableEngine(RolloutEngine, Protocol):
     """Engine that can stand still between two dispatches, with samples under way that can be read and continued."""
 

@@ -40,7 +40,7 @@ from posttrain.weights.state import ModelWeights
 
 MEASURED = (
     *("timing_s/", "perf/", "step_time", "memory/", "rollout/", "sync/", "learning_rate", "data/"),
-    *("sampling/refill/", "curriculum/", "env/", "hacking/"),
+    *("sampling/refill/", "curriculum/", "env/", "hacking/", "async/"),
 )
 """Metrics of the run and of sampling, not of what is learned in the step."""
 Observe = Callable[[Any, Trainer, Batch], None]

@@ -118,7 +118,7 @@ def open_rollouts(
     return rollouts
 
 
-def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int, curriculum: Curriculum | None = None) -> Act:
+def make_act(rollouts: Rollouts, *, curriculum: Curriculum | None = None) -> Act:
     """Make the acting half of the stage's steps, from the first prompt on."""
     inputs, section = rollouts.inputs, rollouts.inputs.section
     kept = [example.index for example in inputs.examples]
@@ -129,8 +129,6 @@ def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int, curricul
         source=Source(prompts, inputs.examples, curriculum),
         group_size=section.group_size,
         groups_per_step=section.prompts_per_step,
-        in_flight=in_flight,
-        max_staleness=max_staleness,
     )
 
 
@@ -185,7 +183,6 @@ def one_process(section: OnlineSection) -> str | None:
     reasons = {
         "reward models": any(reward.model is not None for reward in section.rewards),
         "teachers": isinstance(section, RLSection) and bool(section.teachers),
-        "oversample_prompts": isinstance(section, RLSection) and section.oversample_prompts > 0,
         "asynchronous": isinstance(section, RLSection) and section.asynchronous is not None,
         "devices of a role of its own (placement)": own > 0,
         "reference.path": section.reference.path is not None,

@@ -68,7 +68,7 @@ def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
         trainer = make_policy_trainer(stage, section, loss, Terms(squares=inputs.loss.needs.squares))
         rollouts = open_rollouts(stage, inputs, trainer, keep_reference=True)
         cluster = rollouts.cluster
-        act = make_act(rollouts, in_flight=section.prompts_per_step, max_staleness=0)
+        act = make_act(rollouts)
         settings = PairSettings(
             row_tokens=section.row_tokens,
             num_rows=section.step_rows,

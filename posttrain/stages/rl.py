@@ -23,7 +23,6 @@ from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.entropy import EntropyControl
 from posttrain.rl.refill import Refill, given_filter
-from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.rollout.types import PausableEngine
@@ -111,12 +110,8 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
 
 
 def _act(rollouts: Rollouts, section: RLSection) -> Act:
-    """Acting half of the steps. ConfigError for an engine that cannot do partial rollouts."""
-    if section.oversample_prompts:
-        resumable(rollouts.cluster.engine)
-    in_flight = section.prompts_per_step + section.oversample_prompts
-    curriculum = _curriculum(rollouts, section)
-    act = make_act(rollouts, in_flight=in_flight, max_staleness=section.max_staleness, curriculum=curriculum)
+    """Acting half of the steps."""
+    act = make_act(rollouts, curriculum=_curriculum(rollouts, section))
     return replace(act, refill=refill_of(section), pass_above=section.pass_above)
 
 

@@ -42,8 +42,6 @@ def act(sampler: Sampler, rubric: Rubric, examples: Sequence[Example], group_siz
         source=source,
         group_size=group_size,
         groups_per_step=len(examples),
-        in_flight=len(examples),
-        max_staleness=0,
     )
 
 

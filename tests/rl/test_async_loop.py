@@ -153,8 +153,6 @@ def acting(sampler: Sampler, rubric: Rubric, issued: int = 0) -> Act:
         source=source,
         group_size=GROUP,
         groups_per_step=PER_STEP,
-        in_flight=PER_STEP,
-        max_staleness=0,
     )
 
 

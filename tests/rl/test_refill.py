@@ -73,7 +73,7 @@ def rubric(mixed: Callable[[int], bool]) -> Rubric:
 def acting(sampler: Sampler, mixed: Callable[[int], bool], limit: int, **changes: Any) -> Act:
     plain = act(sampler, rubric(mixed), [example(n, "ab" * (n % 5 + 1)) for n in range(64)], 2)
     refill = Refill(limit=limit, keep=is_mixed)
-    return replace(plain, groups_per_step=WANTED, in_flight=WANTED, refill=refill, pass_above=0.5, **changes)
+    return replace(plain, groups_per_step=WANTED, refill=refill, pass_above=0.5, **changes)
 
 
 def run(step: Act, version: int = 0) -> Acted:
@@ -142,34 +142,12 @@ def test_what_is_sampled_depends_on_no_clock(sampler: Sampler) -> None:
     assert len(found[0][1]) == 2 and all(one == found[0] for one in found)
 
 
-def test_partial_rollouts_are_refilled_within_their_bound(sampler: Sampler) -> None:
-    """Every group comes once, at most `max_staleness` versions after its start, and as many are left as before."""
-    step = acting(sampler, lambda n: n % 2 == 0, limit=2, max_staleness=2)
-    step = replace(step, groups_per_step=3, in_flight=7)
-    came: list[int] = []
-    late = 0
-    for version in range(5):
-        before = {group.number: group.version for group in step.source.unfinished}
-        acted = run(step, version)
-        assert acted.useful_P is not None
-        late = max(late, *(version - before.get(number, version) for number in numbers(acted)))
-        kept = [group[0].group for group in signal_of(ALGORITHM, acted, None).kept_P]
-        assert kept == sorted(n for n in numbers(acted) if n % 2 == 0) and len(kept) <= 3
-        assert len(kept) + acted.metrics["sampling/refill/short"] == 3
-        assert len(acted.groups_P) == 3 + acted.metrics["sampling/refill/begun"]
-        assert len(step.source.unfinished) == 4
-        came += numbers(acted)
-    left = [group.number for group in step.source.unfinished]
-    assert sorted([*came, *left]) == list(range(step.source.issued))
-    assert 1 <= late <= 2
-
-
 @pytest.mark.parametrize("zero_advantage", ["skip", "update"])
 def test_a_step_without_a_useful_group_changes_nothing(tokenizer: Tokenizer, zero_advantage: Any) -> None:
     world = World(tokenizer, optimizer=sgd(0.1), old_logps="trainer")
     prompts = [example(n, "1+1=") for n in range(16)]
     step = act(world.sampler, world.rubric, prompts, GROUP)
-    wanted = {"groups_per_step": 3, "in_flight": 3}
+    wanted = {"groups_per_step": 3}
     none = replace(step, refill=Refill(limit=2, keep=lambda rewards: np.zeros(len(rewards), bool)), **wanted)
     before = params_of(world.trainer)
     settings = replace(world.settings, zero_advantage=zero_advantage)

@@ -212,9 +212,9 @@ def test_an_error_of_one_ends_all(tmp_path: Path) -> None:
 
 
 def test_kinds_of_stages_and_rows(tmp_path: Path) -> None:
-    file = write_run(tmp_path, sft_stage(), rl_stage(oversample_prompts=2))
+    file = write_run(tmp_path, sft_stage(), rl_stage(asynchronous={}))
     refused = posttrain("check", file, "--devices", "4", "--processes", "2").error
-    assert "a stage of kind rl runs in one process, not in 2: oversample_prompts works in one process only" in refused
+    assert "a stage of kind rl runs in one process, not in 2: asynchronous works in one process only" in refused
     assert posttrain("check", file, "--devices", "4").code == 0
     config = load_config(write_run(tmp_path, sft_stage()))
     check_processes(config, 2, 4)

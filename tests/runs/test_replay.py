@@ -23,7 +23,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "updates": {"updates": 2, "update_epochs": 2, "num_steps": 8, "rollout": {"quantize": "int8"}},
     "critic": {"algorithm": "ppo", "updates": 2, "kl_coef": 0.05},
     "refill": {"refill": {"limit": 1}, "kl_coef": 0.0},
-    "ahead": {"oversample_prompts": 2, "sampling": ENDS, "rollout": {"decode_steps": 2}},
+    "ahead": {"asynchronous": {"max_staleness": 2}, "sampling": ENDS, "rollout": {"decode_steps": 2}},
 }
 
 QUANTIZED = 0.02

@@ -49,12 +49,12 @@ STEPS = 14
 
 
 def two_stages(folder: Path, *, adapted: bool) -> Path:
-    """All parameters; or an adapter, with evaluations in between and samples that go on at a later step."""
+    """All parameters; or an adapter, with evaluations in between and samples of earlier weights."""
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
     more = {"eval_dataset": held_out, "eval_every": 4} if adapted else {}
     sft = sft_stage(num_steps=STEPS, checkpoint_every=1, packing=True, **more)
     ends = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
-    ahead = {"oversample_prompts": 3, "sampling": ends, "rollout": {"decode_steps": 2}} if adapted else {}
+    ahead = {"asynchronous": {"max_staleness": 2}, "sampling": ends, "rollout": {"decode_steps": 2}} if adapted else {}
     rl = rl_stage(
         num_steps=STEPS, checkpoint_every=2, kl_coef=0.1, old_logps="trainer", samples_every=1000, **more, **ahead
     )
@@ -103,7 +103,7 @@ def test_killed_and_interrupted_ends_as_never_stopped(tmp_path: Path, uninterrup
     ]
     assert numbers[0] == numbers[1]
     assert adapted == any(line[3] is not None for line in numbers[0])
-    assert adapted == any(line[5] for line in numbers[0]), "samples that were left"
+    assert adapted == any(line[5] for line in numbers[0]), "samples of earlier weights"
 
 
 IN_THIS_PROCESS = [{"fn": "rewards_of_test.py:low", "isolate": "thread"}]

@@ -118,7 +118,7 @@ def test_conversations_do_not_depend_on_time(tmp_path: Path) -> None:
     assert lines(fast)[-1]["eval/reward"] == lines(slow)[-1]["eval/reward"]
     with few_devices(1):
         found = replay(fast / "0-rl", 3)
-    for name in (name for name in found.logged if not name.startswith((*MEASURED, "async/"))):
+    for name in (name for name in found.logged if not name.startswith(MEASURED)):
         assert math.isclose(found.metrics[name], found.logged[name], rel_tol=1e-5, abs_tol=1e-6), name
 
 
@@ -192,7 +192,11 @@ def test_what_follows_from_the_section(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["oversample_prompts=1"], "asynchronous and oversample_prompts: asynchronous samples ahead already"),
+        (
+            ["oversample_prompts=1"],
+            "oversample_prompts: unknown field; did you mean .asynchronous.. .write asynchronous: {max_staleness: 1}",
+        ),
+        (["max_staleness=3"], "max_staleness: unknown field; did you mean 'asynchronous.max_staleness'"),
         (["refill={limit: 2}"], "asynchronous and refill: which groups are begun would depend on rewards"),
         (["old_logps=self"], "max_staleness=2 with old_logps=self: samples come from older weights"),
         (["asynchronous={max_staleness: 0, in_flight: true}"], "in_flight has no effect with max_staleness=0"),

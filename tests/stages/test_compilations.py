@@ -26,7 +26,7 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
         sampling={"max_tokens": 12, "stop": STOPS},
         rollout={"warm_up": True},
         samples_every=8,
-        oversample_prompts=0 if lora else 1,
+        asynchronous=None if lora else {"max_staleness": 1},
     )
     file = write_run(tmp_path, sft, rl, model={"init": INIT, "tokenizer": "bytes", "lora": lora})
     rows = [{"prompt": f"{'9' * (i % 14)}+1=", "completion": "1" * (1 + i % 9)} for i in range(24)]
@@ -42,7 +42,7 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
         assert set(compiled.values()) == {0.0}, (stage, compiled)
     assert {line["rollout/late_compilations"] for line in told if line["stage"] == "1-rl"} == {0.0}
     stale = {line["sampling/staleness/mean"] > 0 for line in told if line["stage"] == "1-rl"}
-    assert stale == ({False} if lora else {False, True}), "samples that are left go on at a later step"
+    assert stale == ({False} if lora else {False, True}), "samples of earlier weights"
     lengths = {line["completions/mean_length"] for line in told if line["stage"] == "1-rl"}
     assert len(lengths) > 3, "samples must differ in length"
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]

@@ -145,7 +145,6 @@ def test_a_run_with_an_agent(tmp_path: Path) -> None:
             "takes no argument 'wrod'; did you mean 'word'?",
         ),
         ({"env": {"fn": "envs_of_test.py:Tlak"}}, "did you mean 'Talk'?"),
-        ({"oversample_prompts": 1}, "oversample_prompts resumes single completions, not conversations"),
         ({"agent": {"fn": "envs_of_test.py:play"}}, "env and agent: a conversation is held by one of them"),
         (
             {"env": None, "rewards": [{"fn": "rewards_of_test.py:low"}], "turn_advantages": True},

@@ -190,7 +190,7 @@ def test_training_is_bitwise_as_without_evaluation(tmp_path: Path, mode: str) ->
         "dataset": dataset,
     }
     if mode == "ahead":
-        plain |= {"oversample_prompts": 2, "rollout": {"decode_steps": 2}}
+        plain |= {"asynchronous": {"max_staleness": 1}, "rollout": {"decode_steps": 2}}
     section = {"samples": 3, "sets": [{**dataset, "limit": 2, "name": "few"}]}
     several = {"eval_dataset": dataset, "eval_every": 1, "eval_sampling": ends, "evaluate": section}
     model = {"init": {**INIT, "max_position_embeddings": 128}, "tokenizer": "bytes"}

@@ -185,7 +185,7 @@ def test_importance_sampling(folder: Path) -> None:
     penalties = ("repetition_penalty=1.1", "presence_penalty=0.1", "frequency_penalty=0.1")
     others = ("top_k=3", "top_p=0.9", "min_p=0.1", "logit_bias={5: 1.0}", "allowed_token_ids=[5, 6]")
     changes = (*penalties, *others)
-    for override in (*(f"sampling.{change}" for change in changes), "rollout.quantize=int8", "oversample_prompts=2"):
+    for override in (*(f"sampling.{change}" for change in changes), "rollout.quantize=int8", "asynchronous={}"):
         assert rl(folder, override).algorithm.loss.importance == ImportanceSampling(), override
     never = rl(folder, "sampling.top_k=3", "importance_sampling.apply=never")
     assert never.algorithm.loss.importance is None
@@ -194,14 +194,10 @@ def test_importance_sampling(folder: Path) -> None:
     assert rl(folder, given).algorithm.loss.importance == expected
     with pytest.raises(ConfigError, match="masks nothing; set one of them"):
         rl(folder, "importance_sampling={apply: always, bound: mask, high: null}")
-    with pytest.raises(ConfigError, match="oversample_prompts=9 with prompts_per_step=2 .* max_staleness=4 .* it to 5"):
-        rl(folder, "oversample_prompts=9")
     with pytest.raises(
         ConfigError, match="importance_sampling.high without effect: apply=auto and samples of the same"
     ):
         rl(folder, "importance_sampling.high=3.0")
-    with pytest.raises(ConfigError, match="max_staleness=2 has no effect without oversample_prompts"):
-        rl(folder, "max_staleness=2")
 
 
 ADVANTAGES = """
@@ -411,9 +407,8 @@ def test_rows_of_prompts_that_are_left_out_are_never_drawn(folder: Path) -> None
     examples = [inputs.examples[index] for index in (3, 5, 7, 9)]
     ahead, resumed = (Source(prompts([3, 5, 7, 9]), examples) for _ in range(2))
     first = ahead.take(3, version=4)
-    ahead.unfinished = [first[1]]
+    assert first[1].version == 4
     resumed.restore(json.loads(json.dumps(ahead.state())))
-    assert resumed.unfinished == [first[1]] and first[1].version == 4
     assert resumed.take(2, version=5) == ahead.take(2, version=5)
     assert [group.number for group in first] == [0, 1, 2] and ahead.issued == resumed.issued == 5
 

@@ -32,7 +32,6 @@ SELECTED: dict[str, Any] = {
     "rewards": [{"fn": "rewards_of_test.py:halves", "isolate": "thread"}],
     "refill": {"limit": 2},
     "curriculum": {"pools": [0.0, 0.3, 0.7, 1.0], "draw": [0.2, 0.6, 0.2]},
-    "oversample_prompts": 2,
     "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
     "checkpoint_every": 3,
 }

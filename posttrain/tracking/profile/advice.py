@@ -49,7 +49,7 @@ def _causes(table: TimeTable) -> Iterator[tuple[float, str]]:
         yield (
             table.tail,
             f"rollout tail: {table.tail:.0%} of a step decodes with at most a quarter of the slots, for the longest "
-            "answers. Set oversample_prompts, which resumes them in later steps, or lower sampling.max_tokens",
+            "answers. Set asynchronous, which samples them beside the updates, or lower sampling.max_tokens",
         )
     if (share := table.share("sync")) >= SYNC:
         yield (
