@@ -5,18 +5,22 @@ The numbers go down, never up: a file that is merged or a field that goes lowers
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
+import threading
 from collections import Counter
 from itertools import chain
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from posttrain.config import RLSection
+from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
 from tests.test_layers import PACKAGE, ROOT, edges_of, module_name, modules, tree_of
-
-pytestmark = pytest.mark.fast
 
 LIMITS = {
     "modules that an import of posttrain.stages.sft loads": 172,
@@ -25,9 +29,14 @@ LIMITS = {
     "files with one importer, in its own folder": 47,
     "fields of RLSection": 70,
     "model validators": 40,
+    "files of the core that a GRPO step enters": 32,
+    "files that a GRPO step enters": 84,
+    "files that SFT enters up to its first gradient": 101,
 }
 RL_ALONE = {"rl", "reward", "rollout", "agents", "environments", "sandbox", "cluster"}
 """Folders of the package that SFT does not need."""
+CORE = {"rl", "train", "losses", "cluster", "batch.py"}
+"""Parts of the package that hold the algorithms and the update."""
 SHORT = 60
 
 CONFIG = """
@@ -77,6 +86,7 @@ def of_rl(names: set[str]) -> list[str]:
     return sorted(name for name in names if {*name.split(".")[1:2]} & RL_ALONE)
 
 
+@pytest.mark.fast
 def test_sft_loads_no_rl(tmp_path: Path) -> None:
     stage, run = loaded(IMPORTS, tmp_path)
     assert of_rl(stage) == of_rl(run) == []
@@ -91,6 +101,55 @@ def test_a_check_of_sft_loads_no_rl(tmp_path: Path) -> None:
     assert "posttrain.stages.sft" in names and of_rl(names) == []
 
 
+class Entered:
+    """Files of the package with functions that are called between the first call of `begin` and the return of `end`,
+    both qualified names, in all threads begun meanwhile."""
+
+    def __init__(self, begin: str, end: str) -> None:
+        self.begin, self.end = begin, end
+        self.files: set[str] = set()
+        self._counts, self._ended = False, False
+
+    def __enter__(self) -> Entered:
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    def _see(self, frame: FrameType, event: str, result: Any) -> None:
+        code = frame.f_code
+        if self._ended or not code.co_filename.startswith(f"{PACKAGE}/"):
+            return
+        # Bodies of modules and classes are no functions; a coroutine that waits returns a future or nothing.
+        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED:
+            self._counts |= code.co_qualname == self.begin
+            if self._counts:
+                self.files.add(code.co_filename.removeprefix(f"{PACKAGE}/"))
+        elif event == "return" and code.co_qualname == self.end:
+            self._ended = type(result).__name__ in ("StepResult", "Metrics")
+
+
+def test_few_files_are_entered(tmp_path: Path) -> None:
+    with Entered("rl_step", "rl_step") as step:
+        assert posttrain("run", write_run(tmp_path / "rl", rl_stage(num_steps=1))).code == 0
+    with Entered("main", "Trainer.step") as sft:
+        assert posttrain("run", write_run(tmp_path / "sft", sft_stage(num_steps=1))).code == 0
+    core = {file for file in step.files if file.split("/")[0] in CORE}
+    found = {
+        "files of the core that a GRPO step enters": core,
+        "files that a GRPO step enters": step.files,
+        "files that SFT enters up to its first gradient": sft.files,
+    }
+    assert {"rl/step.py", "train/trainer.py", "rollout/engine.py"} <= step.files
+    assert {"config/yaml_file.py", "train/trainer.py", "models/decoder.py"} <= sft.files
+    too_many = {name: sorted(files) for name, files in found.items() if len(files) > LIMITS[name]}
+    assert not too_many, {name: (len(files), LIMITS[name], files) for name, files in too_many.items()}
+
+
+@pytest.mark.fast
 def test_the_package_grows_no_more() -> None:
     paths = {module_name(path): path for path in modules(PACKAGE)}
     plain = {name: path for name, path in paths.items() if path.name != "__init__.py" and "families" not in path.parts}
