@@ -58,7 +58,9 @@ class Tensor:
 def test_numbers_of_other_libraries(value: Any, number: float | None) -> None:
     assert number_of(value) == number
     if not isinstance(value, int) or value < 2:
-        assert check_values([value, 0], 2)[0][0] == pytest.approx(math.nan if number is None else number, nan_ok=True)
+        assert check_values([value, 0], 2).values[0] == pytest.approx(
+            math.nan if number is None else number, nan_ok=True
+        )
 
 
 def write(folder: Path, name: str, text: str) -> None:

@@ -38,7 +38,6 @@ def message_of(
     return message, text
 
 
-ENV_REWARD = "env"
 Limit = Literal["max_tokens", "max_turns", "max_rows", "row_tokens"]
 """Limit at which a conversation ends before its environment is done: `sampling.max_tokens` of a turn, the maximum of
 turns or of an agent's histories, or `row_tokens`. A sample counts it in its metric `unfinished_<limit>`."""
@@ -58,21 +57,3 @@ def pay_unfinished(rows: Sequence[Transcript], reward: float | None) -> None:
     elif reward is None:
         for row in taken:
             row.turns = [turn._replace(reward=None) for turn in row.turns]
-
-
-class EnvFailure(Exception):
-    """Failure of a sample's environment, as an error of the reward `env`."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-def env_rewards(trajectories: Sequence[Trajectory]) -> list[float | EnvFailure | None]:
-    """Sum of the rewards of each sample's turns; None without any, and the failure of an environment that failed."""
-    return [EnvFailure(one.error) if one.error is not None else turns_total(one) for one in trajectories]
-
-
-def turns_total(trajectory: Trajectory) -> float | None:
-    """Sum of the rewards of the turns; None if no turn has one."""
-    given = [turn.reward for row in trajectory.rows for turn in row.turns if turn.reward is not None]
-    return float(sum(given)) if given else None

@@ -1,19 +1,21 @@
-"""Reward functions with their settings, and the keyword arguments of their calls: those that a function names."""
+"""Reward functions with their settings, the keyword arguments of their calls, those that a function names, and a cache
+of values by these."""
 
 from __future__ import annotations
 
 import dis
+import hashlib
 import inspect
+import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain.errors import did_you_mean
-from posttrain.reward.call import LOGGERS
-from posttrain.reward.conventions import Convention, TrainerState, annotates_text, convention_of
-from posttrain.reward.limits import NO_LIMITS, Limits
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.reward.call import LOGGERS, Convention, TrainerState, annotates_text, convention_of
 from posttrain.reward.types import RewardFunction
-from posttrain.reward.worker import Function
+from posttrain.reward.worker import NO_LIMITS, Function, Limits
 from posttrain.rollout.trajectory import Trajectory
 from posttrain.sandbox.run import missing_protections
 
@@ -28,6 +30,10 @@ PROVIDED = (
 )
 """Keywords available to every reward function that is called with lists; `completion_ids` is an alias of
 `completion_tokens` for compatibility with other frameworks."""
+MAX_ENTRIES = 1 << 17
+"""Maximum number of values kept; the least recently used go first."""
+UNCACHED = ("trajectories", "trainer_state", "log_metric", "log_extra")
+"""Arguments that differ between equal samples, or whose effect a cached value would lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +109,38 @@ class Keywords:
         return {name: make() for name, make in made.items() if self._reads(name)}
 
 
+class RewardCache:
+    """Values of one function, whose other settings do not change. Failures are not kept."""
+
+    def __init__(self, keywords: Keywords, name: str):
+        read = keywords.names
+        uncached = [argument for argument in UNCACHED if read is None or argument in read]
+        if uncached and keywords.convention is Convention.LISTS:
+            reason = "reads all its keywords (**)" if read is None else f"takes {uncached[0]}"
+            raise ConfigError(
+                f"rewards: cache: {name} {reason}; name only arguments that determine the value, or remove cache"
+            )
+        self._keywords = keywords
+        self._values: OrderedDict[bytes, float] = OrderedDict()
+
+    def key(self, sample: Trajectory) -> bytes:
+        """Digest of the arguments of one sample."""
+        return hashlib.blake2b(pickle.dumps(self._keywords([sample], step=0)), digest_size=16).digest()
+
+    def get(self, key: bytes) -> float | None:
+        """Value of an earlier sample with the same arguments."""
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
+
+    def put(self, key: bytes, value: float) -> None:
+        """Keep a value; the least recently used one goes if there are too many."""
+        self._values[key] = value
+        if len(self._values) > MAX_ENTRIES:
+            self._values.popitem(last=False)
+
+
 def prompt_of(sample: Trajectory, *, text: bool) -> Any:
     """Prompt as reward functions get it: a message list for chat rows, unless `text`, then the last message."""
     example = sample.answer.example
@@ -113,6 +151,28 @@ def completion_of(sample: Trajectory, *, text: bool) -> Any:
     """Completion as reward functions get it: the messages after the prompt for chat rows, unless `text`."""
     answer = sample.answer
     return answer.text if answer.example.plain or text else list(answer.completion_messages)
+
+
+ENV_REWARD = "env"
+"""Name of the reward that environments and agents give."""
+
+
+class EnvFailure(Exception):
+    """Failure of a sample's environment, as an error of the reward `env`."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def env_rewards(trajectories: Sequence[Trajectory]) -> list[float | EnvFailure | None]:
+    """Sum of the rewards of each sample's turns; None without any, and the failure of an environment that failed."""
+    return [EnvFailure(one.error) if one.error is not None else turns_total(one) for one in trajectories]
+
+
+def turns_total(trajectory: Trajectory) -> float | None:
+    """Sum of the rewards of the turns; None if no turn has one."""
+    rewards = [turn.reward for row in trajectory.rows for turn in row.turns if turn.reward is not None]
+    return float(sum(rewards)) if rewards else None
 
 
 def row_of(convention: Convention, sample: Trajectory, *, text: bool) -> dict[str, Any]:

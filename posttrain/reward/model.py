@@ -10,15 +10,18 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from posttrain.cluster.scorers import FrozenModel
+from posttrain.config import Locator
 from posttrain.data.chat import Renderer
 from posttrain.data.format import render_answer
 from posttrain.data.packing import fill_rows, to_batch
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.mesh import row_shards
+from posttrain.models.heads import CLASSIFIER
 from posttrain.rollout.trajectory import Trajectory
 from posttrain.tracking.console import console
 from posttrain.weights.load import load_model
+from posttrain.weights.locate import read_model_files
 
 Reduce = Literal["last", "min", "mean"]
 MIN_WIDTH = 64
@@ -105,8 +108,8 @@ class ModelReward:
         # Lengths are powers of two: few compilations, whatever the longest sequence of a step.
         width = min(max(MIN_WIDTH, 1 << (max(lengths) - 1).bit_length()), self._longest)
         rows = [[{"tokens": np.asarray(ids, np.int32)}] for ids, _ in sequences]
-        made = fill_rows(rows, {"tokens": width}, num_rows=self._rows, like=rows[0][0])
-        scores = self._model.scores(to_batch(made | {"loss_weight": made["tokens_segments"].astype(np.float32)}))
+        filled = fill_rows(rows, {"tokens": width}, num_rows=self._rows, like=rows[0][0])
+        scores = self._model.scores(to_batch(filled | {"loss_weight": filled["tokens_segments"].astype(np.float32)}))
         return [float(self._reduced(scores[row], *one)) for row, one in enumerate(sequences)]
 
     def _reduced(self, scores: Float[np.ndarray, " T"], tokens: Sequence[int], start: int) -> np.floating:
@@ -117,6 +120,17 @@ class ModelReward:
         ends = [at for at in range(start, last + 1) if "\n" in decode([tokens[at]])]
         steps = scores[ends]
         return steps.min() if self.reduce == "min" else steps.mean()
+
+
+def classifier_path(path: Locator) -> str:
+    """Resolve the folder or hub id of a reward model. ConfigError for another model."""
+    files = read_model_files(path.resolved)
+    if files.config is not None and not files.config.scalar_head:
+        raise ConfigError(
+            f"rewards.model: {path} is no reward model; set a {CLASSIFIER} with one label, such as the model that a "
+            "stage of kind reward_model leaves"
+        )
+    return path.resolved
 
 
 def _tail(renderer: Renderer) -> list[int]:

@@ -1,30 +1,35 @@
-"""Rubrics: several reward functions, summed with weights, over the groups of a step; functions in threads."""
+"""Rubrics: several reward functions, made from the configuration and summed with weights over the groups of a step."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
-from posttrain.errors import ConfigError, RunError
+from posttrain.config import Locator, OnlineSection, RewardSection, RLSection
+from posttrain.config.locator import callable_of
+from posttrain.data.chat import Renderer
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.metrics import merge
-from posttrain.reward.cache import RewardCache
-from posttrain.reward.call import CallError, CallResult, call_reward, check_values
-from posttrain.reward.function import Keywords, Reward
-from posttrain.reward.processes import ProcessCaller, RewardServer
-from posttrain.reward.scoring import Caller, Failure, RewardScores
-from posttrain.reward.stream import GroupScores, RewardStream, whole
+from posttrain.reward.call import Scores, check_values
+from posttrain.reward.caller import Caller, ProcessCaller, RewardServer, ThreadCaller
+from posttrain.reward.function import ENV_REWARD, Keywords, Reward, RewardCache, env_rewards
+from posttrain.reward.model import ModelReward, classifier_path
+from posttrain.reward.stream import RewardStream
 from posttrain.reward.types import RewardError, Rewards
-from posttrain.rollout.trajectory import Group, Trajectory
-from posttrain.runtime.user_calls import UserCalls, wait_here
+from posttrain.reward.worker import Limits
+from posttrain.rollout.trajectory import Group
 from posttrain.tracking.console import cut
+from posttrain.tree import Mean
 
 SHOWN_CELLS = 80
 """Maximum number of characters of a sample in an error message."""
+MODEL_REWARD = "reward_model"
+"""Name in metrics; further reward models get a number."""
 
 
 class Rubric:
@@ -52,6 +57,29 @@ class Rubric:
             else ProcessCaller(self._server, isolated.index(reward.isolated), reward.name, reward.limits)
             for reward in rewards
         }
+
+    @classmethod
+    def of(cls, section: OnlineSection) -> Rubric:
+        """Make the rubric of a stage, with the reward `env` of its environment or agent. Functions given by name run in
+        child processes, which are not started yet. ConfigError for one that cannot be imported, a model that is no
+        reward model, equal names, and an unknown `evaluate.reward`."""
+        rewards = rewards_of(section.rewards)
+        if isinstance(section, RLSection) and (turns := section.env or section.agent) is not None:
+            env = Reward(
+                function=env_rewards, weight=turns.weight, timeout_s=None, name=ENV_REWARD, on_error=turns.on_error
+            )
+            rewards.append(env)
+        name, names = None if section.evaluate is None else section.evaluate.reward, [one.name for one in rewards]
+        if name is not None and name not in names:
+            near = did_you_mean(name, names)
+            raise ConfigError(f"evaluate.reward: no reward is called {name!r}{near}; there are {', '.join(names)}")
+        return cls(rewards)
+
+    def load_models(self, mesh: Mesh, policy: Renderer, rows: int) -> None:
+        """Load the reward models onto the mesh. `rows`: sequences per forward pass."""
+        for reward in self.rewards:
+            if isinstance(reward.function, ModelReward):
+                reward.function.load(mesh, policy, rows)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -134,18 +162,19 @@ class RubricScoring:
         self._added.difference_update(map(id, groups_P))
         samples = [trajectory for group in groups_P for trajectory in group]
 
-        async def scored(reward: Reward) -> GroupScores:
+        async def scored(reward: Reward) -> Scores:
             if reward.name in self._streams:
                 scores = await self._streams[reward.name].result(groups_P)
             else:
-                async with self._models:  # two programs at once could deadlock on each other's collectives
-                    scores = whole(await _score_by_model(reward, samples))
+                # Two programs at once could deadlock on each other's collectives. Exceptions abort the run.
+                async with self._models:
+                    scores = check_values(await asyncio.to_thread(reward.function, samples), len(samples))
             if advance is not None:
                 advance(1)
             return scores
 
-        found = await asyncio.gather(*(scored(reward) for reward in self._rewards))
-        return _gather(self._rewards, found, (len(groups_P), len(groups_P[0])))
+        by_reward = await asyncio.gather(*(scored(reward) for reward in self._rewards))
+        return _gather(self._rewards, by_reward, (len(groups_P), len(groups_P[0])))
 
     async def close(self) -> None:
         """Cancel what is still running."""
@@ -153,11 +182,40 @@ class RubricScoring:
             await stream.close()
 
 
-def _gather(rewards: Sequence[Reward], found: Sequence[GroupScores], shape: tuple[int, int]) -> Rewards:
+def rewards_of(sections: Sequence[RewardSection]) -> list[Reward]:
+    """Import the functions of reward sections, and find their reward models."""
+    rewards: list[Reward] = []
+    for item in sections:
+        if item.model is not None:
+            number = sum(reward.name.startswith(MODEL_REWARD) for reward in rewards)
+            name = item.name or (f"{MODEL_REWARD}_{number + 1}" if number else MODEL_REWARD)
+            function: Any = ModelReward(classifier_path(item.model), item.reduce, name)
+        else:
+            function = callable_of(item.fn, "rewards.fn")
+        isolated = isinstance(item.fn, Locator) and item.isolate != "thread"
+        rewards.append(
+            Reward(
+                function=function,
+                weight=item.weight,
+                args=item.args,
+                name=item.name or "",
+                timeout_s=None if item.fn is None else item.timeout_s,
+                on_error=item.on_error,
+                isolated=(item.fn.object, str(item.fn.folder.resolve())) if isolated else None,
+                text=item.text,
+                cache=item.cache,
+                limits=Limits(item.memory_mib, item.file_mib, item.cpu_s or 0),
+            )
+        )
+    return rewards
+
+
+def _gather(rewards: Sequence[Reward], by_reward: Sequence[Scores], shape: tuple[int, int]) -> Rewards:
+    """Weighted sums [P, G] of the scores of each function."""
     parts: dict[str, np.ndarray] = {}
     errors: list[RewardError] = []
     dropped = np.zeros(shape, bool)
-    for reward, scores in zip(rewards, found, strict=True):
+    for reward, scores in zip(rewards, by_reward, strict=True):
         values = parts[reward.name] = np.asarray(scores.values, np.float32).reshape(shape)
         for index, (kind, message) in sorted(scores.failures.items()):
             prompt, sample = divmod(index, shape[1])
@@ -168,44 +226,15 @@ def _gather(rewards: Sequence[Reward], found: Sequence[GroupScores], shape: tupl
                 values[prompt, sample] = reward.on_error
     total = _weighted_sum(rewards, parts, shape)
     total[dropped] = np.nan
-    metrics = {
-        f"rewards/{reward.name}/{name}": mean
-        for reward, scores in zip(rewards, found, strict=True)
-        for name, mean in scores.metrics.items()
-    }
-    extras = {name: values for scores in found for name, values in scores.extras.items()}
-    notes = [f"reward {r.name}: {note}" for r, s in zip(rewards, found, strict=True) for note in s.notes]
-    return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=metrics, extras=extras, notes=notes)
-
-
-def joined(parts: Sequence[Rewards]) -> Rewards:
-    """Rewards of groups that were scored in several calls, in the order of the calls. Extras that a call did not give
-    are None there."""
-    if len(parts) == 1:
-        return parts[0]
-    before = np.cumsum([0, *(len(part.total_PG) for part in parts)])
-    extras = dict.fromkeys(name for part in parts for name in part.extras)
-    return Rewards(
-        total_PG=np.concatenate([part.total_PG for part in parts]),
-        parts_PG={name: np.concatenate([part.parts_PG[name] for part in parts]) for name in parts[0].parts_PG},
-        errors=[
-            replace(error, prompt=error.prompt + int(first))
-            for first, part in zip(before, parts, strict=False)
-            for error in part.errors
-        ],
-        metrics=merge(*(part.metrics for part in parts)),
-        extras={
-            name: [value for part in parts for value in part.extras.get(name, [None] * part.total_PG.size)]
-            for name in extras
-        },
-        notes=list(dict.fromkeys(note for part in parts for note in part.notes)),
-    )
-
-
-async def _score_by_model(reward: Reward, samples: Sequence[Trajectory]) -> RewardScores:
-    """Score with a reward model in one call; its exceptions abort the run."""
-    values, errors = check_values(await asyncio.to_thread(reward.function, samples), len(samples))
-    return RewardScores(values, {index: Failure("error", message) for index, message in errors.items()})
+    metrics = [
+        {f"rewards/{reward.name}/{name}": Mean(total=mean * count, weight=float(count))}
+        for reward, scores in zip(rewards, by_reward, strict=True)
+        for name, means in scores.metrics.items()
+        for mean, count in means
+    ]
+    extras = {name: values for scores in by_reward for name, values in scores.extras.items()}
+    notes = [f"reward {r.name}: {note}" for r, s in zip(rewards, by_reward, strict=True) for note in s.notes]
+    return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=merge(*metrics), extras=extras, notes=notes)
 
 
 def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray], shape: tuple[int, int]) -> np.ndarray:
@@ -229,33 +258,3 @@ def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
             f"sample {first.sample} of prompt {first.prompt}: {cut(repr(text), SHOWN_CELLS)}"
         )
     return lines
-
-
-class ThreadCaller:
-    """Caller that runs each call in a new daemon thread, so that a call that never returns does not keep the process
-    alive."""
-
-    def __init__(self, function: Callable[..., Any], name: str):
-        self._function, self._calls = function, UserCalls(f"reward {name}", timeout_s=None)
-
-    async def prepare(self) -> None:
-        """Do nothing: threads start immediately."""
-
-    def finish(self, *, strange: bool) -> None:
-        """Do nothing: threads end by themselves."""
-
-    def close(self) -> None:
-        """Do nothing: threads end by themselves."""
-
-    async def call(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> CallResult:
-        """Call the function. CallError if it fails; on cancellation the thread is left behind and its coroutine
-        cancelled. RunError if too many calls have hung; a function named as file.py:function is killed instead."""
-        try:
-            result: CallResult = await self._calls.call(
-                call_reward, self._function, keywords, loggers, count, wait_here
-            )
-        except RunError:
-            raise
-        except RuntimeError as error:
-            raise CallError(str(error)) from error
-        return result

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
+from posttrain.metrics import merge
 from posttrain.tree import Mean
 
 
@@ -37,6 +38,30 @@ class Rewards:
     """Values given to `log_extra`: columns of the samples table, in order (p, g)."""
     notes: Sequence[str] = ()
     """Lines for the user about causes of slow scoring."""
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Rewards]) -> Rewards:
+        """Rewards of groups that were scored in several calls, in the order of the calls. Extras that a call did not
+        give are None there."""
+        if len(parts) == 1:
+            return parts[0]
+        before = np.cumsum([0, *(len(part.total_PG) for part in parts)])
+        extras = dict.fromkeys(name for part in parts for name in part.extras)
+        return cls(
+            total_PG=np.concatenate([part.total_PG for part in parts]),
+            parts_PG={name: np.concatenate([part.parts_PG[name] for part in parts]) for name in parts[0].parts_PG},
+            errors=[
+                replace(error, prompt=error.prompt + int(first))
+                for first, part in zip(before, parts, strict=False)
+                for error in part.errors
+            ],
+            metrics=merge(*(part.metrics for part in parts)),
+            extras={
+                name: [value for part in parts for value in part.extras.get(name, [None] * part.total_PG.size)]
+                for name in extras
+            },
+            notes=list(dict.fromkeys(note for part in parts for note in part.notes)),
+        )
 
 
 RewardFunction = Callable[..., Any]

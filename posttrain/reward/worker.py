@@ -1,14 +1,16 @@
 """Child processes of reward functions: a server that has imported the functions forks itself for each worker, with a
-keeper as the worker's parent, so that a function that kills its parent ends no other. The server calls no function
-itself; it exits with its parent and kills its workers. Neither imports JAX."""
+keeper as the worker's parent, so that a function that kills its parent ends no other, and with limits. The server calls
+no function itself; it exits with its parent and kills its workers. Neither imports JAX."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import pickle
+import resource
 import select
 import shutil
 import signal
@@ -19,13 +21,12 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from posttrain.errors import ConfigError
-from posttrain.reward.call import CallError, CallResult, call_reward
-from posttrain.reward.limits import WATCH_S, Limits, Watch, children, send_signal
+from posttrain.reward.call import CallError, Scores, call_reward
 from posttrain.user_code import describe_error, import_object
 
 COMMAND = struct.Struct("<cqqqq")
@@ -42,8 +43,116 @@ DEATH_S = 5.0
 """Maximum seconds from the end of a process to that of its children."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
+MAX_DESCENDANTS = 64
+"""Maximum number of processes below a worker during a call."""
+WATCH_S = 0.05
+"""Seconds between two looks at the number of threads of the machine, one small read."""
+MANY_THREADS = 200
+"""Growth of that number beyond which processes are counted."""
+MIB = 2**20
+
 Function = tuple[str, str]
 """Name of a function, `file.py:name` or `package.module:name`, and an additional folder to import modules from."""
+
+
+class Limits(NamedTuple):
+    """Limits of each process of a reward function; 0: none."""
+
+    memory_mib: int
+    """Data of the process (RLIMIT_DATA), its modules included."""
+    file_mib: int
+    """Size of a file that it writes (RLIMIT_FSIZE)."""
+    cpu_s: int
+    """CPU seconds of a call (RLIMIT_CPU), at which the process is killed."""
+
+    def apply(self) -> None:
+        """Limit this process and those that it starts."""
+        _limit(resource.RLIMIT_CORE, 0)
+        for kind, limit in ((resource.RLIMIT_DATA, self.memory_mib), (resource.RLIMIT_FSIZE, self.file_mib)):
+            if limit:
+                _limit(kind, limit * MIB)
+
+    def start_call(self) -> None:
+        """Count CPU seconds from here on."""
+        if self.cpu_s:
+            used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+            _limit(resource.RLIMIT_CPU, math.ceil(used) + self.cpu_s)
+
+
+NO_LIMITS = Limits(memory_mib=0, file_mib=0, cpu_s=0)
+
+
+def _limit(kind: int, limit: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+class Watch:
+    """Detection of fork bombs. RLIMIT_NPROC cannot bound them: it counts all processes of a user, and root has none."""
+
+    def __init__(self) -> None:
+        self._threads = _threads()
+
+    def overrun(self, workers: Collection[int]) -> list[int]:
+        """Workers with more than MAX_DESCENDANTS processes below them, all of which are stopped."""
+        threads = _threads()
+        if threads < self._threads + MANY_THREADS:
+            self._threads = min(threads, self._threads)
+            return []
+        found = [pid for pid in workers if len(_descendants(pid)) > MAX_DESCENDANTS]
+        for pid in found:
+            _stop(pid)
+        self._threads = _threads() if not found else self._threads
+        return found
+
+
+def _threads() -> int:
+    """Number of threads of the machine; 0 where the kernel does not say."""
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _descendants(pid: int) -> set[int]:
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1]
+                parents.setdefault(int(parent), []).append(int(name))
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        new = parents.get(waiting.pop(), [])
+        found.update(new)
+        waiting += new
+    return found
+
+
+def _stop(pid: int) -> None:
+    """Stop a process and all below it, so that they can be killed without new ones being started meanwhile."""
+    stopped: set[int] = set()
+    end = time.monotonic() + 5.0
+    send_signal(pid, signal.SIGSTOP)
+    while (new := _descendants(pid) - stopped) and time.monotonic() < end:
+        for one in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGSTOP)
+        stopped |= new
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Signal a process and its group, if they exist."""
+    for send in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(pid, number)
+
+
+def children() -> list[int]:
+    """Process ids of this process's children, if the kernel lists them."""
+    found = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for file in found for pid in file.read_text().split()]
 
 
 def serve(descriptor: int, functions: Sequence[Function]) -> NoReturn:
@@ -235,7 +344,7 @@ def _work(
 
 def _answer(
     request: bytes, functions: Sequence[Callable[..., Any]], wait: Callable[[Awaitable[Any]], Any]
-) -> CallResult | str:
+) -> Scores | str:
     """Result of a call, or the error message."""
     try:
         index, keywords, loggers, count = pickle.loads(request)
@@ -247,7 +356,7 @@ def _answer(
         return str(error)
 
 
-def _reply(answer: CallResult | str, num_children: int) -> bytes:
+def _reply(answer: Scores | str, num_children: int) -> bytes:
     """Reply of plain values as JSON: code in this process must not make objects in the trainer."""
     try:
         made = answer if isinstance(answer, str) else answer.to_json()

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from posttrain.metrics import Timer
-from posttrain.reward.rubric import Rubric, joined
+from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
 from posttrain.rl.exchange import exchanged, own_share
 from posttrain.rl.refill import Refill, group_metrics, refill_metrics
@@ -61,7 +61,10 @@ class Act:
                 waves.append(await self._wave(int(missing), version, f"{title}, wave {len(waves)}", timer))
                 useful.append(self.refill.keep(waves[-1][1].total_PG))
             metrics |= refill_metrics(useful, self.groups_per_step)
-        groups, rewards = [group for groups, _ in waves for group in groups], joined([rewards for _, rewards in waves])
+        groups, rewards = (
+            [group for groups, _ in waves for group in groups],
+            Rewards.concatenated([rewards for _, rewards in waves]),
+        )
         return self.acted(version, groups, rewards, np.concatenate(useful) if useful else None, metrics)
 
     def acted(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from posttrain.reward.rubric import joined
 from posttrain.reward.types import Rewards
 from posttrain.rl.sampler import IssuedGroup
 from posttrain.rollout.trajectory import Example, Group, Trajectory
@@ -32,7 +31,7 @@ def exchanged(
     groups_P: list[Group] = [
         [trajectory_of(sample, examples) for sample in group] for part, _ in sent for group in part
     ]
-    return groups_P, joined([rewards for _, rewards in sent if rewards is not None])
+    return groups_P, Rewards.concatenated([rewards for _, rewards in sent if rewards is not None])
 
 
 def fields_of(sample: Trajectory) -> dict[str, Any]:

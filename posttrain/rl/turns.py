@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.environments.turns import ENV_REWARD
+from posttrain.reward.function import ENV_REWARD
 from posttrain.rl.assemble import TurnValues
 from posttrain.rollout.trajectory import Group, Trajectory
 

@@ -14,7 +14,6 @@ from posttrain.errors import ConfigError
 from posttrain.reward.lab.findings import Finding
 from posttrain.reward.lab.report import finding_lines
 from posttrain.reward.lab.samples import describe_samples, sample_findings
-from posttrain.reward.model import ModelReward
 from posttrain.reward.types import Rewards
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rollout.trajectory import Group
@@ -114,9 +113,7 @@ def _sampled(stage: StageRun, inputs: RolloutInputs) -> tuple[list[Group], Rewar
             max_length=section.sequence_tokens,
         )
         stack.enter_context(closing(engine))
-        for reward in inputs.rubric.rewards:
-            if isinstance(reward.function, ModelReward):
-                reward.function.load(stage.mesh, inputs.renderer, count)
+        inputs.rubric.load_models(stage.mesh, inputs.renderer, count)
         sampler = Sampler(
             engine=engine,
             renderer=inputs.renderer,

@@ -24,10 +24,9 @@ from posttrain.reward.lab.report import finding_lines, report
 from posttrain.reward.lab.samples import describe_samples, sample_findings
 from posttrain.reward.lab.snapshot import write_tests
 from posttrain.reward.model import ModelReward
-from posttrain.reward.rubric import Rubric
+from posttrain.reward.rubric import Rubric, rewards_of
 from posttrain.rollout.trajectory import Group
 from posttrain.runtime.event_loop import run_async
-from posttrain.stages.prompts import rewards_of
 from posttrain.weights.load import load_model
 
 SAMPLED_PROMPTS, GROUP_SIZE, SAMPLED_TOKENS = 8, 8, 256

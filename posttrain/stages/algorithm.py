@@ -14,9 +14,9 @@ from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.policy import RLLoss
 from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip, Surrogate
 from posttrain.reward.function import Reward
+from posttrain.reward.rubric import Rubric
 from posttrain.rl.advantages import given_advantage, inputs_of
 from posttrain.rl.algorithms import Algorithm, given_filter, make_algorithm
-from posttrain.stages.prompts import rubric_of
 from posttrain.user_code import describe_error
 
 
@@ -117,7 +117,7 @@ def _advantage_of(section: RLSection) -> Callable[..., Any] | None:
     if section.advantage is None:
         return None
     given = callable_of(section.advantage, "advantage")
-    rewards, penalised = rubric_of(section).rewards, section.kl_in == "reward"
+    rewards, penalised = Rubric.of(section).rewards, section.kl_in == "reward"
     _probe(given, section.advantage, section.group_size, rewards, penalised=penalised)
     return given_advantage(given, section.advantage)
 

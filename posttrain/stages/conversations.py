@@ -22,10 +22,8 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import ReplyRole, check_turns
 from posttrain.environments.conversation import Environments, accepted_keywords
 from posttrain.environments.tool_env import ToolEnv, by_name
-from posttrain.environments.turns import ENV_REWARD, env_rewards
 from posttrain.environments.types import Conversations, Env
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.reward.function import Reward
 from posttrain.rollout.trajectory import Example
 from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.user_calls import UserCalls
@@ -109,13 +107,6 @@ def _check_agent(agents: Agents, renderer: Renderer, examples: Sequence[Example]
         _check_keywords(agents.run, agents.args, list(examples[0].row), GIVEN, "agent")
     if not agents.split_turns:
         check_turns(renderer, _shapes(examples), ("user",), tools=None, keep_thinking=section.keep_thinking)
-
-
-def env_reward(section: EnvSection | AgentSection) -> Reward:
-    """Reward `env`: the sum of what the environment gave, or what the agent returned."""
-    return Reward(
-        function=env_rewards, weight=section.weight, timeout_s=None, name=ENV_REWARD, on_error=section.on_error
-    )
 
 
 def check_env(environments: Environments, renderer: Renderer, examples: Sequence[Example], section: EnvSection) -> None:

@@ -25,7 +25,6 @@ from posttrain.losses.policy import PolicyLoss, RLLoss
 from posttrain.losses.sampler_gap import WithSamplerGap
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
-from posttrain.reward.model import ModelReward
 from posttrain.reward.rubric import error_lines
 from posttrain.rl.act import Act
 from posttrain.rl.async_loop import AsyncLoop
@@ -95,9 +94,7 @@ def open_rollouts(
     samples = section.prompts_per_step * section.group_size
     cluster = make_cluster(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers, critic=critic)
     engine = cluster.engine
-    for reward in inputs.rubric.rewards:
-        if isinstance(reward.function, ModelReward):
-            reward.function.load(stage.mesh, inputs.renderer, samples)
+    inputs.rubric.load_models(stage.mesh, inputs.renderer, samples)
     sampler = Sampler(
         engine=engine,
         renderer=inputs.renderer,
@@ -225,14 +222,14 @@ class StepReport:
     """Report of each online step: metrics, sample tables, reward errors, trajectories; RunError from its guards. A
     context manager, at whose end the trajectories are on disk."""
 
-    def __init__(self, rollouts: Rollouts, training: Training, monitor: Monitor | None):
+    def __init__(self, rollouts: Rollouts, training: Training):
         self._rollouts, inputs = rollouts, rollouts.inputs
         self._section, self._training = inputs.section, training
         self._cluster, self._trainer = rollouts.cluster, rollouts.cluster.actor
         self._store = _open_store(self._section, training.folder, self._trainer.step_number)
         self._reported = self._trainer.step_number
         self._guard = NoRewardGuard(min(MAX_STEPS_WITHOUT_REWARD, self._section.steps))
-        self._watch = StepWatch(self._section, monitor)
+        self._watch = StepWatch(self._section, inputs.monitor)
         left_out = (len(inputs.rows) - len(inputs.examples)) / len(inputs.rows)
         self._dropped = {} if self._section.overlong == "error" else {"data/dropped_ratio": left_out}
 

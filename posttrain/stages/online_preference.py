@@ -27,7 +27,6 @@ from posttrain.stages.online import (
 )
 from posttrain.stages.preference import PREFERENCE_LOSSES, loss_name, make_loss, shares_prompts
 from posttrain.stages.prompts import RolloutInputs, check_rewards, prepare_scored
-from posttrain.stages.watch import monitor_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +74,10 @@ def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
             share_prompts=inputs.share_prompts,
         )
         held_out = held_out_prompts(rollouts)
-        monitor = monitor_of(section, rubric)
-        state = RolloutState(act.source, cluster, monitor=monitor)
+        state = RolloutState(act.source, cluster, monitor=inputs.monitor)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights()
-            with StepReport(rollouts, training, monitor) as report:
+            with StepReport(rollouts, training) as report:
                 for _ in training:
                     timer = Timer()
                     report(run_async(online_step(cluster, act, settings, timer)), timer)

@@ -12,13 +12,10 @@ from posttrain.config import (
     DatasetSection,
     DistillSection,
     HeldOutSection,
-    Locator,
     OnlineSection,
-    RewardSection,
     RLSection,
     SamplingSection,
 )
-from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows, each_row, with_all_columns
@@ -26,23 +23,20 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import sampled_stop_notes
 from posttrain.distill.teachers import TeacherSource
 from posttrain.environments.types import Conversations
-from posttrain.errors import ConfigError, did_you_mean
-from posttrain.models.heads import CLASSIFIER
-from posttrain.reward.function import Reward, missing_arguments, reward_notes
-from posttrain.reward.limits import Limits
-from posttrain.reward.model import ModelReward
+from posttrain.errors import ConfigError
+from posttrain.reward.function import missing_arguments, reward_notes
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import Shares
+from posttrain.rl.monitor import Monitor
 from posttrain.rl.sampler import sampling_params
 from posttrain.rl.teachers import shares_of
 from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.rollout.trajectory import Example
-from posttrain.stages.conversations import conversations_of, env_reward, rows_with_tools, tools_and_schemas, tools_of
+from posttrain.stages.conversations import conversations_of, rows_with_tools, tools_and_schemas, tools_of
 from posttrain.stages.engine import EngineFactory, engine_of
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.watch import monitor_of
-from posttrain.weights.locate import read_model_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +61,8 @@ class RolloutInputs:
     eval_sets: Sequence[EvalSet]
     """`eval_dataset`, then the others."""
     rubric: Rubric
+    monitor: Monitor | None
+    """Monitor of reward hacking, whose state is that of the run."""
     max_prompt_tokens: int
     make_engine: EngineFactory | None
     """Factory of the rollout engine. None: the built-in one."""
@@ -113,7 +109,8 @@ def prepare_scored(
     limit = section.max_prompt_tokens or room - answer
     if limit + answer > room:
         raise ConfigError(f"max_prompt_tokens={limit} + sampling.max_tokens={answer} must fit {_room(section, room)}")
-    rubric = rubric_of(section)
+    rubric = Rubric.of(section)
+    monitor = monitor_of(section, rubric)
     tools, schemas = tools_and_schemas(section)
     rows, renderer = rows_with_tools(section, section.dataset, tokenizer)
     _check_columns(rubric, rows.columns)
@@ -140,6 +137,7 @@ def prepare_scored(
         examples=examples,
         eval_sets=eval_sets,
         rubric=rubric,
+        monitor=monitor,
         max_prompt_tokens=limit,
         make_engine=engine_of(section.rollout),
         conversations=conversations,
@@ -179,10 +177,6 @@ def prepare_prompts(
     )
     notes = sampled_stop_notes(sources[0][2], found[0][0][0].messages)
     return inputs, [*(note for _, more in found for note in more), *notes]
-
-
-MODEL_REWARD = "reward_model"
-"""Name in metrics; further reward models get a number."""
 
 
 def examples_of(
@@ -273,7 +267,7 @@ def _room(section: OnlineSection | DistillSection, tokens: int) -> str:
 def check_rewards(section: OnlineSection) -> None:
     """Check the rewards and columns of an online stage without its rows."""
     refuse_completions(section)
-    rubric_of(section)
+    monitor_of(section, Rubric.of(section))
     if isinstance(section, RLSection):
         tools_of(section, servers=False)
 
@@ -294,63 +288,3 @@ def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
     lines = [line for reward in rubric.rewards for line in missing_arguments(reward, columns)]
     if lines:
         raise ConfigError("\n".join(lines))
-
-
-def rubric_of(section: OnlineSection) -> Rubric:
-    """Make the rubric of a stage. Functions given by name run in child processes, which are not started yet."""
-    rewards = rewards_of(section.rewards)
-    if isinstance(section, RLSection) and (held := section.env or section.agent) is not None:
-        rewards.append(env_reward(held))
-    _check_reward_name(section, [reward.name for reward in rewards])
-    rubric = Rubric(rewards)
-    monitor_of(section, rubric)
-    return rubric
-
-
-def rewards_of(sections: Sequence[RewardSection]) -> list[Reward]:
-    """Import the functions of reward sections, and find their reward models."""
-    rewards: list[Reward] = []
-    for item in sections:
-        if item.model is not None:
-            number = sum(reward.name.startswith(MODEL_REWARD) for reward in rewards)
-            name = item.name or (f"{MODEL_REWARD}_{number + 1}" if number else MODEL_REWARD)
-            function: Any = ModelReward(_classifier(item.model), item.reduce, name)
-        else:
-            function = callable_of(item.fn, "rewards.fn") if isinstance(item.fn, Locator) else item.fn
-        if not callable(function):
-            raise ConfigError(f"rewards.fn={item.fn!r} is not a function; set file.py:function")
-        isolated = isinstance(item.fn, Locator) and item.isolate != "thread"
-        rewards.append(
-            Reward(
-                function=function,
-                weight=item.weight,
-                args=item.args,
-                name=item.name or "",
-                timeout_s=None if item.fn is None else item.timeout_s,
-                on_error=item.on_error,
-                isolated=(item.fn.object, str(item.fn.folder.resolve())) if isolated else None,
-                text=item.text,
-                cache=item.cache,
-                limits=Limits(item.memory_mib, item.file_mib, item.cpu_s or 0),
-            )
-        )
-    return rewards
-
-
-def _check_reward_name(section: OnlineSection, names: Sequence[str]) -> None:
-    name = None if section.evaluate is None else section.evaluate.reward
-    if name is not None and name not in names:
-        raise ConfigError(
-            f"evaluate.reward: no reward is called {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}"
-        )
-
-
-def _classifier(path: Locator) -> str:
-    """Resolve the folder or hub id of a reward model. ConfigError for another model."""
-    files = read_model_files(path.resolved)
-    if files.config is not None and not files.config.scalar_head:
-        raise ConfigError(
-            f"rewards.model: {path} is no reward model; set a {CLASSIFIER} with one label, such as the model that a "
-            "stage of kind reward_model leaves"
-        )
-    return path.resolved

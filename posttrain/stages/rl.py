@@ -43,7 +43,6 @@ from posttrain.stages.online import (
     open_rollouts,
 )
 from posttrain.stages.prompts import RLInputs, check_rewards, prepare_scored
-from posttrain.stages.watch import monitor_of
 from posttrain.user_code import describe_error
 
 
@@ -96,11 +95,10 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
         if ahead is not None:
             rollouts = replace(rollouts, settle=ahead.settle, on_loop=ahead.on_loop)
         held_out = held_out_prompts(rollouts, _distances(teachers, settings))
-        monitor = monitor_of(section, rubric)
-        state = RolloutState(act.source, cluster, settings.entropy, ahead, monitor)
+        state = RolloutState(act.source, cluster, settings.entropy, ahead, inputs.monitor)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights()
-            with StepReport(rollouts, training, monitor) as report, nullcontext() if ahead is None else ahead:
+            with StepReport(rollouts, training) as report, nullcontext() if ahead is None else ahead:
                 for _ in training:
                     timer = Timer()
                     if ahead is None:

@@ -12,7 +12,7 @@ from envs.repair import MODULES, Repository, solve, tasks
 from posttrain.agents.endpoint import Endpoint
 from posttrain.agents.runner import Agents
 from posttrain.data.chat import Renderer
-from posttrain.environments.turns import env_rewards
+from posttrain.reward.function import env_rewards
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.user_calls import UserCalls

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from numpy.testing import assert_array_equal
 
-from posttrain.reward.conventions import Convention, annotates_text, convention_of
+from posttrain.reward.call import Convention, annotates_text, convention_of
 from posttrain.reward.function import Reward, missing_arguments
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards

@@ -17,7 +17,8 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
-from posttrain.reward.rubric import Rubric, joined
+from posttrain.reward.rubric import Rubric
+from posttrain.reward.types import Rewards
 from posttrain.rl.act import Act, Acted
 from posttrain.rl.algorithms import is_mixed, make_algorithm
 from posttrain.rl.refill import Refill, given_filter, group_metrics
@@ -185,7 +186,7 @@ def test_rewards_of_several_calls_are_joined() -> None:
     whole = [group for part in texts for group in part]
 
     async def score() -> Any:
-        return joined([await made.score(groups(part)) for part in texts]), await made.score(groups(whole))
+        return Rewards.concatenated([await made.score(groups(part)) for part in texts]), await made.score(groups(whole))
 
     parts, once = run_async(score())
     assert_array_equal(parts.total_PG, once.total_PG)

@@ -19,11 +19,11 @@ from posttrain.config import MeshSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.environments.conversation import Environments
-from posttrain.environments.turns import env_rewards
 from posttrain.environments.types import Reply
 from posttrain.losses.policy import GRPO, PolicyLoss, dr_grpo
 from posttrain.losses.reduce import sequence_mean
 from posttrain.mesh import make_mesh
+from posttrain.reward.function import env_rewards
 from posttrain.reward.types import Rewards
 from posttrain.rl.assemble import assemble
 from posttrain.rl.exchange import fields_of, trajectory_of

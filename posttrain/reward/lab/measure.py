@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.reward.conventions import Convention, convention_of
+from posttrain.reward.call import Convention, convention_of
 from posttrain.reward.function import Reward, accepted
 from posttrain.reward.lab.cases import ANSWER_COLUMNS, Case, Kind, LabRow, sample_of
 from posttrain.reward.rubric import Rubric

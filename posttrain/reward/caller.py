@@ -1,4 +1,5 @@
-"""Reward functions in child processes: workers are reused between steps, killed at a deadline and forked again."""
+"""Callers of reward functions: in child processes, which are reused between steps, killed at a deadline and forked
+again, or in threads."""
 
 from __future__ import annotations
 
@@ -13,13 +14,25 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from posttrain.errors import ConfigError, RunError
-from posttrain.reward.call import CallError, CallResult, result_of
-from posttrain.reward.limits import MAX_DESCENDANTS, NO_LIMITS, Limits
-from posttrain.reward.worker import COMMAND, END, FORK, ORPHANED, OVERRUN, REPLY, SIZE, Function
+from posttrain.reward.call import CallError, Scores, call_reward
+from posttrain.reward.worker import (
+    COMMAND,
+    END,
+    FORK,
+    MAX_DESCENDANTS,
+    NO_LIMITS,
+    ORPHANED,
+    OVERRUN,
+    REPLY,
+    SIZE,
+    Function,
+    Limits,
+)
+from posttrain.runtime.user_calls import UserCalls, wait_here
 
 START_TIMEOUT_S = 120.0
 """Timeout for the import of all functions in the child process."""
@@ -29,6 +42,27 @@ MAX_REPLY = 1 << 28
 MAX_CHILDREN = 16
 """Maximum number of child processes of a worker after a call; beyond it the worker and all of them are killed."""
 PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from posttrain.reward.worker import serve; "
+
+
+@runtime_checkable
+class Caller(Protocol):
+    """Interface of a reward function that is called in a child process or a thread."""
+
+    async def prepare(self) -> None:
+        """Wait until calls can begin."""
+        ...
+
+    async def call(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> Scores:
+        """Call the function on `count` samples. CallError if it fails; cancelling ends the call."""
+        ...
+
+    def finish(self, *, strange: bool) -> None:
+        """Tidy up after a scoring; `strange`: samples were scored individually."""
+        ...
+
+    def close(self) -> None:
+        """End what the calls have started."""
+        ...
 
 
 class WorkerProcess:
@@ -185,7 +219,7 @@ class ProcessCaller:
     async def prepare(self) -> None:
         await asyncio.to_thread(self._server.wait_until_ready)
 
-    async def call(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> CallResult:
+    async def call(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> Scores:
         """Call the function. CallError if it fails or its process dies; on cancellation the worker is killed."""
         request = self._request(keywords, loggers, count)
         worker = self._oldest() or self._server.fork(self._limits)
@@ -198,8 +232,8 @@ class ProcessCaller:
         if reply is None:
             raise CallError(self._server.end(worker))
         try:
-            made, worker.children = json.loads(reply)
-            result = made if isinstance(made, str) else result_of(made, count)
+            sent, worker.children = json.loads(reply)
+            answer = sent if isinstance(sent, str) else Scores.from_json(sent, count)
             strange = type(worker.children) is not int
         except (ValueError, TypeError, AttributeError, RecursionError):
             strange = True
@@ -210,9 +244,9 @@ class ProcessCaller:
             self._server.end(worker)
         else:
             self._idle.append(worker)
-        if isinstance(result, str):
-            raise CallError(result)
-        return result
+        if isinstance(answer, str):
+            raise CallError(answer)
+        return answer
 
     def _request(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> bytes:
         try:
@@ -235,14 +269,14 @@ class ProcessCaller:
     def finish(self, *, strange: bool) -> None:
         """End the workers that were started only because of a failure; after strange samples also the reused one if it
         has child processes."""
-        kept = self._oldest()
-        ended = self._idle
+        oldest = self._oldest()
+        surplus = self._idle
         self._idle = []
-        if kept is not None and strange and kept.children:
-            ended.append(kept)
-        elif kept is not None:
-            self._idle.append(kept)
-        for worker in ended:
+        if oldest is not None and strange and oldest.children:
+            surplus.append(oldest)
+        elif oldest is not None:
+            self._idle.append(oldest)
+        for worker in surplus:
             self._server.end(worker)
 
     def close(self) -> None:
@@ -250,3 +284,31 @@ class ProcessCaller:
         for worker in self._idle:
             worker.connection.close()
         self._idle = []
+
+
+class ThreadCaller:
+    """Caller that runs each call in a new daemon thread, so that a call that never returns does not keep the process
+    alive."""
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        self._function, self._calls = function, UserCalls(f"reward {name}", timeout_s=None)
+
+    async def prepare(self) -> None:
+        """Do nothing: threads start immediately."""
+
+    def finish(self, *, strange: bool) -> None:
+        """Do nothing: threads end by themselves."""
+
+    def close(self) -> None:
+        """Do nothing: threads end by themselves."""
+
+    async def call(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> Scores:
+        """Call the function. CallError if it fails; on cancellation the thread is left behind and its coroutine
+        cancelled. RunError if too many calls have hung; a function named as file.py:function is killed instead."""
+        try:
+            scores: Scores = await self._calls.call(call_reward, self._function, keywords, loggers, count, wait_here)
+        except RunError:
+            raise
+        except RuntimeError as error:
+            raise CallError(str(error)) from error
+        return scores
