@@ -1,16 +1,18 @@
-"""avg@k, pass@k and maj@k of held-out prompts, one value per prompt."""
+"""Values of held-out prompts, avg@k, pass@k and maj@k: their intervals, and paired differences between evaluations."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from posttrain.config import EvaluateSection
-from posttrain.statistics import Interval, mean_interval, share_interval
+from posttrain.statistics import Interval, PairedDifference, mean_interval, paired_difference, share_interval
 
 
 def values_at_k(
@@ -125,3 +127,31 @@ def _ways_to_win(votes: int, others: Sequence[int], silent: int, k: int) -> floa
             ways = longer
         total += math.comb(votes, most) * float((ways[-1] / np.arange(1, ways.shape[1] + 1)).sum())
     return total
+
+
+Record = dict[str, Any]
+
+
+def prompt_differences(before: Record, after: Record) -> Record:
+    """Paired differences over the same prompts, by metric; the difficulty of prompts, which widens each interval,
+    cancels."""
+    found: Record = {}
+    for name in (None, *before["sets"]):
+        old, new = (record if name is None else record["sets"][name] for record in (before, after))
+        for metric in old["values"]:
+            compared = paired(old, new, metric)
+            if compared is not None:
+                found[f"{prefix_of(name)}/{metric}"] = asdict(compared)
+    return found
+
+
+def paired(before: Mapping[str, Any], after: Mapping[str, Any], metric: str) -> PairedDifference | None:
+    """Difference of one dataset's values over the prompts that have them before and after; None for fewer than two."""
+    first, second = (np.asarray(record["values"][metric], np.float64) for record in (before, after))
+    valid = ~np.isnan(first) & ~np.isnan(second)
+    return paired_difference(first[valid], second[valid]) if valid.sum() > 1 else None
+
+
+def prefix_of(name: str | None) -> str:
+    """Prefix of the metrics of a dataset by its name; None: `eval_dataset`."""
+    return "eval" if name is None else f"eval/{name}"

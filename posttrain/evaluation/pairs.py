@@ -1,27 +1,28 @@
-"""Preference and reward-model evaluation: loss, preferred ratio, calibration, with 95 % intervals."""
+"""Preference and reward-model evaluation: loss, preferred ratio, calibration; 95 % intervals clustered by prompt."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch, BatchLoss, ScoreStats, TokenStats
 from posttrain.cluster.scorers import model_inputs
 from posttrain.data.units import Units, all_rows
-from posttrain.evaluation.unit_sums import Sums, UnitSums, interval_of, intervals, joined
 from posttrain.losses.pairs import PairedSequences, pairs_of, sequences_of
 from posttrain.losses.reward_model import reward_pairs
 from posttrain.metrics import merge, to_host
+from posttrain.statistics import Interval, difference_of_ratios, mean_interval, ratio_interval
 from posttrain.tracking.console import progress_bar
 from posttrain.train.accumulate import concatenated
 from posttrain.train.trainer import Trainer
-from posttrain.tree import Mean
+from posttrain.tree import Mean, replace
 
 Record = dict[str, Any]
 Stats = TokenStats | ScoreStats
@@ -43,7 +44,7 @@ class PairEvaluation:
         units = self._units
         totals: dict[str, Mean] = {}
         parts: list[tuple[Stats, Batch]] = []
-        sums: list[Sums] = []
+        sums: list[UnitTotals] = []
         margins: dict[int, float] = {}
         steps: list[np.ndarray] = []
         with progress_bar(f"evaluating {len(units):,} held-out units of {units.rows.name}", len(units)) as advance:
@@ -62,9 +63,9 @@ class PairEvaluation:
                 advance(len(np.unique(unit[np.asarray(batch.segments) > 0])))
         if self._whole:
             totals = self._totals(*concatenated(parts))
-        whole = joined(sums)
+        whole = UnitTotals.concatenated(sums)
         metrics = {f"eval/{name}": value for name, value in to_host(with_margins(totals)).items()}
-        metrics |= intervals(whole, self._prompts(whole.units), totals)
+        metrics |= unit_intervals(whole, self._prompts(whole.units), totals)
         if steps:
             metrics["eval/calibration/ece"] = calibration_error(np.concatenate(steps))
         if not margins:
@@ -77,7 +78,7 @@ class PairEvaluation:
         numbers = np.asarray(sorted(margins))
         ordered = np.asarray([margins[number] for number in numbers])
         outcomes = (ordered > 0).astype(float)
-        found = interval_of(outcomes, np.ones(len(outcomes)), self._prompts(numbers))
+        found = share_or_ratio_interval(outcomes, np.ones(len(outcomes)), self._prompts(numbers))
         ends = {"": found.mean, "_low": found.low, "_high": found.high}
         metrics = {f"eval/preferred_ratio{end}": value for end, value in ends.items()}
         if self._units.margins:
@@ -100,11 +101,6 @@ class PairEvaluation:
         if self._trainer.model.config.scalar_head:
             return ScoreStats(scores=jnp.asarray(self._trainer.scores(inputs)))
         return self._trainer.stats(inputs)
-
-
-def metrics_of(record: Record) -> Mapping[str, float]:
-    metrics: Mapping[str, float] = record["metrics"]
-    return metrics
 
 
 def with_margins(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,3 +144,89 @@ def _by_unit(batch: Batch, unit: np.ndarray, valid: np.ndarray, values: np.ndarr
         int(unit[row, int(np.argmax(segments[row] == segment))]): float(values[row, segment])
         for row, segment in zip(*np.nonzero(valid), strict=True)
     }
+
+
+class UnitTotals(NamedTuple):
+    """Numbers of N units, and the totals and weights of each metric."""
+
+    units: Int[np.ndarray, " N"]
+    metrics: Mapping[str, Float[np.ndarray, "2 N"]]
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[UnitTotals]) -> UnitTotals:
+        metrics = {name: np.concatenate([part.metrics[name] for part in parts], axis=1) for name in parts[0].metrics}
+        return cls(np.concatenate([part.units for part in parts]), metrics)
+
+
+class UnitSums:
+    """Metrics of a loss for each unit: those of a batch in which only this unit has weights."""
+
+    def __init__(self, loss: Any):
+        self._loss = loss
+        self._at = jax.jit(self._at_place)
+
+    def __call__(self, stats: Stats, batch: Batch, units: Int[np.ndarray, "B T"]) -> UnitTotals:
+        """Sum over each unit of a batch, with one program for any number of units; `units` numbers them."""
+        real = np.asarray(batch.segments) > 0
+        places = np.cumsum((np.diff(units, axis=1, prepend=-1) != 0) & real, axis=1) * real
+        inputs, totals = jax.device_put((stats, batch, places)), []
+        measured = jax.device_get([self._at(*inputs, place) for place in range(1, int(places.max()) + 1)])
+        for place, means in enumerate(measured, start=1):
+            there = (places == place).any(axis=1)
+            first = (places == place).argmax(axis=1)
+            sums = {name: np.stack([mean.total, mean.weight])[:, there] for name, mean in means.items()}
+            totals.append(UnitTotals(units[there, first[there]], sums))
+        return UnitTotals.concatenated(totals)
+
+    def _at_place(
+        self, stats: Stats, batch: Batch, places: Int[Array, "B T"], place: Int[Array, ""]
+    ) -> dict[str, Mean]:
+        """Metrics of the unit at this place in each row."""
+        weight = jnp.where(places == place, jnp.asarray(batch.loss_weight), 0.0)
+
+        def of_row(row_stats: Stats, row: Batch) -> dict[str, Mean]:
+            output = self._loss(*jax.tree.map(lambda x: jnp.asarray(x)[None], (row_stats, row)))
+            return {"loss": output.loss, **output.metrics}
+
+        return jax.vmap(of_row)(stats, replace(batch, loss_weight=weight))
+
+
+def unit_intervals(sums: UnitTotals, prompts: Int[np.ndarray, " N"], totals: Mapping[str, Mean]) -> dict[str, float]:
+    """Interval bounds of each metric that is a sum over units, and of `rewards/margins` as a difference of two means.
+
+    `prompts`: prompt number of each unit. `totals`: the metrics of all units at once. Metrics that are no sums over
+    units, such as a loss that compares across the batch, have no interval; nor have metrics of a single prompt, or of a
+    model that has diverged.
+    """
+    known = {name: both for name, both in sums.metrics.items() if _adds_up(both, totals[name])}
+    found = {name: share_or_ratio_interval(both[0], both[1], prompts) for name, both in known.items()}
+    sides = [known[name] for name in ("rewards/chosen", "rewards/rejected") if name in known]
+    if "rewards/margins" not in sums.metrics and len(sides) == 2:
+        found["rewards/margins"] = difference_of_ratios(*(_by_prompt(x, prompts) for side in sides for x in side))
+    return {
+        f"eval/{name}_{end}": value
+        for name, interval in found.items()
+        for end, value in (("low", interval.low), ("high", interval.high))
+        if np.isfinite(value)
+    }
+
+
+def share_or_ratio_interval(totals: np.ndarray, weights: np.ndarray, prompts: Int[np.ndarray, " N"]) -> Interval:
+    """Interval of sum(totals) / sum(weights): Wilson's for a share of units with prompts of their own."""
+    share = np.isin(totals, (0.0, 1.0)).all() and (weights == 1).all()
+    if share and len(np.unique(prompts)) in (1, len(prompts)):
+        return mean_interval(totals, prompts)
+    found = ratio_interval(_by_prompt(totals, prompts), _by_prompt(weights, prompts))
+    is_share = ((totals >= 0) & (totals <= weights)).all()
+    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0)) if is_share else found
+
+
+def _adds_up(parts: Float[np.ndarray, "2 N"], whole: Mean) -> bool:
+    total, weight = to_host({"total": whole.total, "weight": whole.weight}).values()
+    size = np.abs(parts).sum(axis=1)
+    exact = np.abs(parts.sum(axis=1) - (total, weight)) <= 1e-4 * size
+    return bool(np.isfinite(parts).all() and (parts[1] >= 0).all() and size[1] > 0 and exact.all())
+
+
+def _by_prompt(values: np.ndarray, prompts: Int[np.ndarray, " N"]) -> np.ndarray:
+    return np.bincount(np.unique(prompts, return_inverse=True)[1], weights=values)

@@ -11,8 +11,7 @@ from jaxtyping import Float
 
 from posttrain.config import EvaluateSection
 from posttrain.errors import ConfigError
-from posttrain.evaluation.at_k import intervals_at_k, prompt_means, values_at_k
-from posttrain.evaluation.records import Record, prefix_of
+from posttrain.evaluation.at_k import Record, intervals_at_k, prefix_of, prompt_means, values_at_k
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
 from posttrain.rl.exchange import exchanged, own_share
@@ -63,7 +62,7 @@ class RolloutEvaluation:
         return None if self.distances_PG is None else interval_of(self.distances_PG)
 
 
-async def evaluate(
+async def evaluate_prompts(
     sampler: Sampler,
     rubric: Rubric,
     examples: Sequence[Example],

@@ -39,7 +39,7 @@ PERPLEXITIES = {"nll": "perplexity"} | {
 """Names of the exponentials (perplexities) of metrics."""
 
 
-def evaluate(
+def evaluate_sequences(
     trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, targets: RowTargets | None
 ) -> Record:
     """One pass over held-out rows: metrics, and under `SEQUENCES` the sums of each sequence, in a fixed order."""
@@ -53,11 +53,11 @@ def evaluate(
     return {**metrics, **_intervals(sums), SEQUENCES: {name: values.tolist() for name, values in sums.items()}}
 
 
-def metrics_of(record: Record) -> Mapping[str, float]:
+def sequence_metrics(record: Record) -> Mapping[str, float]:
     return {name: value for name, value in record.items() if name != SEQUENCES}
 
 
-def difference(before: Record, after: Record) -> dict[str, Any]:
+def sequence_differences(before: Record, after: Record) -> dict[str, Any]:
     """Paired differences over the same sequences; sequence difficulty, which widens each interval, cancels."""
     if SEQUENCES not in before:  # evaluated on samples alone
         return {}

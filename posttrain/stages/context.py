@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from posttrain.batch import ScoreLoss, TokenLoss
 from posttrain.config import ModelSection, OnlineSection, ProfileSection, TrainSection
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.evaluation.records import Record, paired
+from posttrain.evaluation.at_k import Record, paired
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.models.adapter import without_dropout

@@ -36,7 +36,7 @@ from posttrain.distill.teachers import (
     teacher_digest,
 )
 from posttrain.errors import RunError
-from posttrain.evaluation.rollouts import evaluate
+from posttrain.evaluation.rollouts import evaluate_prompts
 from posttrain.evaluation.sequences import Record
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence, packed
@@ -362,7 +362,7 @@ class Samples:
                 return merged_distances(self._teachers[0], self._aligner, len(self._aligner.renderers) - 1, groups)
             return distances(self._teachers, groups, self._shares, length)
 
-        found = run_async(evaluate(sampler, Rubric([]), self._inputs.eval_examples, distances=measured))
+        found = run_async(evaluate_prompts(sampler, Rubric([]), self._inputs.eval_examples, distances=measured))
         return {name.replace("eval/distill/kl", "eval/distill/reverse_kl"): x for name, x in found.metrics().items()}
 
     def close(self) -> None:

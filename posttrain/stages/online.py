@@ -18,8 +18,8 @@ from posttrain.cluster.critic import Critic
 from posttrain.cluster.scorers import Scorer
 from posttrain.config import OnlineSection, RLSection
 from posttrain.data.pipeline import Prompts
-from posttrain.evaluation.records import Record, difference
-from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate, record_of, with_at_k
+from posttrain.evaluation.at_k import Record, prompt_differences
+from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate_prompts, record_of, with_at_k
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.policy import PolicyLoss, RLLoss
 from posttrain.losses.sampler_gap import WithSamplerGap
@@ -213,7 +213,7 @@ def held_out_prompts(rollouts: Rollouts, distances: Distances | None = None) -> 
     return HeldOut(
         evaluate=lambda: _evaluate(rollouts, distances),
         metrics=itemgetter("metrics"),
-        difference=difference,
+        difference=prompt_differences,
         decides=f"avg@{section.evaluate.samples}" if section.evaluate is not None and keeps else None,
     )
 
@@ -303,7 +303,7 @@ def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Record:
     found: dict[str | None, RolloutEvaluation] = {}
     for held_out in inputs.eval_sets:
         sampler, size = rollouts.eval_sampler(held_out), 1 if section is None else section.samples
-        one = run_async(evaluate(sampler, inputs.rubric, held_out.examples, size, distances))
+        one = run_async(evaluate_prompts(sampler, inputs.rubric, held_out.examples, size, distances))
         _print_errors("evaluation" if held_out.name is None else f"evaluation on {held_out.name}", one)
         found[held_out.name] = one if section is None else with_at_k(one, section, inputs.section.pass_above)
     forget_prompts(rollouts.cluster.engine)

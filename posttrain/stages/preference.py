@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, get_type_hints
 
 import jax
@@ -31,7 +32,7 @@ from posttrain.data.sources import checked_rows, each_row
 from posttrain.data.turns import stop_notes
 from posttrain.data.units import ComparisonBatches, Units
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.evaluation.pairs import PairEvaluation, metrics_of, with_margins
+from posttrain.evaluation.pairs import PairEvaluation, with_margins
 from posttrain.kernels.attention.dispatch import supports_parents
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.kto import KTOLoss
@@ -324,7 +325,7 @@ def train_pairs(stage: StageRun, inputs: PairInputs, trainer: Trainer, data: Pai
     held_out = None
     if data.eval_units is not None:
         evaluation = PairEvaluation(trainer, inputs.loss, data.eval_units, data.complete)
-        held_out = HeldOut(evaluate=evaluation, metrics=metrics_of)
+        held_out = HeldOut(evaluate=evaluation, metrics=itemgetter("metrics"))
     with batches, stage.training(trainer, batches, inputs.section, held_out) as training:
         for _ in training:
             metrics = trainer.step(data.for_step(next(batches)))

@@ -13,7 +13,13 @@ from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tok
 from posttrain.data.prefetch import MeasuredStream
 from posttrain.data.sources import Rows, checked_rows, each_row
 from posttrain.data.turns import stop_notes
-from posttrain.evaluation.sequences import Record, difference, evaluate, metrics_of, with_perplexities
+from posttrain.evaluation.sequences import (
+    Record,
+    evaluate_sequences,
+    sequence_differences,
+    sequence_metrics,
+    with_perplexities,
+)
 from posttrain.metrics import Metrics
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_and_renderer
@@ -142,7 +148,7 @@ def _stop_notes(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> list
 def evaluate_held_out(trainer: Trainer, inputs: SequenceInputs, targets: RowTargets | None) -> Record:
     """Evaluate the stage's held-out rows."""
     assert inputs.eval_rows is not None and inputs.eval_renderer is not None
-    return evaluate(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, targets)
+    return evaluate_sequences(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, targets)
 
 
 def sequences_of(stage: StageRun, inputs: SequenceInputs, targets: RowTargets | None) -> SFTBatches:
@@ -164,7 +170,7 @@ def train_batches(
     dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
     held_out = None
     if section.eval_dataset is not None:
-        held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of, difference=difference)
+        held_out = HeldOut(evaluate=evaluate_all, metrics=sequence_metrics, difference=sequence_differences)
     with stage.training(trainer, batches, section, held_out) as training:
         for _ in training:
             metrics = trainer.step(next(batches))

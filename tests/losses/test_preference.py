@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, BatchLoss, LossOutput, ScoreStats, TokenStats
-from posttrain.evaluation.unit_sums import Sums, UnitSums, intervals
+from posttrain.evaluation.pairs import UnitSums, UnitTotals, unit_intervals
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
@@ -165,7 +165,7 @@ def test_sums_of_units(name: str) -> None:
     loss = LOSSES[name]
     alone = loss.needs.rows in ("answers", "answers_and_others", "steps")
 
-    def sums(layout: Sequence[Sequence[int]]) -> Sums:
+    def sums(layout: Sequence[Sequence[int]]) -> UnitTotals:
         stats, batch = lay_out(sequences(name), layout)
         units = np.zeros(batch.shape, np.int32)
         for row, numbers in enumerate(layout):
@@ -181,7 +181,7 @@ def test_sums_of_units(name: str) -> None:
     expected = {metric: mean for metric, mean in whole.metrics.items() if metric != "kl"}
     expected |= {} if name in WHOLE else {"loss": whole.loss}
     assert packed.metrics.keys() == apart.metrics.keys() == {"loss", *whole.metrics} >= {"rewards/chosen"}
-    told = intervals(packed, np.arange(len(packed.units)), {"loss": whole.loss, **whole.metrics})
+    told = unit_intervals(packed, np.arange(len(packed.units)), {"loss": whole.loss, **whole.metrics})
     counted = {metric for metric, mean in expected.items() if float(mean.weight)}
     assert {f"eval/{metric}_low" for metric in counted} <= told.keys()
     for metric, mean in expected.items():
@@ -228,16 +228,18 @@ def test_intervals_by_prompt() -> None:
     outcomes = (totals > 0).astype(float)
     given = {"rewards/chosen": totals, "rewards/accuracies": outcomes, "loss": totals}
     whole = {name: Mean(total=values.sum() + (name == "loss"), weight=12.0) for name, values in given.items()}
-    sums = Sums(np.arange(12), {name: np.stack([values, weights]) for name, values in given.items()})
-    found = intervals(sums, prompts, whole)
+    sums = UnitTotals(np.arange(12), {name: np.stack([values, weights]) for name, values in given.items()})
+    found = unit_intervals(sums, prompts, whole)
     by_hand = ratio_interval(totals.reshape(3, 4).sum(axis=1), [4, 4, 4])
     assert found["eval/rewards/chosen_low"] == pytest.approx(by_hand.low)
     assert found["eval/rewards/chosen_high"] == pytest.approx(by_hand.high)
     assert 0 <= found["eval/rewards/accuracies_low"] < outcomes.mean() < found["eval/rewards/accuracies_high"] <= 1
     assert found.keys() == {f"eval/rewards/{n}_{end}" for n in ("chosen", "accuracies") for end in ("low", "high")}
-    alone = intervals(sums, np.arange(12), whole)
+    alone = unit_intervals(sums, np.arange(12), whole)
     assert alone["eval/rewards/accuracies_low"] == mean_interval(outcomes).low != found["eval/rewards/accuracies_low"]
-    assert intervals(sums, np.zeros(12, int), whole).keys() == {f"eval/rewards/accuracies_{e}" for e in ("low", "high")}
+    assert unit_intervals(sums, np.zeros(12, int), whole).keys() == {
+        f"eval/rewards/accuracies_{e}" for e in ("low", "high")
+    }
 
 
 def test_reward_goldens() -> None:

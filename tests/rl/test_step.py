@@ -21,7 +21,7 @@ from posttrain.config import LoRA, OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError
-from posttrain.evaluation.rollouts import evaluate
+from posttrain.evaluation.rollouts import evaluate_prompts
 from posttrain.losses.importance import ImportanceSampling
 from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
@@ -242,7 +242,7 @@ def test_a_prompt_that_is_too_long_is_named(tokenizer: Tokenizer) -> None:
 def test_evaluation_repeats_itself_and_has_an_interval(tokenizer: Tokenizer) -> None:
     world = World(tokenizer)
     greedy = replace(world.sampler, sampling=world.sampler.sampling.model_copy(update={"temperature": 0.0}))
-    first, second = (run_async(evaluate(greedy, world.rubric, examples(["1", "22", "333"]))) for _ in range(2))
+    first, second = (run_async(evaluate_prompts(greedy, world.rubric, examples(["1", "22", "333"]))) for _ in range(2))
     assert [g[0].text for g in first.groups_P] == [g[0].text for g in second.groups_P]
     assert first.interval.low <= first.interval.mean <= first.interval.high
     assert first.metrics()["eval/reward"] == first.interval.mean
