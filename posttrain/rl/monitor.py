@@ -26,8 +26,6 @@ LEAST_EARLIER = 8
 MIN_Z = 4.0
 """Least difference of the means in standard errors."""
 LENGTH_CORRELATION = 0.5
-NAMES = ("reward", "length", "repeated", "copied", "told", "false_passes", "verifier", "best", "content", "form")
-"""Values of a step; NaN where unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +90,7 @@ class Monitor:
             "hacking/length_correlation": step.sums.correlation,
             "hacking/repetition": values["repeated"],
             "hacking/copied": values["copied"],
-            "hacking/told_gain": values["told"],
+            "hacking/answer_leak": values["leak"],
             "hacking/alarms": float(len(self._raised)),
         }
         if self._verifier is not None:
@@ -116,9 +114,10 @@ class Monitor:
         """Correlation of reward and length within groups, over the last steps."""
         return added(self._sums).correlation
 
-    def range_of(self, name: str) -> float:
-        """Distance from the lowest to the highest value of `reward` or `verifier` so far."""
-        low, high = self._ranges.get(name, (0.0, 0.0))
+    @property
+    def reward_range(self) -> float:
+        """Distance from the lowest to the highest reward so far."""
+        low, high = self._ranges.get("reward", (0.0, 0.0))
         return high - low
 
     def state(self) -> dict[str, Any]:
@@ -155,20 +154,17 @@ class _Step:
         self.lengths_PG = lengths_of(groups_P)
         self.repeated_PG, self.copied_PG = read_tokens(groups_P)
         self.sums = within_groups(np.log1p(self.lengths_PG), self.rewards_PG)
-        self.told_P = tells(groups_P)
+        self.tells_P = tells(groups_P)
         self.verified_PG = None if verifier is None else np.asarray(rewards.parts_PG[verifier], np.float64)
         _widen(ranges, "reward", self.rewards_PG)
         low, high = ranges.get("reward", (0.0, 0.0))
         self.passes_PG = self.rewards_PG > (low + high) / 2
-        best = mean_of(np.where(np.isnan(self.rewards_PG), np.nan, self.rewards_PG >= high - 0.05 * (high - low)))
         self.values = {
             "reward": mean_of(self.rewards_PG),
             "length": float(np.log(self.lengths_PG.mean() + 1)),
             "repeated": mean_of(self.repeated_PG),
             "copied": mean_of(self.copied_PG),
-            "told": _told_gain(self.rewards_PG, self.told_P),
-            "best": best if high > low else math.nan,
-            "verifier": math.nan,
+            "leak": _answer_leak(self.rewards_PG, self.tells_P),
             "false_passes": math.nan,
         }
         self.refuted_PG = np.zeros_like(self.passes_PG)
@@ -176,7 +172,6 @@ class _Step:
             _widen(ranges, "verifier", self.verified_PG)
             middle = sum(ranges.get("verifier", (0.0, 0.0))) / 2
             self.refuted_PG = self.passes_PG & (self.verified_PG <= middle)
-            self.values["verifier"] = mean_of(self.verified_PG)
             if self.passes_PG.any():
                 self.values["false_passes"] = float(self.refuted_PG.sum() / self.passes_PG.sum())
 
@@ -195,29 +190,18 @@ def _widen(ranges: dict[str, tuple[float, float]], name: str, values: np.ndarray
         ranges[name] = (min(low, float(valid.min())), max(high, float(valid.max())))
 
 
-def _told_gain(rewards_PG: np.ndarray, told_P: np.ndarray) -> float:
+def _answer_leak(rewards_PG: np.ndarray, tells_P: np.ndarray) -> float:
     """Mean reward where the prompt tells the answer, less that elsewhere; NaN without both."""
-    if told_P.all() or not told_P.any():
+    if tells_P.all() or not tells_P.any():
         return math.nan
-    return mean_of(rewards_PG[told_P]) - mean_of(rewards_PG[~told_P])
+    return mean_of(rewards_PG[tells_P]) - mean_of(rewards_PG[~tells_P])
 
 
 def _refuted(monitor: Monitor, step: _Step) -> Alarm | None:
     change = monitor.change("false_passes")
-    reward, verifier = monitor.change("reward"), monitor.change("verifier")
-    more = change is not None and change.rises(0.25)
-    least = 0.15 * monitor.range_of("verifier")
-    apart = (
-        reward is not None
-        and verifier is not None
-        and reward.rises(0.05 * monitor.range_of("reward"))
-        and verifier.falls(max(least, 1e-6))
-    )
-    if not (more or apart):
+    if change is None or not change.rises(0.25):
         return None
-    text = "the reward grows while the verifier's falls"
-    if more and change is not None:
-        text = f"{change.after:.0%} of the samples with a high reward fail the verifier, {change.before:.0%} before"
+    text = f"{change.after:.0%} of the samples with a high reward fail the verifier, {change.before:.0%} before"
     return Alarm(kind="verifier", text=text, samples=step.most(np.where(step.refuted_PG, step.rewards_PG, -np.inf)))
 
 
@@ -249,28 +233,23 @@ def _copies(monitor: Monitor, step: _Step) -> Alarm | None:
     return Alarm(kind="copy", text=text, samples=step.most(step.copied_PG))
 
 
-def _told(monitor: Monitor, step: _Step) -> Alarm | None:
-    change = monitor.change("told")
-    if change is None or not change.rises(0.25 * monitor.range_of("reward")) or _worse(monitor):
+def _leaks(monitor: Monitor, step: _Step) -> Alarm | None:
+    change = monitor.change("leak")
+    if change is None or not change.rises(0.25 * monitor.reward_range) or _worse(monitor):
         return None
     return Alarm(
         kind="leak",
         text=f"where the prompt tells the answer the reward is {change.after:.2g} higher than elsewhere, "
         f"{change.before:.2g} before",
-        samples=step.most(np.where(step.told_P[:, None], step.rewards_PG, -np.inf)),
+        samples=step.most(np.where(step.tells_P[:, None], step.rewards_PG, -np.inf)),
     )
 
 
 def _form(monitor: Monitor, step: _Step) -> Alarm | None:
     form, content = monitor.change("form"), monitor.change("content")
-    reward, best = monitor.change("reward"), monitor.change("best")
-    traded = form is not None and content is not None and form.rises(0.1) and content.falls(0.1)
-    flattened = reward is not None and best is not None and best.falls(0.1) and not _worse(monitor) and reward.by >= 0
-    if not (traded or flattened):
+    if form is None or content is None or not (form.rises(0.1) and content.falls(0.1)):
         return None
-    text = "rewards of form grow while those that read the answer fall"
-    if not traded and best is not None:
-        text = f"the mean reward does not fall, but {best.after:.0%} reach the best reward, {best.before:.0%} before"
+    text = f"rewards of form grow by {form.by:.2g} while those that read the answer fall by {-content.by:.2g}"
     return Alarm(kind="format", text=text, samples=step.most(step.rewards_PG))
 
 
@@ -281,4 +260,4 @@ def _worse(monitor: Monitor) -> bool:
 
 
 Check = Callable[[Monitor, _Step], Alarm | None]
-CHECKS: Sequence[Check] = (_refuted, _longer, _repeats, _copies, _told, _form)
+CHECKS: Sequence[Check] = (_refuted, _longer, _repeats, _copies, _leaks, _form)
