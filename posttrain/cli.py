@@ -123,9 +123,9 @@ def check(
     loss: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE:CLASS",
-            help="A loss of your own in place of CONFIG: its value and gradient must not depend on how a batch is "
-            "split into micro-batches, packed and ordered.",
+            metavar="FILE:NAME",
+            help="A loss of your own in place of CONFIG, with settings '{fn: FILE:NAME, width: 0.3}': its value and "
+            "gradient must not depend on how a batch is split into micro-batches, packed and ordered.",
         ),
     ] = None,
     probe: Annotated[
@@ -139,7 +139,7 @@ def check(
 ) -> None:
     """Validate everything that can be validated without loading weights."""
     if (config is None) == (loss is None):
-        raise ConfigError("check: give CONFIG, or --loss FILE:CLASS")
+        raise ConfigError("check: give CONFIG, or --loss FILE:NAME")
     if probe and (config is None or devices is not None or processes is not None):
         raise ConfigError("check: --probe samples on this machine; give CONFIG alone")
     if loss is not None:

@@ -22,7 +22,7 @@ from posttrain.config.distill import DistillSection
 from posttrain.config.environment import AgentSection, EnvSection, McpSection, ToolSection
 from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.groups import AsyncSection
-from posttrain.config.locator import Locator
+from posttrain.config.locator import Locator, UserObject
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.policy_loss import SurrogateSection
 from posttrain.config.preference import OnlinePreferenceSection, PairSection, PreferenceSection, RewardModelSection
@@ -101,6 +101,7 @@ __all__ = [
     "Text",
     "ToolSection",
     "TrainSection",
+    "UserObject",
     "answer_tokens",
     "trains_on_samples",
 ]

@@ -13,12 +13,19 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from posttrain.config.base import Section
-from posttrain.config.locator import Locator
+from posttrain.config.locator import Locator, UserObject
 from posttrain.config.messages import config_fields
 
 WIDTH = 78
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-WORDS: dict[Any, str] = {str: "text", Locator: "text", bool: "true or false", type(None): "nothing", Any: "anything"}
+WORDS: dict[Any, str] = {
+    str: "text",
+    Locator: "text",
+    UserObject: "text or map",
+    bool: "true or false",
+    type(None): "nothing",
+    Any: "anything",
+}
 NUMBERS = {int: "integer", float: "number"}
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section
-from posttrain.config.locator import Locator
+from posttrain.config.locator import Named
 
 
 class RefillSection(Section):
@@ -18,9 +18,9 @@ class RefillSection(Section):
     limit: PositiveInt = 3
     """Maximum number of waves per step: each begins as many groups as are missing. After the last one the step trains
     on the useful groups it has (`sampling/refill/short`)."""
-    keep: Literal["mixed"] | Locator = "mixed"
-    """Useful groups: `mixed`, those with different rewards, or `module:function` of the rewards_PG of a wave that
-    returns a mask of its groups. Replaces the filter of the algorithm."""
+    keep: Named = "mixed"
+    """Useful groups: `mixed`, those with different rewards, or a function of the rewards_PG of a wave, given as
+    `filter`, which returns a mask of its groups. Replaces the filter of the algorithm."""
 
 
 class CurriculumSection(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, PositiveInt
-from posttrain.config.locator import LossSpec
+from posttrain.config.locator import NamedOrSet
 from posttrain.config.rl import OnlineSection
 from posttrain.config.rollout import check_sampling
 from posttrain.config.train import MAX_NEW_TOKENS, OfflineSection, OptimizerSection, Schedule
@@ -50,10 +50,10 @@ class PreferenceSection(PairSection):
     kind: Literal["preference"] = "preference"
     optimizer: PreferenceOptimizer = PreferenceOptimizer()
     """AdamW settings."""
-    loss: LossSpec = "sigmoid"
+    loss: NamedOrSet = "sigmoid"
     """Loss type: a DPO variant (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`,
-    `cpo_ipo`, `simpo`, or `module:Class`; with settings `{kind: sigmoid, beta: 0.1}`. DPO variants can be combined:
-    `{kind: [sigmoid, sft], weights: [1, 0.1]}`."""
+    `cpo_ipo`, `simpo`; with settings `{kind: sigmoid, beta: 0.1}`. DPO variants can be combined: `{kind: [sigmoid,
+    sft], weights: [1, 0.1]}`. Or your own: `file.py:name`, `{fn: file.py:name, ...}`, or in Python the object."""
     reference: Literal["cached", "live"] | None = None
     """Reference log-probabilities of the model at the start of the stage: computed once and kept on disk (`cached`, the
     default of losses with a reference), or computed in each step (`live`)."""
@@ -65,9 +65,9 @@ class RewardModelSection(PairSection):
     kind: Literal["reward_model"] = "reward_model"
     optimizer: RewardModelOptimizer = RewardModelOptimizer()
     """AdamW settings."""
-    loss: LossSpec = "bradley_terry"
-    """Loss type: `bradley_terry` on pairs, `process` on labelled steps, or `module:Class`; with settings `{kind:
-    bradley_terry, center_coef: 0.01}`."""
+    loss: NamedOrSet = "bradley_terry"
+    """Loss type: `bradley_terry` on pairs, `process` on labelled steps; with settings `{kind: bradley_terry,
+    center_coef: 0.01}`. Or your own: `file.py:name`, `{fn: file.py:name, ...}`, or in Python the object."""
 
 
 class OnlinePreferenceSection(OnlineSection):
@@ -83,9 +83,9 @@ class OnlinePreferenceSection(OnlineSection):
     `sampling.max_tokens`, or the model's context if that is shorter."""
     group_size: PositiveInt = 4
     """Samples per prompt; the best and the worst form a pair."""
-    loss: LossSpec = "sigmoid"
-    """DPO loss type (`sigmoid`, `ipo`, ...), or `module:Class` of a loss on pairs with a reference; with settings:
-    `{kind: sigmoid, beta: 0.1}`."""
+    loss: NamedOrSet = "sigmoid"
+    """DPO loss type (`sigmoid`, `ipo`, ...); with settings: `{kind: sigmoid, beta: 0.1}`. Or your own on pairs with a
+    reference: `file.py:name`, `{fn: file.py:name, ...}`, or in Python the object."""
     share_prompts: Flag | Literal["auto"] = "auto"
     """Compute the common prompt of a pair once; `auto` as in `kind: preference`."""
 

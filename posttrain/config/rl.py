@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from posttrain.config.base import Flag, ListOf, PositiveInt, Text
 from posttrain.config.environment import AgentSection, EnvSection, ToolSection, check_tools, with_env
 from posttrain.config.groups import AsyncSection, CurriculumSection, RefillSection, check_async, check_selection
-from posttrain.config.locator import Locator
+from posttrain.config.locator import UserObject
 from posttrain.config.policy_loss import ImportanceSection, Level, SurrogateSection
 from posttrain.config.reward import EvaluateSection, MonitorSection, RecordSection, RewardSection, check_evaluation
 from posttrain.config.rollout import (
@@ -182,16 +182,19 @@ class RLSection(OnlineSection):
     """Algorithm: `grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `gspo_token`, `luspo`, `gmpo`, `cispo`, `sapo`, `vespo`,
     `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `ppo`, or `distill` (with teachers, without
     rewards)."""
-    advantage: Locator | None = None
-    """Custom advantage function `module:function` in place of the algorithm's. It takes those of rewards_PG, parts_PG
-    (by name of the reward), weights and lengths_PG that it names; a single parameter of another name is rewards_PG."""
+    advantage: UserObject | None = None
+    """Advantage function in place of the algorithm's: `file.py:name`, with settings `{fn: file.py:name, ...}`, or in
+    Python the function. It takes those of rewards_PG, parts_PG (by name of the reward), weights and lengths_PG that it
+    names; a single parameter of another name is rewards_PG."""
     advantage_scale: Literal["group", "batch", "none"] | None = None
     """Deviation that advantages are divided by: of the group's rewards (`grpo`), of the batch's, or `none`
     (`dr_grpo`)."""
-    filter: Locator | None = None
-    """Custom group filter `module:function` of rewards_PG, which returns true for each group to learn from."""
-    loss: Locator | None = None
-    """Custom loss `module:Class` in place of the algorithm's, called as Class(); `posttrain check --loss` tests it."""
+    filter: UserObject | None = None
+    """Group filter in place of the algorithm's, given as `advantage`: a function of rewards_PG that returns true for
+    each group to learn from."""
+    loss: UserObject | None = None
+    """Loss in place of the algorithm's: a class, which is called with its settings, an object or a function, given as
+    `advantage`; `posttrain check --loss` tests it."""
     teachers: ListOf[TeacherSection] = ()
     """Teachers with the student's tokenizer that score each sampled token (on-policy distillation); several need
     `teacher_column`."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from posttrain.config.base import Arguments, Flag, ListOf, MomentType, NonNegativeInt, PositiveInt, Section
-from posttrain.config.locator import Locator
+from posttrain.config.locator import Locator, Named
 
 ADAPTER_RATE_FACTOR = 10
 """Ratio of the default learning rates of adapters and of full training."""
@@ -233,8 +233,9 @@ class SFTSection(SequenceSection):
     """Supervised fine-tuning."""
 
     kind: Literal["sft"] = "sft"
-    loss: Locator = Locator("nll")
-    """Loss type: `nll`, `dft`, or `module:Class` of a token loss."""
+    loss: Named = "nll"
+    """Loss type: `nll`, `dft`, or a token loss of your own: `file.py:name`, with settings `{fn: file.py:name, ...}`, or
+    in Python the object, class or function."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Label smoothing of the `nll` loss: share of the target that is spread over the vocabulary."""
     noise_alpha: Annotated[float, Field(ge=0)] = 0.0

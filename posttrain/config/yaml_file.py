@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from posttrain.config import RunConfig, Section
-from posttrain.config.locator import Locator, shown_path
+from posttrain.config.locator import Locator, UserObject, object_text, shown_path
 from posttrain.config.messages import FIRST_STAGE, Key, Source, messages, show
 from posttrain.errors import ConfigError
 
@@ -44,6 +44,11 @@ def build_config(
     `python`: the mapping is keywords of a Python class, and errors suggest keywords.
     """
     return _build(data, {}, name, overrides, None, python)
+
+
+def read_value(text: str, name: str) -> Any:
+    """Value that a text has in YAML. ConfigError, which begins with `name`, for one that is not YAML."""
+    return _parse(text, name)[0]
 
 
 def dump_config(config: Section) -> str:
@@ -269,12 +274,9 @@ def _plain(value: Any) -> Any:
         return {word: _plain(item) for word, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, str | Path):
-        return str(value)
-    named: Callable[..., Any] = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}:{named.__qualname__}"
+    if isinstance(value, UserObject):
+        return _plain(value.written)
+    return value if value is None or isinstance(value, bool | int | float) else object_text(value)
 
 
 def _flat(value: Any, key: Key) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,11 +13,13 @@ import numpy as np
 
 from posttrain.batch import Batch, BatchLoss, LossOutput, TokenLoss, TokenStats
 from posttrain.config import RLSection, TrainSection
+from posttrain.config.locator import user_object
+from posttrain.config.yaml_file import read_value
 from posttrain.errors import ConfigError
 from posttrain.losses.pairs import PairLoss
 from posttrain.losses.policy import RLLoss
 from posttrain.tree import Mean, Metric, added, replace
-from posttrain.user_code import describe_error, import_object
+from posttrain.user_code import describe_error
 
 ROW_TOKENS = 72
 """Tokens of a row, which holds all sequences."""
@@ -59,10 +60,14 @@ class Found:
     metrics: dict[str, float]
 
 
-def check_loss(spec: str) -> str:
-    """Check the loss class named by `spec`, `file.py:Class` or `package.module:Class`; return a line about it, with the
-    kinds of stage that it fits. Raises ConfigError as `prove` does, and for a loss that fits none."""
-    loss, name = _made(spec), f"loss: {spec}"
+def check_loss(text: str) -> str:
+    """Check the loss of `file.py:name` or, with settings, `{fn: file.py:name, width: 0.3}`; return a line about it,
+    with the kinds of stage that it fits. Raises ConfigError as `prove` does, and for a loss that fits none."""
+    try:
+        spec = user_object(read_value(text, "loss"))
+    except ValueError as error:
+        raise ConfigError(f"loss: {error}") from error
+    loss, name = spec.make("loss", positional=2), f"loss: {spec}"
     line = prove(loss, name)
     if isinstance(loss, PairLoss):
         return f"{line}; for stages of kind preference"
@@ -100,7 +105,7 @@ def check_stage_loss(section: TrainSection, loss: Any) -> None:
             "sample_shares",
             *(name for name, holds in has.items() if holds),
         ]
-    prove(loss, f"loss: {type(loss).__name__}", given)
+    prove(loss, f"loss: {getattr(loss, '__name__', type(loss).__name__)}", given)
 
 
 def prove(loss: TokenLoss, name: str, given: Sequence[str] = EVERYTHING) -> str:
@@ -130,17 +135,6 @@ def _host() -> jax.Device | None:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         return None
-
-
-def _made(spec: str) -> TokenLoss:
-    made = import_object(spec, Path.cwd())
-    try:
-        loss = made() if isinstance(made, type) else made
-    except Exception as error:
-        raise ConfigError(f"loss: {spec}() raised {describe_error(error)}; it is called without arguments") from error
-    if not callable(loss):
-        raise ConfigError(f"loss: {spec} must be called with (stats, batch); it is a {type(loss).__name__}")
-    return loss
 
 
 class _Checker:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import Locator, OnlineSection, RLSection, RunConfig, TrainSection
+from posttrain.config import Locator, OnlineSection, RLSection, RunConfig, TrainSection, UserObject
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest
 from posttrain.user_code import is_object_spec
@@ -107,17 +107,16 @@ def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
         yield from ((f"tools.{index}.fn", tool.fn) for index, tool in tools if tool.fn is not None)
         if section.agent is not None and section.agent.fn is not None:
             yield "agent.fn", section.agent.fn
-        if section.refill is not None and isinstance(section.refill.keep, Locator):
-            yield "refill.keep", section.refill.keep
+        if section.refill is not None and isinstance(section.refill.keep, UserObject):
+            yield "refill.keep", section.refill.keep.fn
     for number, dataset in enumerate(section.all_datasets):
         if is_object_spec(dataset.path):
             yield f"datasets.{number}", dataset.path
     for field in ("advantage", "filter", "loss"):
         if field in type(section).model_fields:
             named = getattr(section, field)
-            kind = named.get("kind") if isinstance(named, dict) else named
-            if isinstance(kind, Locator) and is_object_spec(kind):
-                yield field, kind
+            if isinstance(named, UserObject):
+                yield field, named.fn
 
 
 class UserCode:

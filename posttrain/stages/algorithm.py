@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import Locator, RLSection
-from posttrain.config.locator import callable_of
+from posttrain.config import RLSection, UserObject
 from posttrain.errors import ConfigError
 from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.policy import RLLoss
 from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip, Surrogate
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
-from posttrain.rl.advantages import given_advantage, inputs_of
+from posttrain.rl.advantages import INPUTS, given_advantage, inputs_of
 from posttrain.rl.algorithms import Algorithm, given_filter, make_algorithm
 from posttrain.user_code import describe_error
 
@@ -98,13 +97,9 @@ LOSS_FIELDS = (
 """Fields of the section that are fields of the policy loss."""
 
 
-def rl_loss(spec: Locator) -> RLLoss:
-    """Import and make a user's loss. ConfigError unless it is a loss of RL stages."""
-    made = callable_of(spec, "loss")
-    try:
-        loss = made()
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"loss: {spec}() raised {describe_error(error)}; it is called without arguments") from error
+def rl_loss(spec: UserObject) -> RLLoss:
+    """Make a user's loss. ConfigError unless it is a loss of RL stages."""
+    loss = spec.make("loss", positional=2)
     if not isinstance(loss, RLLoss):
         raise ConfigError(
             f"loss: {spec} must be called with (stats, batch) and have kl_coef, 0 for a loss without ref_logps; see "
@@ -116,17 +111,17 @@ def rl_loss(spec: Locator) -> RLLoss:
 def _advantage_of(section: RLSection) -> Callable[..., Any] | None:
     if section.advantage is None:
         return None
-    given = callable_of(section.advantage, "advantage")
+    given, name = section.advantage.make("advantage", names=INPUTS), str(section.advantage)
     rewards, penalised = Rubric.of(section).rewards, section.kl_in == "reward"
-    _probe(given, section.advantage, section.group_size, rewards, penalised=penalised)
-    return given_advantage(given, section.advantage)
+    _probe(given, name, section.group_size, rewards, penalised=penalised)
+    return given_advantage(given, name)
 
 
 def _filter_of(section: RLSection) -> Callable[..., Any] | None:
     """User's group filter, tried on the groups of `_probe`. ConfigError if it fails."""
     if section.filter is None:
         return None
-    keep = given_filter(callable_of(section.filter, "filter"), section.filter)
+    keep = given_filter(section.filter.make("filter", positional=1), str(section.filter))
     mixed = np.arange(section.group_size, dtype=np.float32) % 3
     try:
         keep(np.stack([mixed, np.ones_like(mixed), np.where(mixed == 0, np.nan, mixed)]))

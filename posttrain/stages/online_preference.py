@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.config import OnlinePreferenceSection
-from posttrain.config.locator import callable_of
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.preference import KINDS
@@ -86,11 +85,11 @@ def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
 def online_loss(section: OnlinePreferenceSection) -> Any:
     """Make the loss. ConfigError for a loss that does not compare pairs with a reference, or needs values that samples
     lack."""
-    loss = make_loss(section.loss, PREFERENCE_LOSSES, lambda spec: callable_of(spec, "loss"))
+    loss = make_loss(section.loss, PREFERENCE_LOSSES)
     needs = loss.needs
     if needs.rows != "pairs" or not needs.reference or needs.prompts or needs.margins:
         raise ConfigError(
-            f"loss: {section.loss!r} is not for online preference, which compares two samples against the start of "
-            f"the stage, without margins and without a loss on prompts; use a kind of DPO: {', '.join(KINDS)}"
+            f"loss: {loss_name(section.loss)!r} is not for online preference, which compares two samples against the "
+            f"start of the stage, without margins and without a loss on prompts; use a kind of DPO: {', '.join(KINDS)}"
         )
     return loss

@@ -3,29 +3,27 @@ one, or a scalar head on the decoder."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, get_type_hints
+from typing import Any
 
 import jax
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from posttrain.batch import Batch
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
 from posttrain.config import (
     DatasetSection,
-    Flag,
     Locator,
     ModelSection,
     OnlinePreferenceSection,
     PairSection,
     PreferenceSection,
     RewardModelSection,
+    UserObject,
 )
-from posttrain.config.locator import callable_of
+from posttrain.config.locator import FORMS, checked_settings
 from posttrain.data.preference import is_paired, labelled_answers
 from posttrain.data.prefetch import Prefetch
 from posttrain.data.sources import checked_rows, each_row
@@ -45,7 +43,6 @@ from posttrain.runtime.files import cache_folder
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_and_renderer
 from posttrain.train.trainer import Trainer
-from posttrain.user_code import is_object_spec
 from posttrain.weights.scalar_head import add_scalar_head, with_padding
 
 PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
@@ -128,7 +125,7 @@ def _stop_notes(section: PairSection, units: Units) -> list[str]:
 
 
 def pair_loss(section: PreferenceSection | RewardModelSection) -> Any:
-    loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss"))
+    loss = make_loss(section.loss, LOSSES[section.kind])
     if isinstance(section, PreferenceSection) and section.reference is not None and not loss.needs.reference:
         raise ConfigError(
             f"reference: {section.reference} has no effect: the loss {loss_name(section.loss)} needs no reference; "
@@ -148,73 +145,42 @@ def describe(section: PreferenceSection | RewardModelSection, inputs: PairInputs
     return rows + describe_rows(section, shards)
 
 
-def loss_name(spec: str | Mapping[str, Any]) -> str:
-    """Name of a loss in the configuration: its kind, or its kinds."""
-    kind = spec if isinstance(spec, str) else spec.get("kind")
+def loss_name(spec: str | Mapping[str, Any] | UserObject) -> str:
+    """Name of a loss in the configuration: its kind, its kinds, or the user's."""
+    kind = spec.get("kind") if isinstance(spec, Mapping) else spec
     return " + ".join(map(str, kind)) if isinstance(kind, list | tuple) else str(kind)
 
 
-def make_loss(
-    spec: str | Mapping[str, Any], known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[Locator], Any]
-) -> Any:
-    """Make the loss of a configuration; `find` imports the class of `module:Class`. ConfigError for invalid
-    settings."""
-    settings = {"kind": spec} if isinstance(spec, str) else dict(spec)
-    kind = settings.pop("kind", None)
-    made, fixed = _named(kind, known, find)
-    if dataclasses.is_dataclass(made):
-        fields = [field.name for field in dataclasses.fields(made) if field.name not in fixed]
-        for name in settings:
-            if name not in fields:
-                raise ConfigError(
-                    f"loss: {name!r} is no setting of {kind}{did_you_mean(name, fields)}; known: {', '.join(fields)}"
-                )
-    values = {name: _as_declared(made, name, value) for name, value in settings.items()}
-    try:
-        loss = made(**fixed, **values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"loss: {error}") from error
+def make_loss(spec: str | Mapping[str, Any] | UserObject, known: Mapping[str, tuple[type, Mapping[str, Any]]]) -> Any:
+    """Make the loss of a configuration. ConfigError for invalid settings."""
+    loss = spec.make("loss", positional=2) if isinstance(spec, UserObject) else _known_loss(spec, known)
     if not isinstance(loss, PairLoss):
-        raise ConfigError(f"loss: {kind} does not declare its needs; add a property needs -> posttrain.Needs")
+        raise ConfigError(f"loss: {spec} does not declare its needs; add a property needs -> posttrain.Needs")
     return loss
 
 
-def _as_declared(made: Any, name: str, value: Any) -> Any:
-    """Convert a value to the type of a dataclass field: YAML reads words and numbers such as `off` and 1e-3 as text."""
-    if not dataclasses.is_dataclass(made):
-        return _plain(value)
+def _known_loss(spec: str | Mapping[str, Any], known: Mapping[str, tuple[type, Mapping[str, Any]]]) -> Any:
+    """Make a loss of the package from its name or names and its settings."""
+    settings = {"kind": spec} if isinstance(spec, str) else dict(spec)
+    kind = settings.pop("kind", None)
+    made, fixed = _named(kind, known)
+    values = checked_settings(made, settings, "loss", str(kind), Locator("loss"), names=fixed)
     try:
-        declared = get_type_hints(made)[name]
-        checked = TypeAdapter(Flag if declared is bool else declared)
-    except (NameError, PydanticUserError):  # a user's type that does not exist at run time, or is unknown to pydantic
-        return _plain(value)
-    try:
-        return checked.validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(f"loss: {name}={value!r}: {error.errors()[0]['msg']}") from error
+        return made(**fixed, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    """Convert a value to the form that losses hold: YAML has lists, and writes 1 for 1.0."""
-    if isinstance(value, list):
-        return tuple(map(_plain, value))
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _named(
-    kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[Locator], Any]
-) -> tuple[Any, Mapping[str, Any]]:
+def _named(kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]]) -> tuple[type, Mapping[str, Any]]:
     """Class of one loss kind, or of several DPO kinds, with the fields that the name sets."""
     if isinstance(kind, str) and kind in known:
         return known[kind]
-    if isinstance(kind, Locator) and is_object_spec(kind):
-        return find(kind), {}
     names = list(kind) if isinstance(kind, list | tuple) else [kind]
     wrong = [name for name in names if name not in known]
     if wrong or not names:
         raise ConfigError(
             f"loss: kind {(wrong or [None])[0]!r} is unknown{did_you_mean(str((wrong or [None])[0]), known)}; "
-            f"there are {', '.join(known)}, or name your own as module:Class"
+            f"there are {', '.join(known)}, or give your own as {FORMS}"
         )
     several = {name: known[name][0] for name in names}
     if set(several.values()) != {PreferenceLoss}:

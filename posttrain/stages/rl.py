@@ -11,8 +11,8 @@ import numpy as np
 
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.scorers import FrozenModel, Scorer
-from posttrain.config import Locator, RLSection
-from posttrain.config.locator import callable_of
+from posttrain.config import RLSection, UserObject
+from posttrain.config.locator import FORMS
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.errors import ConfigError
 from posttrain.metrics import Timer
@@ -161,8 +161,9 @@ def refill_of(section: RLSection) -> Refill | None:
         return None
     if given.keep == "mixed":
         return Refill(limit=given.limit, keep=is_mixed)
-    assert isinstance(given.keep, Locator)
-    keep = given_filter(callable_of(given.keep, "refill.keep"), given.keep)
+    if not isinstance(given.keep, UserObject):
+        raise ConfigError(f"refill.keep: {given.keep!r} is unknown; there is mixed, or give your own as {FORMS}")
+    keep = given_filter(given.keep.make("refill.keep", positional=1), str(given.keep))
     mixed = np.arange(section.group_size, dtype=np.float32) % 3
     tried = np.stack([mixed, np.ones_like(mixed), np.where(np.arange(section.group_size) == 0, np.nan, mixed)])
     try:

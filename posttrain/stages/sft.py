@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from posttrain.batch import TokenLoss
-from posttrain.config import Locator, SFTSection
-from posttrain.config.locator import callable_of
+from posttrain.config import SFTSection, UserObject
+from posttrain.config.locator import FORMS
 from posttrain.data.prefetch import Prefetch
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.kernels.logits.chunk_stats import Terms
@@ -22,7 +22,6 @@ from posttrain.stages.sequences import (
     sequences_of,
     train_batches,
 )
-from posttrain.user_code import describe_error, is_object_spec
 
 SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
 
@@ -63,24 +62,11 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
 def sft_loss(section: SFTSection) -> TokenLoss:
     if section.label_smoothing:
         return SFTLoss(section.label_smoothing)
+    if isinstance(section.loss, UserObject):
+        return section.loss.make("loss", positional=2)
     if section.loss in SFT_LOSSES:
         return SFT_LOSSES[section.loss]()
-    if is_object_spec(section.loss):
-        return _own_loss(section.loss)
     raise ConfigError(
         f"loss: {section.loss!r} is unknown{did_you_mean(section.loss, SFT_LOSSES)}; "
-        f"there are {', '.join(SFT_LOSSES)}, or name your own as module:Class"
+        f"there are {', '.join(SFT_LOSSES)}, or give your own as {FORMS}"
     )
-
-
-def _own_loss(spec: Locator) -> TokenLoss:
-    made = callable_of(spec, "loss")
-    if not isinstance(made, type):
-        raise ConfigError(f"loss: {spec} is a {type(made).__name__}; set a class whose objects take (stats, batch)")
-    try:
-        loss = made()
-    except Exception as error:
-        raise ConfigError(f"loss: {spec}() raised {describe_error(error)}; it is made without arguments") from error
-    if not callable(loss):
-        raise ConfigError(f"loss: {spec} has no __call__(stats, batch)")
-    return loss

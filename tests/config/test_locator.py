@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.config import DatasetSection, Locator, PreferenceSection, RewardSection, SFTSection
+from posttrain.config import DatasetSection, Locator, PreferenceSection, RewardSection, SFTSection, UserObject
+from posttrain.config.locator import callable_of
 from posttrain.config.yaml_file import dump_config, load_config
 from posttrain.errors import ConfigError
-from posttrain.stages.inputs import callable_of
 from tests.stages.runs import sft_stage, write_run
 
 pytestmark = pytest.mark.fast
@@ -32,7 +32,8 @@ def test_places_do_not_follow_the_current_folder(tmp_path: Path, monkeypatch: py
 def test_a_copy_of_a_section_keeps_its_folder(tmp_path: Path) -> None:
     stage = load_config(write_run(tmp_path, sft_stage(loss="losses.py:Own"))).stages[0]
     again = type(stage).model_validate({name: getattr(stage, name) for name in stage.model_fields_set})
-    assert isinstance(again, SFTSection) and again.loss.folder == again.dataset.path.folder == tmp_path
+    assert isinstance(again, SFTSection) and isinstance(again.loss, UserObject)
+    assert again.loss.fn.folder == again.dataset.path.folder == tmp_path
 
 
 def test_the_dump_has_what_was_written(tmp_path: Path) -> None:
@@ -56,9 +57,9 @@ def test_python_objects_are_found_from_the_folder(tmp_path: Path) -> None:
         assert reward == text and callable_of(reward, "fn")() == 1
     with pytest.raises(ConfigError, match=r"^missing.py:one: no file .*missing.py"):
         callable_of(Locator("missing.py:one", tmp_path), "fn")
-    data = {"dataset": {"path": "x"}, "num_steps": 1, "loss": {"kind": "located_here:one", "beta": 1.0}}
+    data = {"dataset": {"path": "x"}, "num_steps": 1, "loss": {"fn": "located_here:one", "beta": 1.0}}
     loss = PreferenceSection.model_validate(data, context=tmp_path).loss
-    assert isinstance(loss, dict) and loss["kind"].folder == tmp_path
+    assert isinstance(loss, UserObject) and loss.fn.folder == tmp_path and loss.settings == {"beta": 1.0}
 
 
 def test_a_section_in_python_starts_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,9 +166,9 @@ def test_own_loss_and_filter(folder: Path) -> None:
     assert algorithm.kept(rewards_PG).tolist() == [False, True]
     wrong = {
         "loss=own.py:Bare": "must be called with .stats, batch. and have kl_coef",
-        "loss=own.py:Sized": r"own.py:Sized\(\) raised TypeError",
+        "loss=own.py:Sized": "loss: own.py:Sized needs size; write {fn: own.py:Sized, size: ...}",
         "filter=own.py:scores": "own.py:scores must return true or false for each",
-        "filter=own.py:Sized": "filter: own.py:Sized must return true or false",
+        "filter=own.py:Sized": "filter: own.py:Sized needs size",
     }
     for override, message in wrong.items():
         with pytest.raises(ConfigError, match=message):

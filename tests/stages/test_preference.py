@@ -174,7 +174,7 @@ def test_settings_of_losses(tmp_path: Path) -> None:
     for word, on in (("off", False), ("no", False), ("on", True), (True, True)):
         made = inputs_of(tmp_path, loss={"kind": "sigmoid", "use_weighting": word, "beta": "1e-1"}).loss
         assert made == PreferenceLoss(use_weighting=on) and made.use_weighting is on
-    own = inputs_of(tmp_path, loss={"kind": "posttrain.losses.preference:PreferenceLoss", "beta": 0.3}).loss
+    own = inputs_of(tmp_path, loss={"fn": "posttrain.losses.preference:PreferenceLoss", "beta": 0.3}).loss
     assert own == PreferenceLoss(beta=0.3)
 
 
@@ -186,7 +186,12 @@ def test_settings_of_losses(tmp_path: Path) -> None:
         ({"kind": ["sigmoid", "kto"]}, "several are only possible of sigmoid"),
         ({"kind": "hinge", "label_smoothing": 0.1}, "has no effect on hinge"),
         ({"kind": "exo_pair"}, "exo_pair needs label_smoothing > 0"),
-        ({"beta": 0.1}, "kind None is unknown"),
+        ({"beta": 0.1}, "must have kind, a name of the package's own, or fn"),
+        ({"kind": "own.py:Hinge"}, "write fn: 'own.py:Hinge' in place of it"),
+        (
+            {"fn": "posttrain.losses.pairs:Needs"},
+            "pairs:Needs needs rows, reference; write {fn:",
+        ),
         ({"kind": "ipo", "beta": -1}, "beta=-1.0 must be positive"),
         ({"kind": "ipo", "beta": "much"}, "beta='much': Input should be a valid number"),
         ({"kind": "sigmoid", "use_weighting": "maybe"}, "use_weighting='maybe': Input should be a valid boolean"),
