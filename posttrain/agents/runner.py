@@ -1,30 +1,43 @@
-"""Rollouts by agents: an agent is run for each sample, and what its session recorded becomes the trajectory."""
+"""Rollouts by agents: an agent is run for each sample, a function or a command in a child process, and what its session
+recorded becomes the trajectory."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import marshal
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
-from posttrain.agents.command import CommandFailed, run_command
-from posttrain.agents.endpoint import MODEL, Endpoint
+from posttrain.agents.endpoint import MODEL, Endpoint, check_installed
 from posttrain.agents.session import Branch, Session
+from posttrain.config import RLSection
+from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
-from posttrain.environments.conversation import Generate, accepted_keywords
-from posttrain.environments.turns import Limit
-from posttrain.errors import RunError
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.data.turns import check_turns
+from posttrain.environments.conversation import Generate, accepted_keywords, check_keywords, role_patterns
+from posttrain.environments.types import Limit
+from posttrain.errors import ConfigError, RunError
 from posttrain.rollout.trajectory import Example, Stop, Trajectory
 from posttrain.rollout.transcript import Transcript
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
+from posttrain.sandbox.run import GRACE_S, start
+from posttrain.tools.formats import make_format
 from posttrain.tools.types import FormatMaker
 from posttrain.user_code import describe_error, number_of
 
 GIVEN = ("base_url", "api_key", "model", "seed", "row", "messages")
 """Keywords that an agent's function may name, beside dataset columns and `args`."""
-
-
 REFUSED: Mapping[str, Limit] = {
     "max_turns": "max_turns",
     "max_rows": "max_rows",
@@ -33,6 +46,14 @@ REFUSED: Mapping[str, Limit] = {
 """Codes of requests that the endpoint refuses, with the limit that they are beyond."""
 MAX_CAUSES = 8
 """Maximum number of exceptions in a chain that are read."""
+OUTPUT_BYTES = 64 * 1024
+"""Part of the end of stdout and stderr that is kept, each."""
+ROW_BYTES = 100 * 1024
+"""Maximum number of bytes of a variable with the keywords; the system takes 128 KiB."""
+NO_DEADLINE_S = 1e9
+"""Deadline of the supervisor, which is told when to end."""
+PIPE_S, POLL_S = 1.0, 0.005
+"""Seconds that output may stay open after the end of a command, and between two looks at its supervisor."""
 
 
 class AgentFailed(Exception):
@@ -55,6 +76,36 @@ class Agents:
     row_tokens: int
     split_turns: bool
     tool_format: FormatMaker | None
+
+    @classmethod
+    def of(cls, section: RLSection, tokenizer: Tokenizer) -> Agents:
+        """Make the agents of a stage with `agent`. ConfigError for a function that cannot be imported, and a program
+        that does not exist."""
+        agent = section.agent
+        assert agent is not None
+        if agent.fn is None and shutil.which(agent.command[0]) is None:
+            raise ConfigError(f"agent.command: there is no program {agent.command[0]!r}")
+        return cls(
+            run=callable_of(agent.fn, "agent.fn") if agent.fn is not None else tuple(agent.command),
+            args=agent.args,
+            endpoint=Endpoint(),
+            unfinished=None if agent.unfinished == "drop" else agent.unfinished,
+            calls=UserCalls("agent", timeout_s=agent.timeout_s, concurrency=agent.concurrency),
+            max_turns=agent.max_turns,
+            max_rows=agent.max_rows,
+            row_tokens=section.sequence_tokens,
+            split_turns=agent.split_turns,
+            tool_format=partial(make_format, section.tool_format, tokenizer),
+        )
+
+    def check(self, renderer: Renderer, examples: Sequence[Example], *, keep_thinking: bool) -> None:
+        """ConfigError without the endpoint's packages, for columns that are missing, and for a template that changes
+        earlier turns."""
+        check_installed()
+        if callable(self.run):
+            check_keywords(self.run, self.args, list(examples[0].row), GIVEN, "agent")
+        if not self.split_turns:
+            check_turns(renderer, role_patterns(examples), ("user",), tools=None, keep_thinking=keep_thinking)
 
     async def converse(
         self,
@@ -202,3 +253,99 @@ def _prompt_of(branch: Branch, example: Example) -> Example:
     turns = branch.transcript.turns
     tokens = branch.transcript.tokens[: turns[0].start] if turns else branch.transcript.tokens
     return replace(example, messages=branch.messages[:first], prompt_tokens=tokens)
+
+
+class CommandFailed(Exception):
+    """Command that ended with an error; the message is one line, `said` its error output."""
+
+    def __init__(self, message: str, said: str):
+        super().__init__(message)
+        self.said = said
+
+
+async def run_command(command: Sequence[str], *, base_url: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Run a command to its end, and then end all that it has started, in sessions of their own or not; cancelling ends
+    it at once.
+
+    Its environment has `OPENAI_BASE_URL`, `OPENAI_API_KEY`, and the keywords `given` as JSON in the file
+    `POSTTRAIN_ROW_FILE` and, if they are at most 100 KiB, in `POSTTRAIN_ROW`. Returns the JSON object in the last line
+    of its output; None without one. CommandFailed for an exit code.
+    """
+    with _environment(base_url, json.dumps(given, default=str)) as environment:
+        job = {
+            "argv": list(command),
+            "python": None,
+            "timeout_s": NO_DEADLINE_S,
+            "may_fork": True,
+            "confined": False,
+            "peer": None,
+        }
+        process, report = start(job, stdin=subprocess.DEVNULL, folder=None, environment=environment)
+        stdout, stderr, said = bytearray(), bytearray(), bytearray()
+        assert process.stdout is not None and process.stderr is not None
+        pipes = {process.stdout: stdout, process.stderr: stderr, os.fdopen(report, "rb"): said}
+        *outputs, reported = [asyncio.ensure_future(_tail(pipe, kept)) for pipe, kept in pipes.items()]
+        try:
+            await reported
+            await asyncio.wait(outputs, timeout=PIPE_S)
+        finally:
+            await _end(process)
+            for reader in (*outputs, reported):
+                reader.cancel()
+            await asyncio.gather(*outputs, reported, return_exceptions=True)
+    code = marshal.loads(bytes(said))["code"] if said else None
+    if code != 0:
+        text = (stderr.strip() or stdout.strip()).decode(errors="replace")
+        last = text.splitlines()[-1:]
+        why = "its supervisor was killed" if code is None else f"exit code {code}"
+        raise CommandFailed(f"{why}{f': {last[0][:200]}' if last else ''}", text)
+    return _last_object(stdout.decode(errors="replace"))
+
+
+@contextlib.contextmanager
+def _environment(base_url: str, row: str) -> Iterator[dict[str, str]]:
+    with tempfile.NamedTemporaryFile("w", prefix="posttrain-row-", suffix=".json", encoding="utf-8") as file:
+        file.write(row)
+        file.flush()
+        yield {
+            **{name: value for name, value in os.environ.items() if name != "POSTTRAIN_ROW"},
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": "session",
+            "POSTTRAIN_ROW_FILE": file.name,
+            **({"POSTTRAIN_ROW": row} if len(row) <= ROW_BYTES else {}),
+            # The devices belong to the trainer.
+            "JAX_PLATFORMS": "cpu",
+        }
+
+
+async def _tail(pipe: IO[bytes], kept: bytearray) -> None:
+    """Read a pipe to its end, and keep its last bytes."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        while part := await reader.read(1 << 16):
+            kept += part
+            del kept[:-OUTPUT_BYTES]
+    finally:
+        transport.close()
+
+
+async def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a supervisor with all that it has started."""
+    process.terminate()
+    for _ in range(round(GRACE_S / POLL_S)):
+        if process.poll() is not None:
+            return
+        await asyncio.sleep(POLL_S)
+    process.kill()
+    process.wait()
+
+
+def _last_object(text: str) -> dict[str, Any] | None:
+    lines = text.strip().splitlines()
+    try:
+        value = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message, said_calls
-from posttrain.environments.conversation import Generate
-from posttrain.environments.turns import message_of
+from posttrain.environments.conversation import Generate, message_of
 from posttrain.errors import ConfigError
 from posttrain.rollout.transcript import Transcript
 from posttrain.rollout.types import Completion, Requests, SamplingParams

@@ -1,26 +1,37 @@
-"""Conversations between policy and environment, token by token."""
+"""Conversations between policy and environment, token by token, and the environments of a stage."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from posttrain.config import RLSection, ToolSection
+from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message, checked_messages
-from posttrain.environments.tool_env import ToolEnv
-from posttrain.environments.turns import Limit, message_of, pay_unfinished
-from posttrain.environments.types import Env, EnvFactory, Reply
-from posttrain.errors import ConfigError, RunError
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.data.turns import ReplyRole, check_turns
+from posttrain.environments.tool_env import ToolEnv, by_name
+from posttrain.environments.types import Env, EnvFactory, Limit, Reply
+from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.rollout.trajectory import Example, Stop, Trajectory
 from posttrain.rollout.transcript import Transcript
-from posttrain.rollout.types import Completion, Requests, SamplingParams
+from posttrain.rollout.types import Completion, Requests, SamplingParams, reply_of
+from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
+from posttrain.tools.formats import make_format
+from posttrain.tools.function import FunctionTool
+from posttrain.tools.mcp_server import McpServer
 from posttrain.tools.types import FormatMaker, Tool, ToolFormat
 from posttrain.user_code import describe_error, number_of
 
+MAX_SHAPES = 8
+"""Maximum number of sequences of roles among the prompts that the chat template is checked on."""
 Generate = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
 """Sampler of one turn: a completion of the tokens so far."""
 
@@ -59,6 +70,66 @@ class Environments:
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", accepted_keywords(self.make))
 
+    @classmethod
+    def of(cls, section: RLSection, tokenizer: Tokenizer, tools: Sequence[Tool]) -> Environments:
+        """Make the environments of a stage with `env`. ConfigError for a maker that cannot be imported."""
+        env = section.env
+        assert env is not None
+        return cls(
+            make=ToolEnv if env.fn is None else callable_of(env.fn, "env.fn"),
+            args=env.args,
+            max_turns=env.max_turns,
+            row_tokens=section.sequence_tokens,
+            split_turns=env.split_turns,
+            unfinished=None if env.unfinished == "drop" else env.unfinished,
+            calls=UserCalls("env.fn", timeout_s=env.timeout_s, concurrency=env.concurrency),
+            tool_format=partial(make_format, section.tool_format, tokenizer),
+            tools=tools,
+        )
+
+    def check(self, renderer: Renderer, examples: Sequence[Example], *, keep_thinking: bool) -> None:
+        """Make an environment of the first row, and check that the chat template allows conversations with it.
+
+        ConfigError for columns that are missing, an environment that cannot be made, and a template that changes
+        earlier turns.
+        """
+        provided = ("seed", "row", "tools") if self.tools else ("seed", "row")
+        check_keywords(self.make, self.args, list(examples[0].row), provided, "env")
+        if self.tools and self.names is not None and "tools" not in self.names:
+            raise ConfigError(
+                "tools: env.fn takes no argument 'tools', so they have no effect; add it, or remove tools"
+            )
+        env, prompt = run_async(self._tried(examples[0]))
+        schemas = [dict(tool.schema) for tool in getattr(env, "tools", ())] or None
+        if schemas:
+            if not renderer.chat:
+                raise ConfigError("tools need messages, but dataset.chat is off; give the prompts as messages")
+            assert self.tool_format is not None
+            self.tool_format(schemas)
+        own_roles: tuple[ReplyRole, ...] | None = getattr(env, "reply_roles", None)
+        roles: tuple[ReplyRole, ...] = own_roles or (("tool",) if schemas else ("user",))
+        prompts = [prompt] if prompt is not None else role_patterns(examples)
+        if not self.split_turns:
+            check_turns(renderer, prompts, roles, tools=schemas, keep_thinking=keep_thinking)
+
+    async def _tried(self, example: Example) -> tuple[Env, Sequence[Message] | None]:
+        """Environment of an example, and its own prompt where it has one. ConfigError if it fails."""
+        at = "env.fn"
+        try:
+            env = await self.calls.call(self.make, **self.given(example.row, 0))
+            if not isinstance(env, Env):
+                raise ConfigError(f"env.fn makes a {type(env).__name__} without a method reply(message)")
+            at = "env.start"
+            prompt = await self.calls.call(env.start) if hasattr(env, "start") else None
+            if hasattr(env, "close"):
+                at = "env.close"
+                await self.calls.call(env.close)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{at}: failed on the first row: {describe_error(error)}") from error
+        return env, prompt
+
     @property
     def answers_tools(self) -> bool:
         """True if environments only answer calls of the stage's tools, which the prompts of examples describe."""
@@ -89,7 +160,7 @@ class Environments:
     ) -> Trajectory:
         """Hold the conversation of one sample. A failure of the environment ends it with that `stop`; one of the engine
         is raised."""
-        talk = Conversation(self, example, renderer=renderer, params_of=params_of, generate=generate)
+        talk = EnvConversation(self, example, renderer=renderer, params_of=params_of, generate=generate)
         stop, error = "stop", None
         try:
             stop = await talk.hold(seed)
@@ -100,7 +171,7 @@ class Environments:
         return talk.trajectory(group, sample, stop=stop, error=error)
 
 
-class Conversation:
+class EnvConversation:
     """One conversation under way."""
 
     def __init__(
@@ -229,9 +300,9 @@ class Conversation:
         self._messages += messages
         try:
             if self._all.split_turns:
-                made = Transcript(self._renderer.prompt(self._messages, self._schemas))
-                fits = len(made) < self._all.row_tokens
-                self._rows += [made] if fits else []
+                row = Transcript(self._renderer.prompt(self._messages, self._schemas))
+                fits = len(row) < self._all.row_tokens
+                self._rows += [row] if fits else []
                 return fits
             delta = self._renderer.between(before, messages, self._schemas, last=completion.tokens[-1])
         except ConfigError as failure:
@@ -268,9 +339,86 @@ class Conversation:
             self._metrics[name] = self._metrics.get(name, 0.0) + number
 
 
+def tools_of(sections: Sequence[ToolSection], *, servers: bool) -> list[Tool]:
+    """Make the tools of a stage; `servers`: with those of MCP servers, which start to list them and end again.
+
+    ConfigError for functions that cannot be tools, servers that do not start, and two tools of one name.
+    """
+    tools: list[Tool] = []
+    for section in sections:
+        if section.mcp is None:
+            tools.append(FunctionTool.of(section))
+        elif servers:
+            with closing(McpServer.of(section)) as server:
+                tools += server.tools()
+    by_name(tools)
+    return tools
+
+
+def message_of(
+    prompt: Sequence[int],
+    completion: Completion,
+    renderer: Renderer,
+    params: SamplingParams,
+    tool_format: ToolFormat | None,
+) -> tuple[Message, str]:
+    """Message of a turn, with its tool calls where a format is given, and its text. `prompt`: all tokens before."""
+    text = reply_of(renderer, prompt, completion.tokens, params)
+    if tool_format is None:
+        return {"role": "assistant", "content": text}, text
+    raw = reply_of(renderer, prompt, completion.tokens, replace(params, skip_special_tokens=False))
+    turn = tool_format.parse(raw)
+    message: Message = {"role": "assistant", "content": turn.content}
+    if turn.calls:
+        message["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in turn.calls
+        ]
+    if turn.malformed:
+        message["malformed_calls"] = list(turn.malformed)
+    return message, text
+
+
+def pay_unfinished(rows: Sequence[Transcript], reward: float | None) -> None:
+    """Add the reward of an unfinished conversation to its last turn; None: remove those of all turns."""
+    taken = [row for row in rows if row.turns]
+    if reward is not None and taken:
+        taken[-1].reward((taken[-1].turns[-1].reward or 0.0) + reward)
+    elif reward is None:
+        for row in taken:
+            row.turns = [turn._replace(reward=None) for turn in row.turns]
+
+
 def accepted_keywords(make: Callable[..., Any]) -> frozenset[str] | None:
     """Names of the keywords that a function takes; None: any."""
     parameters = inspect.signature(make).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return frozenset(p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY)
+
+
+def check_keywords(
+    function: Callable[..., Any], args: Mapping[str, Any], columns: Sequence[str], given: Sequence[str], field: str
+) -> None:
+    """ConfigError for a keyword that nothing provides, and for one of `args` that the function does not take."""
+    known = [*columns, *args, *given]
+    parameters = inspect.signature(function).parameters
+    for name, p in parameters.items():
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty and name not in known:
+            near = did_you_mean(name, known)
+            raise ConfigError(f"{field}.fn: no column {name!r} in the dataset ({', '.join(columns)}){near}")
+    names = accepted_keywords(function)
+    for name in args:
+        if names is not None and name not in names:
+            raise ConfigError(
+                f"{field}.args: {field}.fn takes no argument {name!r}{did_you_mean(name, list(parameters))}"
+            )
+
+
+def role_patterns(examples: Sequence[Example]) -> list[Sequence[Message]]:
+    """One prompt for each sequence of roles."""
+    prompts: dict[tuple[str, ...], Sequence[Message]] = {}
+    for example in examples:
+        if len(prompts) < MAX_SHAPES:
+            prompts.setdefault(tuple(message["role"] for message in example.messages), example.messages)
+    return list(prompts.values())

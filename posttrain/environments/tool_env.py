@@ -56,12 +56,12 @@ class ToolEnv:
 
 def by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     """Index tools by name. ConfigError if two have the same."""
-    found: dict[str, Tool] = {}
+    index: dict[str, Tool] = {}
     for tool in tools:
-        if tool.name in found:
+        if tool.name in index:
             raise ConfigError(f"tools: two tools are named {tool.name}; rename one of them")
-        found[tool.name] = tool
-    return found
+        index[tool.name] = tool
+    return index
 
 
 def tool_message(call_id: str, name: str, text: str) -> Message:

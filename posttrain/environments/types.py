@@ -1,10 +1,10 @@
-"""Interface of environments: Env, Reply."""
+"""Interface of environments, Env and Reply, and of conversations with them or with agents."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
@@ -64,6 +64,10 @@ class Conversations(Protocol):
         the n-th request of the same tokens. `generate`: sampler of a turn; its failures are raised."""
         ...
 
+    def check(self, renderer: Renderer, examples: Sequence[Example], *, keep_thinking: bool) -> None:
+        """Check columns, and that the chat template allows conversations. ConfigError if not."""
+        ...
+
     def close(self) -> None:
         """End threads and servers."""
         ...
@@ -72,3 +76,12 @@ class Conversations(Protocol):
 EnvFactory = Callable[..., Env]
 """Maker of environments, called for each sample with the keywords that it names: dataset columns, `args` of the
 configuration, and `seed`, the same for all samples of a group."""
+Limit = Literal["max_tokens", "max_turns", "max_rows", "row_tokens"]
+"""Limit at which a conversation ends before its environment is done: `sampling.max_tokens` of a turn, the maximum of
+turns or of an agent's histories, or `row_tokens`. A sample counts it in its metric `unfinished_<limit>`."""
+UNFINISHED: tuple[Limit, ...] = get_args(Limit)
+
+
+def limit_of(trajectory: Trajectory) -> Limit | None:
+    """Limit at which the conversation of a sample ended; None if it came to its end."""
+    return next((limit for limit in UNFINISHED if trajectory.metrics.get(f"unfinished_{limit}")), None)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from posttrain.environments.turns import UNFINISHED, limit_of
+from posttrain.environments.types import UNFINISHED, limit_of
 from posttrain.errors import RunError
 from posttrain.reward.types import Rewards
 from posttrain.rollout.trajectory import Group, Trajectory

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.environments.turns import UNFINISHED, limit_of
+from posttrain.environments.types import UNFINISHED, limit_of
 from posttrain.reward.types import Rewards
 from posttrain.rl.signs import Sums, added, lengths_of, within_groups
 from posttrain.rollout.trajectory import Group

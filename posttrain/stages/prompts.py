@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from posttrain.agents.runner import Agents
 from posttrain.batch import TokenLoss
 from posttrain.config import (
     DatasetSection,
@@ -22,6 +23,7 @@ from posttrain.data.sources import Rows, each_row, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import sampled_stop_notes
 from posttrain.distill.teachers import TeacherSource
+from posttrain.environments.conversation import Environments, tools_of
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError
 from posttrain.reward.function import missing_arguments, reward_notes
@@ -33,10 +35,11 @@ from posttrain.rl.sampler import sampling_params
 from posttrain.rl.teachers import shares_of
 from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.rollout.trajectory import Example
-from posttrain.stages.conversations import conversations_of, rows_with_tools, tools_and_schemas, tools_of
 from posttrain.stages.engine import EngineFactory, engine_of
-from posttrain.stages.inputs import Prepared
+from posttrain.stages.inputs import Prepared, rows_and_renderer
 from posttrain.stages.watch import monitor_of
+from posttrain.tools.prompts import ToolText
+from posttrain.tools.types import Tool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +114,14 @@ def prepare_scored(
         raise ConfigError(f"max_prompt_tokens={limit} + sampling.max_tokens={answer} must fit {_room(section, room)}")
     rubric = Rubric.of(section)
     monitor = monitor_of(section, rubric)
-    tools, schemas = tools_and_schemas(section)
-    rows, renderer = rows_with_tools(section, section.dataset, tokenizer)
+    tools, schemas = _tools_and_schemas(section)
+    rows, renderer = _rows_with_tools(section, section.dataset, tokenizer)
     _check_columns(rubric, rows.columns)
     examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong, schemas)
     notes += reward_notes(rubric.rewards) + sampled_stop_notes(renderer, examples[0].messages, schemas)
     eval_sets: list[EvalSet] = []
     for dataset in section.all_datasets[1:]:
-        eval_rows, eval_renderer = rows_with_tools(section, dataset, tokenizer)
+        eval_rows, eval_renderer = _rows_with_tools(section, dataset, tokenizer)
         _check_columns(rubric, eval_rows.columns)
         held_out, more = examples_of(
             eval_rows, dataset, eval_renderer, limit, rubric, shares, section.overlong, schemas
@@ -129,7 +132,7 @@ def prepare_scored(
     conversations = None
     if isinstance(section, RLSection):
         prompts = [(renderer, examples), *((held.renderer, held.examples) for held in eval_sets)]
-        conversations = conversations_of(section, prompts, tools)
+        conversations = _conversations_of(section, prompts, tools)
     scored = RolloutInputs(
         section=section,
         renderer=renderer,
@@ -143,6 +146,41 @@ def prepare_scored(
         conversations=conversations,
     )
     return scored, notes
+
+
+def _tools_and_schemas(section: OnlineSection) -> tuple[list[Tool], list[dict[str, Any]] | None]:
+    """Tools of a stage, and the schemas that the prompts of all rows describe; None where each environment has tools of
+    its own."""
+    if not isinstance(section, RLSection):
+        return [], None
+    tools = tools_of(section.tools, servers=True)
+    answered = section.env is not None and section.env.fn is None
+    return tools, [dict(tool.schema) for tool in tools] if answered else None
+
+
+def _rows_with_tools(section: OnlineSection, dataset: DatasetSection, tokenizer: Tokenizer) -> tuple[Rows, Renderer]:
+    """Rows and renderer of a dataset; it describes the tools of conversations where the chat template does not."""
+    rows, renderer = rows_and_renderer(dataset, tokenizer)
+    if isinstance(section, RLSection) and section.converses and renderer.chat:
+        renderer = Renderer(tokenizer, True, ToolText(tokenizer, section.tool_format), rows.remarks)
+    return rows, renderer
+
+
+def _conversations_of(
+    section: RLSection, prompts: Sequence[tuple[Renderer, Sequence[Example]]], tools: Sequence[Tool]
+) -> Conversations | None:
+    """Environments or agents of a stage, checked on its prompts; None without."""
+    turns, tokenizer = section.env or section.agent, prompts[0][0].tokenizer
+    if turns is None:
+        return None
+    conversations: Conversations
+    if section.env is not None:
+        conversations = Environments.of(section, tokenizer, tools)
+    else:
+        conversations = Agents.of(section, tokenizer)
+    for renderer, examples in prompts:
+        conversations.check(renderer, examples, keep_thinking=turns.keep_thinking)
+    return conversations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,31 +245,31 @@ def examples_of(
             # Four bytes per token; a list of numbers takes eight or more.
             tokens = array("i", renderer.prompt(messages, tools))
             plain = prompt_is_text(row, section)
-            made = Example(index=index, row=row, messages=messages, prompt_tokens=tokens, plain=plain)
+            prompt = Example(index=index, row=row, messages=messages, prompt_tokens=tokens, plain=plain)
             if shares is not None:
-                shares(made)
-            return made
+                shares(prompt)
+            return prompt
 
-    kept: list[Example] = []
+    fitting: list[Example] = []
     long: list[tuple[int, int]] = []
-    found = list(each_row(rows, range(len(rows)), "prompts", example))
-    filled = with_all_columns([made.row for made in found])
-    for made in (replace(made, row=row) for made, row in zip(found, filled, strict=True)):
-        length = len(made.prompt_tokens)
+    prompts = list(each_row(rows, range(len(rows)), "prompts", example))
+    filled = with_all_columns([prompt.row for prompt in prompts])
+    for prompt in (replace(prompt, row=row) for prompt, row in zip(prompts, filled, strict=True)):
+        length = len(prompt.prompt_tokens)
         if length <= max_prompt_tokens:
-            kept.append(made)
+            fitting.append(prompt)
         else:
-            long.append((rows.start + made.index, length))
+            long.append((rows.start + prompt.index, length))
     if not long:
-        return kept, rows.notes
+        return fitting, rows.notes
     note = (
         f"{len(long):,} of {len(rows):,} prompts of {rows.name} have more than max_prompt_tokens={max_prompt_tokens} "
         f"tokens (row {long[0][0]}: {long[0][1]}; the longest: {max(length for _, length in long)})"
     )
-    if overlong == "error" or not kept:
-        remedy = ", or set overlong to drop" if kept else ""
+    if overlong == "error" or not fitting:
+        remedy = ", or set overlong to drop" if fitting else ""
         raise ConfigError(f"{note}; raise row_tokens and max_prompt_tokens{remedy}")
-    return kept, [f"{note}; they are dropped (overlong: drop)", *rows.notes]
+    return fitting, [f"{note}; they are dropped (overlong: drop)", *rows.notes]
 
 
 def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:
@@ -269,7 +307,7 @@ def check_rewards(section: OnlineSection) -> None:
     refuse_completions(section)
     monitor_of(section, Rubric.of(section))
     if isinstance(section, RLSection):
-        tools_of(section, servers=False)
+        tools_of(section.tools, servers=False)
 
 
 def refuse_completions(section: OnlineSection) -> None:

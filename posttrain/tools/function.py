@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, get_type_hints
 
+from posttrain.config import Locator, ToolSection
+from posttrain.config.locator import callable_of
+from posttrain.data.sources import with_paths
 from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
 from posttrain.tools.types import argument_error, failed, result_text
@@ -27,6 +30,14 @@ class FunctionTool:
         self._args = dict(args or {})
         self._schema = function_schema(function, self._args)
         self._calls = UserCalls(f"tool {self.name}", timeout_s=timeout_s)
+
+    @classmethod
+    def of(cls, section: ToolSection) -> FunctionTool:
+        """Make the tool of a section with a function. ConfigError for one that cannot be a tool."""
+        function = callable_of(section.fn, "tools.fn")
+        at = section.fn if isinstance(section.fn, Locator) else Locator("tools")
+        args = with_paths(function, at, section.args)
+        return cls(function, timeout_s=section.timeout_s, max_chars=section.max_chars, args=args)
 
     @property
     def name(self) -> str:

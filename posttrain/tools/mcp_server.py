@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from posttrain.config import ToolSection
 from posttrain.errors import ConfigError, RunError
 from posttrain.runtime.user_calls import LoopThread
 from posttrain.tools.types import argument_error, cut, failed
@@ -36,6 +39,21 @@ class McpServer:
         self._lock = asyncio.Lock()
         self._serving: _Serving | None = None
         self._starts = self._timeouts = 0
+
+    @classmethod
+    def of(cls, section: ToolSection) -> McpServer:
+        """Make the server of a section with `mcp`. ConfigError without the package, and for variables that are not
+        set."""
+        assert section.mcp is not None
+        if importlib.util.find_spec("mcp") is None:
+            raise ConfigError("tools.mcp needs the package mcp; run: pip install 'posttrain[mcp]'")
+        server = section.mcp
+        if unset := [name for name in server.env_from.values() if name not in os.environ]:
+            raise ConfigError(
+                f"tools.mcp.env_from: no environment variable {unset[0]} is set; set it where the run starts"
+            )
+        env = server.env | {name: os.environ[source] for name, source in server.env_from.items()}
+        return cls(server.command, env, Path.cwd(), timeout_s=section.timeout_s, max_chars=section.max_chars)
 
     @property
     def title(self) -> str:

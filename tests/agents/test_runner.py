@@ -19,7 +19,7 @@ from posttrain.agents.endpoint import Endpoint
 from posttrain.agents.runner import Agents
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.environments.turns import limit_of
+from posttrain.environments.types import limit_of
 from posttrain.reward.function import completion_of, env_rewards, prompt_of
 from posttrain.rl.turns import turn_advantages
 from posttrain.rollout.trajectory import Example, Trajectory

@@ -16,8 +16,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.conversation import Environments
-from posttrain.environments.turns import limit_of
-from posttrain.environments.types import Reply
+from posttrain.environments.types import Reply, limit_of
 from posttrain.reward.function import EnvFailure, env_rewards
 from posttrain.reward.types import Rewards
 from posttrain.rl.metrics import sample_metrics
