@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import json
 import subprocess
@@ -11,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import posttrain as pt
 from posttrain.api import _model_fields, _rows
 from posttrain.config import LoRA, SamplingSection
 from posttrain.runs.prepare import prepare
-from tests.stages.runs import INIT, ROWS, inside
+from tests.stages.runs import INIT, ROWS, inside, posttrain
 
 MODEL = {"init": INIT, "tokenizer": "bytes"}
 SMALL = {"num_steps": 2, "row_tokens": 16, "tensorboard": False}
@@ -42,6 +44,21 @@ def sft(**changes: Any) -> pt.SFT:
 def rl(**changes: Any) -> pt.RL:
     small = {"prompts_per_step": 2, "group_size": 4, "micro_batch_rows": 4, "sampling": {"max_tokens": 6}}
     return pt.RL(**{"model": MODEL, "dataset": DATASET, "rewards": [low], **SMALL, **small, **changes})
+
+
+def half(rewards_PG: np.ndarray, share: float = 0.5) -> np.ndarray:
+    return share * (rewards_PG - np.nanmean(rewards_PG, axis=1, keepdims=True))
+
+
+def test_objects_and_functions_of_the_user(folder: Path) -> None:
+    """A loss, an advantage and a filter in memory: the same call finds its run, the command line says that it cannot."""
+    loss = dataclasses.replace(pt.losses.GRPO, clip_high=0.3, kl_coef=0.0)
+    own = {"loss": loss, "advantage": {"fn": half, "share": 0.25}, "filter": lambda rewards_PG: rewards_PG[:, 0] < 9}
+    first = rl(**own).fit()
+    assert first.stages and not rl(**own).fit().trained
+    assert rl(**{**own, "advantage": half}).config.output != str(first.output) == rl(**own).config.output
+    refused = posttrain("run", f"{first.output}/config.yaml", "output=again")
+    assert refused.code != 0 and "was made in Python, in a script or notebook" in refused.error
 
 
 def test_sft_then_rl_in_a_running_loop(folder: Path) -> None:

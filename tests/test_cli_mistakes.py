@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["advantage: wrong.py:two has the parameters other, which nothing provides"],
         ),
         ("stages.rl.advantage=wrong.py:flat", ["must return an advantage for each of the rewards [P, G] = (3, 4)"]),
-        ("stages.sft.loss=wrong.py:two", ["loss: two raised TypeError: two() missing"]),
+        ("stages.sft.loss=wrong.py:two", ["loss: two returned a NoneType; return pt.LossOutput"]),
         ("stages.sft.loss=wrong.py:Loss", ["loss: wrong.py:Loss needs"]),
         ("model.init.num_attention_heads=0", ["model.init: num_attention_heads: must be above 0 and finite, got 0"]),
         ("model.init.hidden_size=-8", ["model.init: hidden_size: must be above 0 and finite, got -8"]),

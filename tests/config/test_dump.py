@@ -144,7 +144,7 @@ def test_functions_dump_by_name(write: Write) -> None:
     stage = RLSection.model_validate({**dict(rl(config)), "rewards": rewards})
     text = dump_config(config.model_copy(update={"stages": (stage,)}))
     assert f"fn: {__name__}:short_answers\n" in text
-    assert f"fn: {__name__}:Judge\n" in text
+    assert f"fn: <{__name__}:Judge(" in text, "an object has no name that could be imported"
     assert "fn: rewards/length.py\n" in text
 
 
