@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -41,40 +42,100 @@ WATCH_S = 0.5
 
 
 class LoopThread:
-    """Event loop that runs in a daemon thread from `__enter__` to `__exit__`, which cancels its tasks."""
+    """Daemon thread with an event loop that outlives those of its callers, for coroutines that share connections and
+    for code that might block its loop. It starts with the first call, or on entering it as a context, whose exit closes
+    it."""
 
     def __init__(self, name: str):
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=name, daemon=True)
-        self._started: Future[asyncio.AbstractEventLoop] = Future()
-        self._stop: asyncio.Event | None = None
+        self._name, self._lock = name, threading.Lock()
+        self._running: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+        self._retired = False
 
     def __enter__(self) -> LoopThread:
-        self._thread.start()
-        self._started.result()
+        self._start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._stop is not None, "entered before"
-        self._started.result().call_soon_threadsafe(self._stop.set)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self.close(CLOSE_TIMEOUT_S)
 
-    def call(self, coroutine: Coroutine[Any, Any, T], watch: Callable[[], None] | None = None) -> T:
-        """Run a coroutine in the loop and return its result; its exceptions are raised here.
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._start()[0]
+
+    @property
+    def thread(self) -> threading.Thread:
+        return self._start()[1]
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the thread and await its result. Cancelling the await cancels the coroutine, and does not
+        wait for it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+    def call(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        watch: Callable[[], None] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Run a coroutine in the thread from code without an event loop, and return its result; its exceptions are
+        raised here. TimeoutError past the timeout.
 
         `watch`: called in this thread every `WATCH_S` seconds meanwhile; an exception of it cancels the coroutine.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._started.result())
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             while watch is not None and not wait([future], WATCH_S).done:
                 watch()
-            return future.result()
-        except BaseException:
+            return future.result(timeout_s)
+        finally:
             future.cancel()
-            raise
 
-    async def _serve(self) -> None:
-        self._stop = asyncio.Event()
-        self._started.set_result(asyncio.get_running_loop())
-        await self._stop.wait()
+    def close(self, timeout_s: float) -> None:
+        """Cancel what runs and end the thread; code that blocks the loop past the timeout is left behind."""
+        with self._lock:
+            running, self._running = self._running, None
+        if running is not None:
+            loop, thread = running
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(timeout_s)
+
+    def retire(self) -> None:
+        """End the thread once the coroutines that are in it have ended."""
+        if self._retired:
+            return
+        self._retired, loop = True, self.loop
+
+        async def drain() -> None:
+            while len(tasks := asyncio.all_tasks()) > 1:
+                await asyncio.wait(tasks - {asyncio.current_task()})
+            loop.stop()
+
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: loop.create_task(drain()))
+
+    def _start(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+        with self._lock:
+            if self._running is None:
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_serve, args=(loop,), daemon=True, name=self._name)
+                self._running = loop, thread
+                thread.start()
+            return self._running
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, then cancel its tasks and close it."""
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()

@@ -10,10 +10,11 @@ import ctypes
 import inspect
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from posttrain.errors import RunError
+from posttrain.runtime.event_loop import LoopThread
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("posttrain.runtime")
@@ -310,80 +311,3 @@ def _tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: 
     # After a deadline the loop may be closed, and nobody awaits this outcome.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(settle)
-
-
-class LoopThread:
-    """Daemon thread with an event loop that outlives those of its callers, for coroutines that share connections and
-    for code that might block its loop. It starts with the first call."""
-
-    def __init__(self, name: str):
-        self._name, self._lock = name, threading.Lock()
-        self._running: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
-        self._retired = False
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._started()[0]
-
-    @property
-    def thread(self) -> threading.Thread:
-        return self._started()[1]
-
-    async def run(self, made: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread and await its result. Cancelling the await cancels the coroutine, and does not
-        wait for it."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(made, self.loop))
-
-    def call(self, made: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine in the thread from code without an event loop. TimeoutError past the timeout."""
-        future = asyncio.run_coroutine_threadsafe(made, self.loop)
-        try:
-            return future.result(timeout_s)
-        finally:
-            future.cancel()
-
-    def close(self, timeout_s: float) -> None:
-        """Cancel what runs and end the thread; code that blocks the loop past the timeout is left behind."""
-        with self._lock:
-            running, self._running = self._running, None
-        if running is not None:
-            loop, thread = running
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(timeout_s)
-
-    def retire(self) -> None:
-        """End the thread once the coroutines that are in it have ended."""
-        if self._retired:
-            return
-        self._retired, loop = True, self.loop
-
-        async def drain() -> None:
-            while len(tasks := asyncio.all_tasks()) > 1:
-                await asyncio.wait(tasks - {asyncio.current_task()})
-            loop.stop()
-
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(lambda: loop.create_task(drain()))
-
-    def _started(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-        with self._lock:
-            if self._running is None:
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_serve, args=(loop,), daemon=True, name=self._name)
-                self._running = loop, thread
-                thread.start()
-            return self._running
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop until it is stopped, then cancel its tasks and close it."""
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        loop.close()

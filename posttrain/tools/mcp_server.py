@@ -14,7 +14,7 @@ from typing import Any, TextIO, cast
 
 from posttrain.config import ToolSection
 from posttrain.errors import ConfigError, RunError
-from posttrain.runtime.user_calls import LoopThread
+from posttrain.runtime.event_loop import LoopThread
 from posttrain.tools.types import argument_error, cut, failed
 
 START_S = 60.0
@@ -66,7 +66,7 @@ class McpServer:
     def tools(self) -> list[McpTool]:
         """List the server's tools, which starts it. ConfigError if it does not start."""
         try:
-            listed = self._loop.call(self._list(), 2 * START_S)
+            listed = self._loop.call(self._list(), timeout_s=2 * START_S)
         except RunError as error:
             raise ConfigError(str(error)) from error
         return [McpTool(self, tool) for tool in listed]
@@ -80,7 +80,7 @@ class McpServer:
         """End the process; a later call starts another."""
         if self._serving is not None:
             with contextlib.suppress(TimeoutError):
-                self._loop.call(self._stop(), CLOSE_S)
+                self._loop.call(self._stop(), timeout_s=CLOSE_S)
         self._loop.close(CLOSE_S)
         self._lock, self._serving, self._starts = asyncio.Lock(), None, 0
 
