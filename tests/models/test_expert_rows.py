@@ -18,10 +18,9 @@ from posttrain.config import GroupedKernel, LoRA, MeshSection
 from posttrain.mesh import make_mesh
 from posttrain.models import expert_rows
 from posttrain.models.config import Compute
-from posttrain.models.expert_rows import Sorted, capacity
 from posttrain.models.hf import config_from_init
 from posttrain.models.layers import gated
-from posttrain.models.moe import NO_EXPERT, Experts, MoE
+from posttrain.models.moe import NO_EXPERT, Experts, MoE, Sorted, capacity
 from tests.mixtures import mixture_config, mixture_model
 from tests.often import often
 from tests.tiny import random_model
