@@ -1,4 +1,4 @@
-"""Grouped-query attention layer: projections, norms, RoPE, KV cache, kernel."""
+"""Attention layers: grouped heads with RoPE, and multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.models.config import AttentionConfig, ModelConfig
+from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex, StoredKeys, StoredPages, attend, store
 from posttrain.models.layers import FusedLinear, Init, Linear, RMSNorm, fused, normal, param, rms_normed
 from posttrain.models.rope import apply_rope
@@ -81,3 +81,103 @@ class Attention(nnx.Module):
             x = norm(x)
         x = x.reshape(*x.shape[:2], heads, self.config.head_dim)
         return norm(x) if norm is not None and self.config.qk_norm == "head" else x
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention of DeepSeek-V2, arXiv:2405.04434, section 2.1.
+
+    The cache holds only latents and the shared rotated key. In prefill, latents are expanded to keys and values of
+    every head; in decoding the expansion is absorbed into queries and outputs: the same sums in another order.
+    """
+
+    def __init__(self, config: LatentAttentionConfig, model: ModelConfig, repeats: int, init: Init):
+        self.config = c = config
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm((repeats,), "latent", size, eps=c.norm_eps, dtype=init.dtype)
+
+        q_dim = c.num_heads * (c.nope_dim + c.rope_dim)
+        rank, down = c.q_rank or 0, c.q_rank is not None
+        self.q = None if down else Linear(repeats, ("embed", "heads"), (model.embed_dim, q_dim), init, bias=False)
+        to_low, to_heads = (("embed", "latent"), (model.embed_dim, rank)), (("latent", "heads"), (rank, q_dim))
+        self.q_down = Linear(repeats, *to_low, init, bias=c.bias) if down else None
+        self.q_norm = norm(rank) if down else None
+        self.q_up = Linear(repeats, *to_heads, init, bias=False) if down else None
+        kv_rank, kv_dim = c.kv_rank, c.num_heads * (c.nope_dim + c.value_dim)
+        self.kv_down = Linear(repeats, ("embed", "latent"), (model.embed_dim, kv_rank + c.rope_dim), init, bias=c.bias)
+        self.kv_norm = norm(kv_rank)
+        self.kv = Linear(repeats, ("latent", "heads"), (kv_rank, kv_dim), init, bias=False)
+        out = c.num_heads * c.value_dim
+        self.o = Linear(repeats, ("heads", "embed"), (out, model.embed_dim), init, bias=c.bias)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
+    ) -> Float[Array, "B T D"]:
+        c = self.config
+        rows, length, _ = x.shape
+        q = self._queries(x).reshape(rows, length, c.num_heads, c.nope_dim + c.rope_dim)
+        tables, interleaved = context.rope[c.rope], c.rope.interleaved
+        q_nope, q_rope = q[..., : c.nope_dim], apply_rope(q[..., c.nope_dim :], tables, interleaved=interleaved)
+        down = self.kv_down(x)
+        latent = self.kv_norm(down[..., : c.kv_rank])
+        k_rope = apply_rope(down[..., None, c.kv_rank :], tables, interleaved=interleaved)[:, :, 0]
+        if state.cache is None or state.fresh:
+            out = self._expanded(q_nope, q_rope, latent, k_rope, context, state, index)
+        else:
+            out = self._absorbed(q_nope, q_rope, latent, k_rope, context, state, index)
+        return self.o(out.reshape(rows, length, -1))
+
+    def _queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        if self.q is not None:
+            return self.q(x)
+        assert self.q_down is not None and self.q_norm is not None and self.q_up is not None
+        return self.q_up(self.q_norm(self.q_down(x)))
+
+    def _expanded(
+        self,
+        q_nope: Float[Array, "B T N Hn"],
+        q_rope: Float[Array, "B T N Hr"],
+        latent: Float[Array, "B T R"],
+        k_rope: Float[Array, "B T Hr"],
+        context: Context,
+        state: ForwardState,
+        index: LayerIndex,
+    ) -> Float[Array, "B T N Hv"]:
+        c = self.config
+        kv = self.kv(latent).reshape(*latent.shape[:2], c.num_heads, c.nope_dim + c.value_dim)
+        shared = jnp.broadcast_to(k_rope[:, :, None], (*kv.shape[:3], c.rope_dim))
+        keys = jnp.concatenate([kv[..., : c.nope_dim], shared], axis=-1)
+        values = kv[..., c.nope_dim :]
+        state.projected |= {"q": q_nope, "k": kv[..., : c.nope_dim], "v": values}
+        if state.cache is not None:
+            store(self._cached(latent, k_rope), None, context, state, index)
+        segments = context.segments
+        stored = StoredKeys(keys.swapaxes(1, 2), values.swapaxes(1, 2), context.positions, segments, segments)
+        return self._attend(jnp.concatenate([q_nope, q_rope], axis=-1), stored, context, state)
+
+    def _absorbed(
+        self,
+        q_nope: Float[Array, "B T N Hn"],
+        q_rope: Float[Array, "B T N Hr"],
+        latent: Float[Array, "B T R"],
+        k_rope: Float[Array, "B T Hr"],
+        context: Context,
+        state: ForwardState,
+        index: LayerIndex,
+    ) -> Float[Array, "B T N Hv"]:
+        c = self.config
+        up = self.kv.weight(q_nope.dtype).reshape(c.kv_rank, c.num_heads, c.nope_dim + c.value_dim)
+        stored = store(self._cached(latent, k_rope), None, context, state, index)
+        assert isinstance(stored, StoredKeys), "ragged paged attention does not support latent attention"
+        stored = stored._replace(values=stored.keys[..., : c.kv_rank])
+        q_latent = jnp.einsum("btnh,rnh->btnr", q_nope, up[..., : c.nope_dim])
+        out = self._attend(jnp.concatenate([q_latent, q_rope], axis=-1), stored, context, state)
+        return jnp.einsum("btnr,rnh->btnh", out, up[..., c.nope_dim :])
+
+    def _cached(self, latent: Float[Array, "B T R"], k_rope: Float[Array, "B T Hr"]) -> Float[Array, "B 1 T H"]:
+        return jnp.concatenate([latent, k_rope], axis=-1)[:, None]
+
+    def _attend(
+        self, q: Float[Array, "B T N H"], stored: StoredKeys, context: Context, state: ForwardState
+    ) -> Float[Array, "B T N Hv"]:
+        return attend(q, stored, context, state, window=self.config.window, scale=self.config.scale)

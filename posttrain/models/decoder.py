@@ -20,7 +20,7 @@ from posttrain.config import Remat
 from posttrain.kernels.cpu import computed_once, unstack_layers
 from posttrain.kernels.platform import head_shards, platform_of
 from posttrain.models.activations import product_inputs, split_tokens, whole_rows
-from posttrain.models.attention import Attention
+from posttrain.models.attention import Attention, LatentAttention
 from posttrain.models.cache import KVCache
 from posttrain.models.config import (
     BlockConfig,
@@ -33,7 +33,6 @@ from posttrain.models.config import (
 )
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex, Routing, StoredKeys
 from posttrain.models.heads import ScalarHead
-from posttrain.models.latent import LatentAttention
 from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm
 from posttrain.models.moe import MoE
 from posttrain.models.pages import PagedCache

@@ -19,10 +19,9 @@ from posttrain.batch import Batch, rows_per_pass
 from posttrain.cluster.cluster import Cluster, Role
 from posttrain.cluster.scorers import model_inputs
 from posttrain.mesh import BATCH_SPEC, row_shards
-from posttrain.models.attention import Attention
+from posttrain.models.attention import Attention, LatentAttention
 from posttrain.models.config import ModelConfig, MoEConfig, Rope
 from posttrain.models.decoder import Decoder
-from posttrain.models.latent import LatentAttention
 from posttrain.models.rope import default_frequencies
 from posttrain.rl.assemble import sample_rows
 from posttrain.rl.sampler import Sampler
