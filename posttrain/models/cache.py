@@ -1,16 +1,20 @@
-"""KV cache with one row per sequence, indexed by position."""
+"""KV caches: one row per sequence, or pages of a shared pool addressed by a table."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from posttrain.models.config import BlockConfig, LatentAttentionConfig, ModelConfig
+from posttrain.config import ROW_AXES
+from posttrain.kernels.attention.paged import ragged_refusal
+from posttrain.models.config import AttentionConfig, BlockConfig, LatentAttentionConfig, ModelConfig
 from posttrain.tree import pytree, replace, static
 
 
@@ -98,3 +102,133 @@ def _value_size(block: BlockConfig) -> int | None:
     if isinstance(attention, LatentAttentionConfig) or attention.reuses is not None:
         return None
     return attention.head_dim
+
+
+@pytree
+class PagedCache:
+    """Paged variant of `KVCache`: a pool of R repeats x D lanes x P pages shared by the rows of each lane.
+
+    Separate: keys and values [R, D, P, page, K, H]. Combined (`together`): [R, D, P, page, 2 K, H] in `keys`, the key
+    and value of a head interleaved, as ragged paged attention reads them; or [R, D, P, K, page, 2, H], heads apart.
+    """
+
+    keys: tuple[Float[Array, "_R D P *_page"] | None, ...]
+    values: tuple[Float[Array, "_R D P S _K _H"] | None, ...]
+    table: Int[Array, "D n W"]
+    """Page table of each row, from its start."""
+    first: Int[Array, "D n"]
+    """Table index of the first writable page."""
+    targets: Int[Array, "D n M"]
+    """Writable pages from `first` on; P: none."""
+    together: bool = static()
+    mesh: Mesh | None = static()
+    """Mesh that the pool is sharded over."""
+
+    @property
+    def page(self) -> int:
+        return next(keys for keys in self.keys if keys is not None).shape[-3]
+
+    @property
+    def width(self) -> int:
+        """Positions that a row's pages can hold."""
+        return self.table.shape[2] * self.page
+
+    def write(
+        self,
+        slot: int,
+        repeat: int | Int[Array, ""],
+        keys: Float[Array, "B K T H"],
+        values: Float[Array, "B K T Hv"] | None,
+        positions: Int[Array, "B T"],
+    ) -> PagedCache:
+        if self.together:
+            assert values is not None
+            keys, values = interleaved(keys, values), None
+        keys_now = self._put(self.keys, slot, repeat, keys, positions)
+        if values is None:
+            return replace(self, keys=keys_now)
+        return replace(self, keys=keys_now, values=self._put(self.values, slot, repeat, values, positions))
+
+    def _put(
+        self,
+        stored: tuple[Array | None, ...],
+        slot: int,
+        repeat: int | Int[Array, ""],
+        new: Float[Array, "B K T H"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Array | None, ...]:
+        array = stored[slot]
+        assert array is not None
+        lanes, rows, _ = self.targets.shape
+        pages, size, head_dim = array.shape[2], self.page, array.shape[-1]
+        places = positions.reshape(lanes, rows, -1)
+        index = places // size - self.first[:, :, None]
+        targets = jnp.take_along_axis(self.targets, index, axis=2, mode="fill", fill_value=pages)
+        targets = jnp.where(index >= 0, targets, pages)
+        padded = jnp.pad(new.swapaxes(1, 2), [(0, 0)] * 3 + [(0, head_dim - new.shape[3])])
+        new = padded.reshape(lanes, rows, *padded.shape[1:]).astype(array.dtype)
+
+        def lane(array: Array, new: Array, targets: Array, offsets: Array) -> Array:
+            if array.ndim == 6:
+                return array.at[repeat, 0, targets[0], offsets[0]].set(new[0], mode="drop")
+            heads = jnp.arange(array.shape[3])
+            new = new[0].reshape(*new.shape[1:3], -1, 2, head_dim)
+            return array.at[repeat, 0, targets[0, ..., None], heads, offsets[0, ..., None]].set(new, mode="drop")
+
+        changed = self._by_lane(lane, array)(array, new, targets, places % size)
+        return (*stored[:slot], changed, *stored[slot + 1 :])
+
+    def _by_lane(self, function: Callable[..., Array], array: Array) -> Callable[..., Array]:
+        """Map a function of pages, new heads [D, n, T, K, H] and integers [D, n, T] over lanes and heads, so that no
+        page travels."""
+        if self.mesh is None:
+            return function  # one lane
+        spec = page_spec(array.shape, self.mesh, together=self.together)
+        by_lane = PartitionSpec(ROW_AXES)
+        heads = PartitionSpec(ROW_AXES, None, None, "tensor" if "tensor" in spec else None)
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=(spec, heads, by_lane, by_lane), out_specs=spec, check_vma=False
+        )
+
+    def read(
+        self, slot: int, repeat: int | Int[Array, ""]
+    ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"] | None]:
+        """Gather all pages of every row: a copy."""
+        assert not self.together, "ragged paged attention reads pages in place"
+        keys, values = self.keys[slot], self.values[slot]
+        assert keys is not None
+        return self._rows(keys, repeat), None if values is None else self._rows(values, repeat)
+
+    def _rows(self, array: Array, repeat: int | Int[Array, ""]) -> Float[Array, "B K S H"]:
+        def lane(array: Array, table: Array) -> Array:
+            return array[repeat, table]
+
+        pages = jax.vmap(lane, in_axes=(1, 0))(array, self.table)
+        return pages.reshape(-1, self.width, *array.shape[4:]).swapaxes(1, 2)
+
+
+def page_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, *, together: bool) -> PartitionSpec:
+    """Sharding of a pool of pages: lanes over the data axes, heads over `tensor` where it divides them."""
+    dim = 3 if len(shape) == 7 else 4
+    heads = shape[dim] // (2 if together and dim == 4 else 1)
+    lead = None, ROW_AXES, *[None] * (dim - 2)
+    return PartitionSpec(*lead, "tensor") if heads % mesh.shape["tensor"] == 0 else PartitionSpec(*lead)
+
+
+def interleaved(keys: Float[Array, "B K T H"], values: Float[Array, "B K T H"]) -> Float[Array, "B K2 T H"]:
+    """Interleave the key and value of each head."""
+    both = jnp.stack([keys, values], axis=2)
+    return both.reshape(both.shape[0], -1, *both.shape[3:])
+
+
+def refusal_of_ragged(config: ModelConfig, dtype: np.dtype) -> str | None:
+    """Return why ragged paged attention does not serve the model; None where it does."""
+    for block in config.blocks:
+        c = block.attention
+        if not isinstance(c, AttentionConfig):
+            return f"does not know the latent attention of {config.model_type}"
+        if c.sinks or c.keeps is not None or c.reuses is not None:
+            return f"knows neither the sinks nor the shared keys of {config.model_type}"
+        if (refusal := ragged_refusal(c.head_dim, dtype.itemsize)) is not None:
+            return refusal
+    return None

@@ -21,7 +21,7 @@ from posttrain.kernels.cpu import computed_once, unstack_layers
 from posttrain.kernels.platform import head_shards, platform_of
 from posttrain.models.activations import product_inputs, split_tokens, whole_rows
 from posttrain.models.attention import Attention, LatentAttention
-from posttrain.models.cache import KVCache
+from posttrain.models.cache import KVCache, PagedCache
 from posttrain.models.config import (
     BlockConfig,
     Compute,
@@ -35,7 +35,6 @@ from posttrain.models.forward_state import Context, ForwardState, LayerIndex, Ro
 from posttrain.models.heads import ScalarHead
 from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm
 from posttrain.models.moe import MoE
-from posttrain.models.pages import PagedCache
 from posttrain.models.rope import Tables, rope_tables
 from posttrain.models.taps import HIDDEN, Features, StageTaps, TapArrays, Taps
 

@@ -17,9 +17,8 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.attention.paged import heads_apart, padded_head
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import row_shards
-from posttrain.models.cache import KVCache, empty_cache
+from posttrain.models.cache import KVCache, PagedCache, empty_cache, interleaved, page_spec, refusal_of_ragged
 from posttrain.models.config import Compute, ModelConfig
-from posttrain.models.pages import PagedCache, interleaved, page_spec, refusal_of_ragged
 from posttrain.rollout.blocks import BLOCK
 from posttrain.tree import pytree, replace, static
 

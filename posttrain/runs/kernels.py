@@ -15,8 +15,8 @@ from posttrain.kernels import grouped_matmul
 from posttrain.kernels.attention import dispatch
 from posttrain.kernels.attention.call import AttentionCall
 from posttrain.kernels.platform import compute_capability, installed
+from posttrain.models.cache import refusal_of_ragged
 from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
-from posttrain.models.pages import refusal_of_ragged
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 
