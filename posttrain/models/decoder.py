@@ -19,7 +19,16 @@ from posttrain.batch import RouterStats
 from posttrain.config import Remat
 from posttrain.kernels.cpu import computed_once, unstack_layers
 from posttrain.kernels.platform import head_shards, platform_of
-from posttrain.models.activations import product_inputs, split_tokens, whole_rows
+from posttrain.models.activations import (
+    HIDDEN,
+    Features,
+    StageTaps,
+    TapArrays,
+    Taps,
+    product_inputs,
+    split_tokens,
+    whole_rows,
+)
 from posttrain.models.attention import Attention, LatentAttention
 from posttrain.models.cache import KVCache, PagedCache
 from posttrain.models.config import (
@@ -36,7 +45,6 @@ from posttrain.models.heads import ScalarHead
 from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm
 from posttrain.models.moe import MoE
 from posttrain.models.rope import Tables, rope_tables
-from posttrain.models.taps import HIDDEN, Features, StageTaps, TapArrays, Taps
 
 SPLIT_LAYERS_ON_CPU = 32
 """Maximum depth up to which CPU decoding unrolls the layers: a scan copies weights and cache at every token."""

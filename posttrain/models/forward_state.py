@@ -15,10 +15,10 @@ from posttrain.batch import RouterStats
 from posttrain.kernels.attention.call import Variant
 from posttrain.kernels.attention.dispatch import attention
 from posttrain.kernels.attention.paged import ragged_paged_attention
+from posttrain.models.activations import Taps
 from posttrain.models.cache import KVCache, PagedCache
 from posttrain.models.config import Compute, Rope
 from posttrain.models.rope import Tables
-from posttrain.models.taps import Taps
 from posttrain.tree import pytree
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.kernels.features import HiddenLoss, RelationPair, hidden_distance, relation_divergence
 from posttrain.kernels.logits.chunks import predicting
-from posttrain.models.taps import HIDDEN, Features, Taps
+from posttrain.models.activations import HIDDEN, Features, Taps
 
 
 class Relation(NamedTuple):

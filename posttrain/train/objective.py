@@ -30,9 +30,9 @@ from posttrain.kernels.platform import platform_of
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, router_means, weight_of
 from posttrain.mesh import param_sharding
+from posttrain.models.activations import Features
 from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
-from posttrain.models.taps import Features
 from posttrain.train.accumulate import CotangentLoss, flatten_micro, num_micro, stack_over, sum_over
 from posttrain.train.layer_matching import Matching
 from posttrain.tree import replace

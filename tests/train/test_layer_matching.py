@@ -23,8 +23,8 @@ from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
+from posttrain.models.activations import HIDDEN, Taps
 from posttrain.models.decoder import Decoder
-from posttrain.models.taps import HIDDEN, Taps
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.layer_matching import Matching, Relation
 from posttrain.train.trainer import Trainer
