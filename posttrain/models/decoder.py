@@ -41,8 +41,7 @@ from posttrain.models.config import (
     StageConfig,
 )
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex, Routing, StoredKeys
-from posttrain.models.heads import ScalarHead
-from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm
+from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm, ScalarHead
 from posttrain.models.moe import MoE
 from posttrain.models.rope import Tables, rope_tables
 

@@ -27,10 +27,12 @@ from posttrain.models.config import (
     stages_of,
 )
 from posttrain.models.fields import Fields
-from posttrain.models.heads import is_classifier
 from posttrain.models.names import Names
 from posttrain.models.rope import max_positions
 from posttrain.user_code import import_transformers
+
+CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+"""Suffixes of class names in transformers."""
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -178,6 +180,17 @@ def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> Mode
     if config.further_layers:
         written["num_nextn_predict_layers"] = 0
     return replace(config, scalar_head=is_classifier(written), hf_json=json.dumps(written))
+
+
+def is_classifier(fields: dict[str, object]) -> bool:
+    """Return True if a `config.json` is of a sequence classifier. Raises ConfigError for more than one label."""
+    names = fields.get("architectures")
+    if not isinstance(names, list) or not names or not str(names[0]).endswith(CLASSIFIER):
+        return False
+    labels = fields.get("id2label", {0: "", 1: ""})
+    if not isinstance(labels, dict) or len(labels) != 1:
+        raise ConfigError(f"id2label: a reward model needs exactly one label, got {labels!r}")
+    return True
 
 
 def _with_positions(hf: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -264,3 +264,14 @@ class MLP(nnx.Module):
     def fuse(self, shards: int) -> None:
         """Compute gate and up as one product from now on."""
         self.fused = nnx.data(fused((self.gate, self.up), shards))
+
+
+class ScalarHead(nnx.Module):
+    """Scalar head x w of reward models and critics, without a bias, as in one-label classifiers of transformers."""
+
+    def __init__(self, embed_dim: int, init: Init):
+        self.kernel = param(normal(init, (embed_dim, 1)), ("embed", "score"))
+
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        kernel = self.kernel[...].astype(hidden.dtype)[:, 0]
+        return jnp.einsum("btd,d->bt", hidden, kernel, preferred_element_type=jnp.float32)

@@ -14,8 +14,8 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import param_sharding
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.heads import CAUSAL, CLASSIFIER, ScalarHead
-from posttrain.models.layers import Init
+from posttrain.models.hf import CAUSAL, CLASSIFIER
+from posttrain.models.layers import Init, ScalarHead
 from posttrain.runtime import processes
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights

@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import GroupedKernel, LoRA, MeshSection
 from posttrain.mesh import make_mesh
-from posttrain.models import expert_rows
+from posttrain.models import moe
 from posttrain.models.config import Compute
 from posttrain.models.hf import config_from_init
 from posttrain.models.layers import gated
@@ -60,7 +60,7 @@ ADAPTERS = {
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_rows, "TILE", 8)
+    monkeypatch.setattr(moe, "TILE", 8)
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def test_rows_of_all_devices_and_rounds_are_all_assignments() -> None:
 
 
 def test_the_buffer_does_not_grow_with_the_expert_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_rows, "TILE", 512)
+    monkeypatch.setattr(moe, "TILE", 512)
     rows_per_device = 4096 * 8
     assert {capacity(sources * rows_per_device, sources) for sources in (2, 4, 8, 16)} == {40960}
     assert capacity(240, 8) == 240
