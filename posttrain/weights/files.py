@@ -22,9 +22,7 @@ from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.names import LAYER, CheckpointTensor, Names
 from posttrain.runtime import processes
 from posttrain.runtime.files import file_digest
-from posttrain.weights.fp8 import split_fp8
-from posttrain.weights.mxfp4 import merge_mxfp4
-from posttrain.weights.tensor_file import CHUNK_BYTES, Readable, Region, Task, open_tensors
+from posttrain.weights.tensor_file import CHUNK_BYTES, Readable, Region, Task, merge_mxfp4, open_tensors, split_fp8
 
 LOGGER = logging.getLogger("posttrain.weights")
 

@@ -25,10 +25,9 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf, config_from_init, config_to_hf
 from posttrain.models.moe import Router
 from posttrain.weights.load import load_model
-from posttrain.weights.mxfp4 import BLOCKS, SCALES, dequantized, merge_mxfp4
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
-from posttrain.weights.tensor_file import open_tensors
+from posttrain.weights.tensor_file import MXFP4_BLOCKS, MXFP4_SCALES, dequantize_mxfp4, merge_mxfp4, open_tensors
 from tests.models.goldens import (
     COMPILER_OPTIONS,
     GOLDENS,
@@ -260,14 +259,14 @@ def test_mxfp4_files(tmp_path: Path) -> None:
     save_model(model, tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     saved, stored = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", golden.folder))
-    packed = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
+    packed = {name.removesuffix(MXFP4_BLOCKS) for name in stored if name.endswith(MXFP4_BLOCKS)}
     assert len(packed) == 4
-    assert saved.keys() == {name for name in stored if not name.endswith((BLOCKS, SCALES))} | packed
+    assert saved.keys() == {name for name in stored if not name.endswith((MXFP4_BLOCKS, MXFP4_SCALES))} | packed
     theirs = transformers_logits(tmp_path / "out", plain.tokens)
     assert_allclose(theirs, golden.arrays["plain_logits"], atol=golden.atol, rtol=0)
     torch, mxfp4 = pytest.importorskip("torch"), pytest.importorskip("transformers.integrations.mxfp4")
     for name in packed:
-        parts = (torch.from_numpy(stored[name + kind]) for kind in (BLOCKS, SCALES))
+        parts = (torch.from_numpy(stored[name + kind]) for kind in (MXFP4_BLOCKS, MXFP4_SCALES))
         expected = mxfp4.convert_moe_packed_tensors(*parts, dtype=torch.float32).numpy()
         assert_array_equal(saved[name].astype(np.float32), expected)
 
@@ -284,9 +283,9 @@ def test_every_code_and_scale_of_mxfp4() -> None:
     positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     values = [*positive, *(-x for x in positive)]
     expected = [values[half] for code in range(256) for half in (code % 16, code // 16)]
-    assert_array_equal(dequantized(codes, scales).astype(np.float32).ravel(), expected)
+    assert_array_equal(dequantize_mxfp4(codes, scales).astype(np.float32).ravel(), expected)
     for scale in (0, 1, 100, 250):
-        got = dequantized(codes, np.full_like(scales, scale)).astype(np.float64)
+        got = dequantize_mxfp4(codes, np.full_like(scales, scale)).astype(np.float64)
         assert_array_equal(got.ravel(), np.asarray(expected) * 2.0 ** (scale - 127))
 
 
@@ -295,7 +294,7 @@ def test_parts_of_an_mxfp4_tensor(tmp_path: Path) -> None:
     blocks = draw.integers(0, 256, (3, 10, 4, 16), dtype=np.uint8)
     scales = draw.integers(120, 130, (3, 10, 4), dtype=np.uint8)
     save_file({"a.down_proj_blocks": blocks, "a.down_proj_scales": scales}, tmp_path / "x.safetensors")
-    whole = dequantized(blocks, scales).swapaxes(1, 2)
+    whole = dequantize_mxfp4(blocks, scales).swapaxes(1, 2)
     with ExitStack() as stack:
         tensors = merge_mxfp4(open_tensors(tmp_path / "x.safetensors", stack))
         packed = tensors["a.down_proj"]

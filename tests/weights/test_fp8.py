@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from posttrain.errors import ConfigError
 from posttrain.models.hf import config_from_hf
-from posttrain.weights import fp8
+from posttrain.weights import tensor_file
 from posttrain.weights.load import load_model
 from posttrain.weights.tensor_file import Outline, open_tensors, write_tensors
 from tests.models.checkpoints import GOLDENS, assert_same
@@ -53,12 +53,12 @@ def restored(values: np.ndarray, factors: np.ndarray) -> np.ndarray:
 def test_any_region_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: tuple[slice, slice], chunk: int
 ) -> None:
-    monkeypatch.setattr(fp8, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", chunk)
     weight = np.random.default_rng(0).normal(0, 0.02, (300, 200)).astype(np.float32)
     values, factors = quantized(weight)
     write(tmp_path / "x.safetensors", {"a.weight": values, "a.weight_scale_inv": factors})
     with ExitStack() as stack:
-        rest, matrices = fp8.split_fp8(open_tensors(tmp_path / "x.safetensors", stack))
+        rest, matrices = tensor_file.split_fp8(open_tensors(tmp_path / "x.safetensors", stack))
         assert not rest and matrices["a.weight"].shape == weight.shape
         out = np.empty(weight[region].shape, np.float32)
         for task in matrices["a.weight"].reads(out, region):
