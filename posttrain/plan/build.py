@@ -18,8 +18,7 @@ from posttrain.kernels.logits.chunk_stats import PLAIN
 from posttrain.models import hf
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.decoding import DecodingWeights, Loaded, Readied
-from posttrain.rollout.placement import choose_placement
+from posttrain.rollout.decode_weights import DecodeWeights, DecodeWeightsCache, Loaded, choose_placement
 from posttrain.rollout.programs import DecodeRows, Prompts
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected
@@ -114,9 +113,9 @@ class RolloutShapes:
         """Inputs of the decode call with all slots and the widest table."""
 
     @cached_property
-    def weights(self) -> Readied:
+    def weights(self) -> DecodeWeights:
         """Shapes of the weights that both programs read: the trainer's own, and those made for sampling."""
-        return DecodingWeights().shapes(self.loaded)
+        return DecodeWeightsCache().shapes(self.loaded)
 
     def lower_prefill(self) -> jax.stages.Lowered:
         return self.runner.lower(self.loaded, self.prompts)

@@ -170,7 +170,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
     kept = bytes_on_device(programs.params) * (int(reference) + int(section.samples_while_updating))
     state = bytes_on_device(programs.opt_state)
     # What the sampler has elsewhere lies beside the trainer's.
-    unread = bytes_on_device(rollout.loaded.arrays) - bytes_on_device(rollout.weights.weights)
+    unread = bytes_on_device(rollout.loaded.arrays) - bytes_on_device(rollout.weights.own)
     phases = [*_sampling(section, model, mesh, rollout, state + kept + unread)]
     scored = int(reference) + int(section.proximal_logps == "trainer")
     if scored:
@@ -180,7 +180,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
         phases=phases,
         tokens=rows * section.sampling.max_tokens,
         unit="sampled tokens",
-        made=bytes_on_device(rollout.weights.made),
+        made=bytes_on_device(rollout.weights.derived),
         sampler_programs=rollout.num_programs,
         **_saved(section, programs),
     )
@@ -264,7 +264,7 @@ def _sampling(section: RLSection, model: Decoder, mesh: Mesh, rollout: RolloutSh
         trips=(),
         flops=(2 * active * per_call + attention_flops(config, *rollout.prompts.tokens.shape)) / devices,
         read=float(weights),
-        parameters=sizes_of(rollout.loaded.arrays) | sizes_of(dict(enumerate(rollout.weights.made))),
+        parameters=sizes_of(rollout.loaded.arrays) | sizes_of(dict(enumerate(rollout.weights.derived))),
         beside=beside,
     )
     slots = rollout.rows.tokens.shape[0]
@@ -279,7 +279,7 @@ def _sampling(section: RLSection, model: Decoder, mesh: Mesh, rollout: RolloutSh
         trips=(1,),
         flops=2 * active * slots / devices,
         read=weights * active / total_parameters(model) + pool * held,
-        parameters=sizes_of(rollout.loaded.arrays) | sizes_of(dict(enumerate(rollout.weights.made))),
+        parameters=sizes_of(rollout.loaded.arrays) | sizes_of(dict(enumerate(rollout.weights.derived))),
         beside=beside,
     )
 

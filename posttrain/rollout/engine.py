@@ -15,9 +15,8 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
-from posttrain.rollout.decoding import Loaded
+from posttrain.rollout.decode_weights import Loaded, choose_placement, device_memory
 from posttrain.rollout.delivery import deliver
-from posttrain.rollout.placement import choose_placement, device_memory
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, Runner
 from posttrain.rollout.scheduler import Plan, Scheduler

@@ -22,7 +22,7 @@ from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.forward_state import Routing
 from posttrain.rollout.blocks import BLOCK
-from posttrain.rollout.decoding import DecodingWeights, Loaded, Readied
+from posttrain.rollout.decode_weights import DecodeWeights, DecodeWeightsCache, Loaded
 from posttrain.rollout.lanes import by_rows, by_rows_and_vocab, devices_of, mesh_of, on_each_shard
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
@@ -210,7 +210,7 @@ class Programs:
         self._prefill = partial(prefill, record=record)
         self._decode = partial(decode, steps=steps, record=record)
         self._compiled: dict[Hashable, Any] = {}
-        self._weights = DecodingWeights()
+        self._weights = DecodeWeightsCache()
         self.compile_s = 0.0
         self.num_late = 0
         """Compiled at their first use."""
@@ -273,7 +273,7 @@ class Programs:
         return self._lower(loaded, self._weights.shapes(loaded), pool, inputs, *rest)
 
     def _lower(
-        self, loaded: Loaded, weights: Readied, pool: Pool, inputs: Prompts | DecodeRows, *rest: np.int32
+        self, loaded: Loaded, weights: DecodeWeights, pool: Pool, inputs: Prompts | DecodeRows, *rest: np.int32
     ) -> jax.stages.Lowered:
         function: Callable[..., Any] = self._prefill if isinstance(inputs, Prompts) else self._decode
         placed = jax.tree.map(lambda x: x.sharding, pool)
@@ -281,7 +281,7 @@ class Programs:
         mesh = mesh_of(placement)
         model_of = self._weights.model_of(loaded)
 
-        def bound(weights: Readied, pool: Pool, *args: Any) -> Any:
+        def bound(weights: DecodeWeights, pool: Pool, *args: Any) -> Any:
             return function(model_of(weights), pool, *args, mesh=mesh)
 
         bound.__name__ = "prefill" if isinstance(inputs, Prompts) else "decode"

@@ -14,7 +14,7 @@ from jax import Array
 from posttrain.mesh import replicated
 from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain, blocks_for
-from posttrain.rollout.decoding import Loaded
+from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
 from posttrain.rollout.programs import DecodedTokens, DecodeRows, Prefilled, Programs, Prompts, ScoredPrompts
 from posttrain.rollout.request import Request

@@ -17,7 +17,7 @@ from posttrain.config import MeshSection, OnlineSection, RLSection, SamplerTenso
 from posttrain.errors import ConfigError
 from posttrain.losses.value import ValueLoss
 from posttrain.mesh import make_mesh
-from posttrain.rollout.placement import device_memory
+from posttrain.rollout.decode_weights import device_memory
 from posttrain.runtime import processes
 from posttrain.stages.context import StageRun
 from posttrain.stages.devices import RoleDevices

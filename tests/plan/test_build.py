@@ -15,7 +15,7 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh, single_device_mesh
 from posttrain.models.config import Compute
 from posttrain.plan.build import RolloutShapes, batch_of, train_programs
-from posttrain.rollout.decoding import Loaded
+from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.paged import empty_pool
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import outline_of

@@ -12,9 +12,8 @@ import pytest
 from flax import nnx
 
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.decoding import DecodingWeights, Loaded
+from posttrain.rollout.decode_weights import DecodeWeightsCache, Loaded, choose_placement
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.placement import choose_placement
 from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import make_engine, params
 from tests.rollout.test_sharded import MESHES, sharded_model
@@ -44,50 +43,50 @@ def leaves(model: Decoder) -> list[jax.Array]:
 
 
 def test_it_is_the_model_for_decoding_and_shares_what_is_not_cut(model: Decoder) -> None:
-    now, weights = loaded(model), DecodingWeights()
-    readied = weights.of(now)
-    found, expected = weights.model_of(now)(readied), now.source.bind(now.arrays).for_decoding()
+    now, cache = loaded(model), DecodeWeightsCache()
+    weights = cache.of(now)
+    found, expected = cache.model_of(now)(weights), now.source.bind(now.arrays).for_decoding()
     assert found.config == expected.config
     for array, same in zip(leaves(found), leaves(expected), strict=True):
         np.testing.assert_array_equal(array, same)
     assert found.embed.embedding.get_value() is now.arrays["embed.embedding"]
     assert {id(array) for array in leaves(found)} == {
-        *map(id, readied.made),
+        *map(id, weights.derived),
         *(id(array) for path, array in now.arrays.items() if not path.startswith("stages.")),
     }
 
 
 def test_a_version_is_made_once_and_forgotten(model: Decoder) -> None:
-    first, second, weights = loaded(model), loaded(model, 1), DecodingWeights()
+    first, second, cache = loaded(model), loaded(model, 1), DecodeWeightsCache()
     assert first.layout == second.layout != loaded(tiny_model(num_layers=1)).layout
-    readied = weights.of(first)
-    assert weights.of(first) is readied is not weights.of(second)
-    alive = weakref.ref(weights.of(second).made[0])
-    assert len(weights._recipes) == 1
-    weights.forget()
+    weights = cache.of(first)
+    assert cache.of(first) is weights is not cache.of(second)
+    alive = weakref.ref(cache.of(second).derived[0])
+    assert len(cache._layouts) == 1
+    cache.forget()
     gc.collect()
     assert alive() is None
 
 
 def test_an_idle_engine_holds_no_copy(engine: NativeEngine) -> None:
-    held = engine.programs._weights
+    cache = engine.programs._weights
     engine.generate_all([[5, 6]], [params(0, max_tokens=3)])
-    assert held._held is None
+    assert cache._latest is None
 
     async def look() -> None:
         sample = asyncio.create_task(engine.generate([5, 6], params(1, max_tokens=12)))
-        while held._held is None:
+        while cache._latest is None:
             await asyncio.sleep(0)
         await sample
         while engine._driver is not None:
             await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(look(), 60))
-    assert held._held is None
+    assert cache._latest is None
 
 
 @pytest.mark.parametrize("name", ["fsdp", "all"])
 def test_layers_that_are_cut_stay_spread(name: str) -> None:
     now = loaded(sharded_model(MESHES[name], **STACKED))
     own = sum(array.addressable_shards[0].data.nbytes for p, array in now.arrays.items() if p.startswith("stages."))
-    assert sum(array.addressable_shards[0].data.nbytes for array in DecodingWeights().of(now).made) == own
+    assert sum(array.addressable_shards[0].data.nbytes for array in DecodeWeightsCache().of(now).derived) == own

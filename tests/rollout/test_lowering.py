@@ -9,9 +9,8 @@ from jax import export
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from posttrain.rollout.decoding import Loaded
+from posttrain.rollout.decode_weights import Loaded, Placement
 from posttrain.rollout.paged import empty_pool
-from posttrain.rollout.placement import Placement
 from posttrain.rollout.programs import DecodeRows, Prompts, decode, prefill
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected, Shapes

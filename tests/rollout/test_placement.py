@@ -13,9 +13,9 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import FusedLinear
-from posttrain.rollout import decoding, placement
+from posttrain.rollout import decode_weights
+from posttrain.rollout.decode_weights import DecodeLayout, choose_placement
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.placement import choose_placement
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.quantize import quantize_model
 from posttrain.weights.state import ModelWeights
@@ -99,9 +99,9 @@ def test_the_samples_of_one_device_and_no_weight_that_travels(
     kind: str, name: str, tensor: SamplerTensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions: list[int] = []
-    readied = decoding._Recipe.readied
+    weights = DecodeLayout.weights
     monkeypatch.setattr(
-        decoding._Recipe, "readied", lambda self, loaded: versions.append(loaded.version) or readied(self, loaded)
+        DecodeLayout, "weights", lambda self, loaded: versions.append(loaded.version) or weights(self, loaded)
     )
     prompts, parameters = requests(4)
     expected = make_engine(made(kind)).generate_all(prompts, parameters)
@@ -144,8 +144,8 @@ def test_fused_products_draw_the_same(kind: str, name: str | None, monkeypatch: 
     model = made(kind) if name is None else on_mesh(made(kind), MESHES[name])
     engine = make_engine(model)
     held: list[Decoder] = []
-    prepared = decoding._prepared
-    monkeypatch.setattr(decoding, "_prepared", lambda *args: held.append(prepared(*args)) or held[-1])
+    prepared = decode_weights._prepared
+    monkeypatch.setattr(decode_weights, "_prepared", lambda *args: held.append(prepared(*args)) or held[-1])
     for completion, other in zip(engine.generate_all(prompts, parameters), expected, strict=True):
         assert_same(completion, other)
     block = held[0].stages[0].blocks[0]
