@@ -19,10 +19,9 @@ import jax
 import numpy as np
 
 from posttrain.rollout.blocks import blocks_for
-from posttrain.rollout.delivery import deliver
 from posttrain.rollout.programs import DecodedTokens
 from posttrain.rollout.request import Request
-from posttrain.rollout.runner import Outcome, Runner
+from posttrain.rollout.runner import Outcome, Runner, deliver
 from posttrain.rollout.sampling import TopLogps
 from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.shapes import Shapes
