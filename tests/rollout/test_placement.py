@@ -140,7 +140,7 @@ def test_fused_products_draw_the_same(kind: str, name: str | None, monkeypatch: 
     """As on accelerators, without the layout of layers on CPU."""
     prompts, parameters = requests(4)
     expected = make_engine(made(kind)).generate_all(prompts, parameters)
-    monkeypatch.setattr(placement, "platform_of", lambda mesh: "tpu")
+    monkeypatch.setattr(decode_weights, "platform_of", lambda mesh: "tpu")
     model = made(kind) if name is None else on_mesh(made(kind), MESHES[name])
     engine = make_engine(model)
     held: list[Decoder] = []
