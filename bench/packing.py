@@ -15,7 +15,7 @@ import grain
 import numpy as np
 from grain.experimental import BestFitPackIterDataset
 
-from posttrain.data.windows import LOOK_AHEAD, PackedBatches
+from posttrain.data.packing import LOOK_AHEAD, PackedBatches
 
 BATCH_ROWS = 8
 BINS = (64, 512)

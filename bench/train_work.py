@@ -22,8 +22,7 @@ from jaxtyping import Int
 from posttrain.batch import Batch
 from posttrain.cluster.reference import Reference
 from posttrain.config import LoRA, OptimizerSection
-from posttrain.data.packing import to_batch
-from posttrain.data.windows import LOOK_AHEAD, PackedBatches
+from posttrain.data.packing import LOOK_AHEAD, PackedBatches, to_batch
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss

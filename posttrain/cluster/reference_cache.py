@@ -16,8 +16,8 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import model_inputs
+from posttrain.data.pair_examples import ComparisonBatches, NumberedRows, PairExample, PairExamples, all_rows
 from posttrain.data.pipeline import fingerprint, token_fingerprint
-from posttrain.data.units import ComparisonBatches, NumberedRows, Unit, Units, all_rows
 from posttrain.errors import ConfigError
 from posttrain.runtime import processes
 from posttrain.runtime.files import cache_folder, digest
@@ -69,7 +69,7 @@ class CachedLogps:
     def __contains__(self, number: int) -> bool:
         return number in self._places
 
-    def __call__(self, index: int, unit: Unit) -> Float[np.ndarray, " N"]:
+    def __call__(self, index: int, unit: PairExample) -> Float[np.ndarray, " N"]:
         """NaN for a unit that was not scored. ConfigError where the unit was another text."""
         place = self._places.get(index)
         if place is None:
@@ -83,8 +83,8 @@ class CachedLogps:
 
 
 def with_reference(
-    units: Units, trainer: Trainer, model: Mapping[str, str], stage: Path, *, seed: int, num_steps: int
-) -> Units:
+    units: PairExamples, trainer: Trainer, model: Mapping[str, str], stage: Path, *, seed: int, num_steps: int
+) -> PairExamples:
     """Training units with log-probabilities of `trainer`'s current model, for the units that `num_steps` will read.
 
     `stage`: folder of the stage. The cache key is a hash of `model` (see `model_key`) and of the dataset; the text of
@@ -96,7 +96,7 @@ def with_reference(
     return _with(units, trainer, _folder(units, model, stage), batches, num_steps * units.section.batch_rows, seen)
 
 
-def with_reference_of_all(units: Units, trainer: Trainer, model: Mapping[str, str], stage: Path) -> Units:
+def with_reference_of_all(units: PairExamples, trainer: Trainer, model: Mapping[str, str], stage: Path) -> PairExamples:
     """Evaluation units with log-probabilities of `trainer`'s current model. `stage`: folder of the stage."""
     return _with(units, trainer, _folder(units, model, stage), all_rows(units), len(units), ALL)
 
@@ -111,7 +111,7 @@ def check_scored(batch: Batch) -> Batch:
     return batch
 
 
-def _folder(units: Units, model: Mapping[str, str], stage: Path) -> Path:
+def _folder(units: PairExamples, model: Mapping[str, str], stage: Path) -> Path:
     section = units.section
     data = {
         "dataset": fingerprint(units.dataset, units.rows),
@@ -124,8 +124,8 @@ def _folder(units: Units, model: Mapping[str, str], stage: Path) -> Path:
 
 
 def _with(
-    units: Units, trainer: Trainer, folder: Path, batches: Iterable[NumberedRows], total: int, seen: str
-) -> Units:
+    units: PairExamples, trainer: Trainer, folder: Path, batches: Iterable[NumberedRows], total: int, seen: str
+) -> PairExamples:
     if processes.writes():
         folder.mkdir(parents=True, exist_ok=True)
     processes.wait_for_all(str(folder))
@@ -141,7 +141,7 @@ def _with(
     return replace(units, ref_logps=known)
 
 
-def _score(units: Units, trainer: Trainer, known: CachedLogps, batches: Iterable[NumberedRows]) -> Iterator[int]:
+def _score(units: PairExamples, trainer: Trainer, known: CachedLogps, batches: Iterable[NumberedRows]) -> Iterator[int]:
     """Score the missing units, shard by shard; yields the number of units of each batch."""
     found: dict[int, _Scored] = {}
     started, passed, missing = 0, 0, set(range(len(units)))

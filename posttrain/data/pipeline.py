@@ -14,10 +14,8 @@ from posttrain.batch import Batch
 from posttrain.config import DatasetSection, OfflineSection, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, tokenize_example
-from posttrain.data.packing import fit_to_row, sequence, to_batch
-from posttrain.data.sequence_cache import Sequences
-from posttrain.data.sources import Rows
-from posttrain.data.windows import PackedBatches, Window
+from posttrain.data.packing import PackedBatches, Window, fit_to_row, sequence, to_batch
+from posttrain.data.sources import Rows, Sequences
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest, typed_text
 

@@ -18,8 +18,7 @@ from posttrain.data.format import LossOn, TokenizedExample, loss_on, render_answ
 from posttrain.data.messages import Message
 from posttrain.data.packing import fill_rows
 from posttrain.data.pipeline import row_tokenizer
-from posttrain.data.sequence_cache import Arrays, Sequences
-from posttrain.data.sources import Rows, each_row
+from posttrain.data.sources import Arrays, Rows, Sequences, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.teachers import TeacherSource, TopKScorer
 from posttrain.distill.vocabulary import SharedTokens, Vocabulary, VocabularyMap, back_of

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK, teacher_batch
 from posttrain.data.format import no_column
-from posttrain.data.sequence_cache import Sequences
+from posttrain.data.sources import Sequences
 from posttrain.distill.cache import TeacherCache
 from posttrain.distill.cross_tokenizer import Aligned, Aligner, teacher_rows
 from posttrain.errors import ConfigError, did_you_mean

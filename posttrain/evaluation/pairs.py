@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch, BatchLoss, ScoreStats, TokenStats
 from posttrain.cluster.scorers import model_inputs
-from posttrain.data.units import Units, all_rows
+from posttrain.data.pair_examples import all_rows
 from posttrain.losses.pairs import PairedSequences, pairs_of, sequences_of
 from posttrain.losses.reward_model import reward_pairs
 from posttrain.metrics import merge, to_host
@@ -32,7 +32,7 @@ CALIBRATION_BINS = 10
 class PairEvaluation:
     """PairEvaluation of held-out preference units; its programs are compiled once and serve every pass."""
 
-    def __init__(self, trainer: Trainer, loss: Any, units: Units, complete: Callable[[Batch], Batch]):
+    def __init__(self, trainer: Trainer, loss: Any, units: PairExamples, complete: Callable[[Batch], Batch]):
         self._trainer, self._units, self._complete = trainer, units, complete
         self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
         self._unit_sums, self._prompt = UnitSums(loss), functools.cache(units.prompt)

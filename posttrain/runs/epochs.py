@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from posttrain.config import DatasetSection, OfflineSection
+from posttrain.data.packing import PackedBatches, Window
 from posttrain.data.pipeline import fingerprint, order, token_fingerprint, window_of
-from posttrain.data.sequence_cache import Sequences
-from posttrain.data.sources import checked_rows
-from posttrain.data.windows import PackedBatches, Window
+from posttrain.data.sources import Sequences, checked_rows
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest, write_whole
 from posttrain.stages.inputs import EpochSource, Inputs

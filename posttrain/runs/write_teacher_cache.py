@@ -8,8 +8,7 @@ from pathlib import Path
 from posttrain.cluster.scorers import FrozenModel
 from posttrain.config import DistillSection, RunConfig
 from posttrain.data.pipeline import row_tokenizer
-from posttrain.data.sequence_cache import Sequences
-from posttrain.data.sources import Rows
+from posttrain.data.sources import Rows, Sequences
 from posttrain.distill.cache import CacheFolder, fill
 from posttrain.distill.cross_tokenizer import aligned_scorer, aligned_tokenizer
 from posttrain.distill.targets import teacher_shares

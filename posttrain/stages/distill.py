@@ -17,8 +17,7 @@ from posttrain.config import DatasetSection, DistillSection, ModelSection, Teach
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import Prompts, fingerprint, row_tokenizer, token_fingerprint
 from posttrain.data.prefetch import MAX_BATCHES, MeasuredStream, Prefetch
-from posttrain.data.sequence_cache import Sequences
-from posttrain.data.sources import Rows
+from posttrain.data.sources import Rows, Sequences
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cache import CacheFolder, TeacherCache
 from posttrain.distill.cross_tokenizer import Aligner, aligned_tokenizer, make_aligners, teacher_sequence

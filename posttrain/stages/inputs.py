@@ -10,8 +10,7 @@ from posttrain.batch import rows_per_pass
 from posttrain.config import DatasetSection, PairSection, RunConfig, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import check_columns, prompt_columns, use_chat
-from posttrain.data.sequence_cache import Sequences
-from posttrain.data.sources import Rows, load_rows
+from posttrain.data.sources import Rows, Sequences, load_rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.weights.locate import ModelFiles
 

@@ -24,11 +24,11 @@ from posttrain.config import (
     UserObject,
 )
 from posttrain.config.locator import FORMS, checked_settings
+from posttrain.data.pair_examples import ComparisonBatches, PairExamples
 from posttrain.data.preference import is_paired, labelled_answers
 from posttrain.data.prefetch import Prefetch
 from posttrain.data.sources import checked_rows, each_row
 from posttrain.data.turns import stop_notes
-from posttrain.data.units import ComparisonBatches, Units
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.evaluation.pairs import PairEvaluation, with_margins
 from posttrain.kernels.attention.dispatch import supports_parents
@@ -75,8 +75,8 @@ class PairInputs:
     section: PreferenceSection | RewardModelSection
     loss: Any
     """Loss: a `PairLoss`."""
-    units: Units
-    eval_units: Units | None
+    units: PairExamples
+    eval_units: PairExamples | None
     dropped_ratio: float
     """Share of dropped units."""
 
@@ -116,7 +116,7 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
     return inputs, notes
 
 
-def _stop_notes(section: PairSection, units: Units) -> list[str]:
+def _stop_notes(section: PairSection, units: PairExamples) -> list[str]:
     """Warning about answers that no stop token ends; reward models do not learn to stop."""
     if not isinstance(section, PreferenceSection):
         return []
@@ -214,7 +214,7 @@ def units_of(
     loss: PairLoss,
     *,
     share_prompts: bool,
-) -> Units:
+) -> PairExamples:
     needs = loss.needs
     if dataset.completion is not None and (needs.rows in ("pairs", "steps") or is_paired(rows.columns, dataset)):
         raise ConfigError(
@@ -222,7 +222,7 @@ def units_of(
             + ("completions and labels" if needs.rows == "steps" else "chosen and rejected")
             + "; remove it"
         )
-    return Units(
+    return PairExamples(
         section=section,
         dataset=dataset,
         rows=rows,
@@ -234,7 +234,7 @@ def units_of(
     )
 
 
-def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str]]:
+def check_units(units: PairExamples, left_out: Iterable[bool]) -> tuple[float, list[str]]:
     """Share of dropped units, and a note about them. ConfigError if all are dropped."""
     found = list(left_out)
     dropped = sum(found)
@@ -257,8 +257,8 @@ def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str
 class PairData:
     """Units, and functions that complete a batch of them: with reference log-probabilities that the units lack."""
 
-    units: Units
-    eval_units: Units | None
+    units: PairExamples
+    eval_units: PairExamples | None
     complete: CompleteBatch
     for_step: CompleteBatch
 

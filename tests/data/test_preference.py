@@ -11,10 +11,10 @@ import pytest
 from posttrain.config import DatasetSection, PreferenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import standard_row
+from posttrain.data.pair_examples import ComparisonBatches, PairExamples, all_rows
 from posttrain.data.preference import labelled_answers, margin, pair, steps
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.data.units import ComparisonBatches, Units, all_rows
 from posttrain.errors import ConfigError
 
 pytestmark = pytest.mark.fast
@@ -159,7 +159,7 @@ def test_a_template_makes_a_judged_completion() -> None:
     assert [(BYTES.decode(answer.masked.tokens), answer.role) for answer in found] == [("1+1=2", 1)]
 
 
-def units(table: list[dict[str, Any]], kind: str = "pairs", row_tokens: int = 40, **fields: Any) -> Units:
+def units(table: list[dict[str, Any]], kind: str = "pairs", row_tokens: int = 40, **fields: Any) -> PairExamples:
     section = PreferenceSection(
         dataset=DATASET,
         num_steps=1,
@@ -169,7 +169,7 @@ def units(table: list[dict[str, Any]], kind: str = "pairs", row_tokens: int = 40
         **{name: fields.pop(name) for name in ("overlong", "packing") if name in fields},
     )
     rows = Rows("x.jsonl", table, 0, len(table))
-    return Units(section=section, dataset=DATASET, rows=rows, renderer=PLAIN, kind=kind, **fields)
+    return PairExamples(section=section, dataset=DATASET, rows=rows, renderer=PLAIN, kind=kind, **fields)
 
 
 TABLE = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "no" * (i % 3 + 1), "margin": i} for i in range(7)]

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.config import DatasetSection, SFTSection
-from posttrain.data import sequence_cache
+from posttrain.data import sources
 from posttrain.data.chat import Renderer
+from posttrain.data.pair_examples import ComparisonBatches
 from posttrain.data.pipeline import SFTBatches
-from posttrain.data.sequence_cache import SequenceCache, Sequences
-from posttrain.data.sources import Rows
+from posttrain.data.sources import Rows, SequenceCache, Sequences
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.data.units import ComparisonBatches
 from tests.data.test_preference import TABLE, units
 
 
@@ -42,7 +41,7 @@ def test_sequences_are_as_made(lengths: list[list[int]], chunk: int, max_bytes: 
         return arrays(number, lengths[number])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequence_cache, "CHUNK_TOKENS", chunk)
+        patch.setattr(sources, "CHUNK_TOKENS", chunk)
         cache = SequenceCache(make, len(lengths), max_bytes=max_bytes)
         numbers = list(np.random.default_rng(0).permutation(len(lengths)).tolist())
         for number in numbers * 3:

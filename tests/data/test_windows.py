@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.batch import packing_metrics
-from posttrain.data import windows
+from posttrain.data import packing
 from posttrain.data.format import TokenizedExample
-from posttrain.data.packing import sequence, to_batch
-from posttrain.data.windows import LOOK_AHEAD, PackedBatches, Window
+from posttrain.data.packing import LOOK_AHEAD, PackedBatches, Window, sequence, to_batch
 from tests.data.batches import efficiency, sequences
 
 ROW_TOKENS = 16
@@ -160,7 +159,7 @@ def test_a_window_of_long_rows_ends_where_the_host_is_full(monkeypatch: pytest.M
     stream = batches(lengths, window=LOOK_AHEAD, batch_rows=12)
     next(stream)
     assert stream.get_state() == {"start": 0, "row": 12}
-    monkeypatch.setattr(windows, "MOST_TOKENS", 10 * ROW_TOKENS)
+    monkeypatch.setattr(packing, "MOST_TOKENS", 10 * ROW_TOKENS)
     stream = batches(lengths, window=LOOK_AHEAD, batch_rows=12)
     next(stream)
     assert stream.get_state() == {"start": 10, "row": 2}

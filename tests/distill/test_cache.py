@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import NO_ID, Batch, TopK
-from posttrain.data.sequence_cache import Sequences
+from posttrain.data.sources import Sequences
 from posttrain.distill import cache as teacher_cache
 from posttrain.distill.cache import CacheFolder, RecordFormat, TeacherCache, fill
 from posttrain.distill.targets import TeacherTargets, teacher_shares

@@ -18,7 +18,7 @@ from posttrain.cluster.reference import Reference
 from posttrain.cluster.reference_cache import check_scored, with_reference
 from posttrain.config import ModelSection, PreferenceSection
 from posttrain.config.yaml_file import load_config
-from posttrain.data.units import ComparisonBatches, Units
+from posttrain.data.pair_examples import ComparisonBatches, PairExamples
 from posttrain.errors import ConfigError
 from posttrain.evaluation.pairs import PairEvaluation, calibration_error
 from posttrain.losses.preference import PreferenceLoss
@@ -288,7 +288,7 @@ def test_only_what_a_run_sees_is_scored_and_in_shards(
     trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
     cache = tmp_path / "cache" / "posttrain" / "reference"
 
-    def referenced(num_steps: int) -> Units:
+    def referenced(num_steps: int) -> PairExamples:
         return with_reference(made.units, trainer, {"model": "a"}, tmp_path, seed=3, num_steps=num_steps)
 
     calls: list[int] = []

@@ -14,7 +14,7 @@ from posttrain.batch import Batch
 from posttrain.config import DatasetSection, PairSection
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import prompt_messages
-from posttrain.data.packing import common_prefix
+from posttrain.data.packing import PackedBatches, Window, common_prefix
 from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
 from posttrain.data.preference import (
     CHOSEN,
@@ -27,13 +27,11 @@ from posttrain.data.preference import (
     prompt_of,
     steps,
 )
-from posttrain.data.sequence_cache import SequenceCache, Sequences
-from posttrain.data.sources import Rows
-from posttrain.data.windows import PackedBatches, Window
+from posttrain.data.sources import Rows, SequenceCache, Sequences
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import typed_text
 
-Unit = dict[str, np.ndarray]
+PairExample = dict[str, np.ndarray]
 """Arrays over the tokens of a unit: one or two sequences that belong together."""
 
 
@@ -41,13 +39,13 @@ Unit = dict[str, np.ndarray]
 class KnownLogps(Protocol):
     """Cached reference log-probabilities of a unit's weighted tokens, in order."""
 
-    def __call__(self, index: int, unit: Unit) -> Float[np.ndarray, " N"]: ...
+    def __call__(self, index: int, unit: PairExample) -> Float[np.ndarray, " N"]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Units:
-    """Units of a dataset by number: pairs, labelled answers, labelled answers each with a mismatched one (KTO), or
-    steps."""
+class PairExamples:
+    """Units of comparison of a dataset, by number: pairs, labelled answers, labelled answers each with a mismatched
+    one (KTO), or steps."""
 
     section: PairSection
     dataset: DatasetSection
@@ -92,7 +90,7 @@ class Units:
         key = (repr(self.dataset), self.renderer, *fitting, *kind)
         return self.rows.sequences(key, lambda index: [self._tokenise(index)], len(self))
 
-    def __call__(self, index: int) -> Unit | None:
+    def __call__(self, index: int) -> PairExample | None:
         """Arrays of a unit; None if it is dropped: too long, or two answers that are equal, or equal once truncated."""
         (unit,) = self._tokenised(index)
         if unit is None or self.ref_logps is None:
@@ -105,7 +103,7 @@ class Units:
         """Unit as the only sequence of its number, for readers of rows with several."""
         return [self(index)]
 
-    def _tokenise(self, index: int) -> Unit | None:
+    def _tokenise(self, index: int) -> PairExample | None:
         row = index // self._per_row
         with self.rows.named(row) as values:
             sequences = self._sequences(index)
@@ -204,7 +202,7 @@ class LabelledSequence(NamedTuple):
         return LabelledSequence(self.tokens[:length], self.weight[:length], self.roles[:length])
 
 
-def _arrays(index: int, sequences: Sequence[LabelledSequence], shared: int) -> Unit:
+def _arrays(index: int, sequences: Sequence[LabelledSequence], shared: int) -> PairExample:
     """Concatenate a unit's sequences. `part`: number of a token's sequence in the unit; `parent`: number of its parent
     sequence."""
     pieces = [LabelledSequence(*(array[shared:] for array in one)) for one in sequences]
@@ -235,7 +233,7 @@ class NumberedRows(NamedTuple):
 class ComparisonBatches(Stream):
     """Endless host batches of `batch_rows` rows; every epoch holds each unit once, in a new order."""
 
-    def __init__(self, units: Units, *, seed: int) -> None:
+    def __init__(self, units: PairExamples, *, seed: int) -> None:
         section, dataset, self._units = units.section, units.dataset, units
         window = window_of(section, [dataset])
         identity = {
@@ -265,7 +263,7 @@ class ComparisonBatches(Stream):
         return _to_batch(next(self._iterator), self._units)
 
 
-def all_rows(units: Units) -> Iterator[NumberedRows]:
+def all_rows(units: PairExamples) -> Iterator[NumberedRows]:
     """Iterate once over the units in fixed order; the last batch is filled with empty rows."""
     import grain
 
@@ -275,13 +273,13 @@ def all_rows(units: Units) -> Iterator[NumberedRows]:
         yield _to_batch(made, units)
 
 
-def _packed(units: Units, examples: Any, window: Window) -> PackedBatches:
+def _packed(units: PairExamples, examples: Any, window: Window) -> PackedBatches:
     section = units.section
     lengths = dict.fromkeys(units.names, section.row_tokens)
     return PackedBatches(examples, epoch=len(units), window=window, batch_rows=section.batch_rows, lengths=lengths)
 
 
-def _to_batch(rows: dict[str, np.ndarray], units: Units) -> NumberedRows:
+def _to_batch(rows: dict[str, np.ndarray], units: PairExamples) -> NumberedRows:
     """Convert packed units, one segment each, to a batch with one segment per sequence."""
     before = (3 if units.share_prompts else 2) * (rows["tokens_segments"] - 1)
     segments, parents = (np.where(rows[n] > 0, before + rows[n], 0).astype(np.int32) for n in ("part", "parent"))
