@@ -17,7 +17,7 @@ from posttrain.data.packing import fill_rows, to_batch
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.mesh import row_shards
-from posttrain.models.heads import CLASSIFIER
+from posttrain.models.hf import CLASSIFIER
 from posttrain.rollout.trajectory import Trajectory
 from posttrain.tracking.console import console
 from posttrain.weights.load import load_model
