@@ -40,6 +40,7 @@ from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.event_loop import run_async
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
@@ -155,10 +156,12 @@ def build(work: str, steps: int, model: Decoder) -> Bench:
         model,
         algorithm.loss,
         optimizer,
-        temperature=1.0,
-        max_grad_norm=1.0,
-        micro_batch_rows=max(1, PROMPTS * GROUP // 8),
-        refuse=SamplerGate(rounding=ROUNDED),
+        TrainSettings(
+            temperature=1.0,
+            max_grad_norm=1.0,
+            micro_batch_rows=max(1, PROMPTS * GROUP // 8),
+            skip_update=SamplerGate(rounding=ROUNDED),
+        ),
     )
     native = NativeEngine(model, slots=PROMPTS * GROUP, max_length=row, decode_steps=32, tokenizer_decode=None)
     engine = Ending(native, list(lengths))

@@ -17,11 +17,13 @@ from posttrain.config import MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.models.config import Compute
-from posttrain.plan.build import batch_of, model_of, train_programs
+from posttrain.plan.build import batch_of, model_of
 from posttrain.plan.lowered import compile_program
 from posttrain.plan.machine import GIB, topology_devices
 from posttrain.plan.phases import vocabulary_trips
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
+from posttrain.train.programs import TrainPrograms
 
 SLICES = {8: "2x4", 32: "4x8", 128: "8x16", 256: "16x16"}
 LAYERS, LENGTH, FAR = 28, 4096, 4096
@@ -36,7 +38,7 @@ def measured(chips: int, sizes: dict[str, int], layers: int) -> np.ndarray:
     mesh = make_mesh(MeshSection(**sizes), topology_devices("v5e", SLICES[chips]))
     model = model_of(SMALL | {"num_hidden_layers": layers}, Compute(dtype=DTYPE, mesh=mesh, remat="full"), DTYPE)
     optimizer = make_optimizer(OptimizerSection(learning_rate=1e-5), 100)
-    programs = train_programs(model, SFTLoss(), optimizer, mesh)
+    programs = TrainPrograms(model, SFTLoss(), optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh)
     found = compile_program(programs.lower_update(batch_of(chips, LENGTH)), mesh.size)
     trips = vocabulary_trips(mesh, chips, LENGTH, SMALL["vocab_size"])
     wire = sum(c.wire * c.executions([trips] if c.in_dynamic_loop else []) for c in found.text.collectives)

@@ -31,12 +31,14 @@ from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Init
 from posttrain.models.moe import Experts
-from posttrain.plan.build import POLICY_ARRAYS, RolloutShapes, batch_of, model_of, train_programs
+from posttrain.plan.build import POLICY_ARRAYS, RolloutShapes, batch_of, model_of
 from posttrain.plan.hlo import ProgramText, read_program
 from posttrain.plan.lowered import Figures, compile_program
 from posttrain.plan.machine import CHIPS, GIB, has_libtpu, libtpu_version, topology_devices
 from posttrain.plan.phases import vocabulary_trips
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
+from posttrain.train.programs import TrainPrograms
 
 SMALL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -97,7 +99,9 @@ def update(
     """Figures of one update at fsdp=8; `settings` of the optimizer."""
     mesh = mesh_of(fsdp=8)
     optimizer = make_optimizer(OptimizerSection(learning_rate=1e-5, **settings), 100, seed=0)
-    programs = train_programs(model(fields, mesh), loss, optimizer, mesh)
+    programs = TrainPrograms(
+        model(fields, mesh), loss, optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh
+    )
     found, seconds = compiled(lambda: programs.lower_update(batch_of(rows, length, arrays=arrays)), mesh.size)
     if isinstance(found, str):
         return f"does not fit: {found}"

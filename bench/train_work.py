@@ -29,6 +29,7 @@ from posttrain.losses.distill import DistillLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.sft import SFTLoss
 from posttrain.models.decoder import Decoder
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
@@ -159,9 +160,7 @@ def trainer_of(
         init_model(STUDENT, dtype=jnp.float32, lora=lora, seed=0),
         loss,
         make_optimizer(OptimizerSection(learning_rate=1e-4), num_steps=1000),
-        temperature=1.0,
-        max_grad_norm=1.0,
-        terms=terms,
+        TrainSettings(temperature=1.0, max_grad_norm=1.0, terms=terms),
         teachers=teachers,
     )
 

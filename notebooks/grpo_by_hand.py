@@ -100,7 +100,7 @@ def correct(completions, answer, **_):
 
 model, tokenizer = start.load_model(), start.load_tokenizer()
 loss = pt.PolicyLoss(clip_low=0.2, clip_high=0.28, reduce=pt.losses.token_mean)
-trainer = pt.Trainer(model, loss, optax.adam(3e-4), temperature=1.0, max_grad_norm=1.0)
+trainer = pt.Trainer(model, loss, optax.adam(3e-4), pt.TrainSettings(temperature=1.0, max_grad_norm=1.0))
 engine = pt.NativeEngine(model, slots=128, max_length=16, decode_steps=8, tokenizer_decode=tokenizer.decode)
 sampler = pt.rl.make_sampler(engine, tokenizer, max_tokens=6)
 rubric = pt.rl.make_rubric(correct)

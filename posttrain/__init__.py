@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from posttrain.rollout.trajectory import Trajectory as Trajectory
     from posttrain.rollout.types import SamplingParams as SamplingParams
     from posttrain.train.checkpoint import Checkpointer as Checkpointer
+    from posttrain.train.objective import TrainSettings as TrainSettings
     from posttrain.train.trainer import Trainer as Trainer
     from posttrain.tree import Mean as Mean
     from posttrain.weights.load import load_model as load_model
@@ -74,6 +75,7 @@ _MODULES = {
     "SFT": "posttrain.api",
     "SamplingParams": "posttrain.rollout.types",
     "TokenStats": "posttrain.batch",
+    "TrainSettings": "posttrain.train.objective",
     "Trainer": "posttrain.train.trainer",
     "Trajectory": "posttrain.rollout.trajectory",
     "attach": "posttrain.results.result",

@@ -9,12 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
-from posttrain.batch import Batch, ScoreLoss, TokenLoss
+from posttrain.batch import Batch
 from posttrain.config import SamplerTensor
-from posttrain.kernels.logits.chunk_stats import PLAIN
 from posttrain.models import hf
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
@@ -23,8 +21,7 @@ from posttrain.rollout.programs import DecodeRows, Prompts
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import SamplingParams
-from posttrain.train.optimizers import Optimizer
-from posttrain.train.programs import TrainPrograms, placed_shapes
+from posttrain.train.programs import placed_shapes
 from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
 
@@ -48,34 +45,6 @@ def batch_of(rows: int, length: int, *, arrays: tuple[str, ...] = ()) -> Batch:
     )
     more: dict[str, Any] = {name: blank(np.float32) for name in arrays}
     return dataclasses.replace(batch, **more)
-
-
-def train_programs(
-    model: Decoder,
-    loss: TokenLoss | ScoreLoss,
-    optimizer: Optimizer | optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    micro_batch_rows: int | None = None,
-) -> TrainPrograms:
-    """Programs of a plain trainer: one loss, no teachers."""
-    return TrainPrograms(
-        model,
-        loss,
-        optimizer,
-        temperature=1.0,
-        max_grad_norm=1.0,
-        micro_batch_rows=micro_batch_rows,
-        mesh=mesh,
-        router_loss=None,
-        correction_rate=0.0,
-        terms=PLAIN,
-        teachers=(),
-        matching=None,
-        noise_alpha=0.0,
-        dropout_seed=0,
-        refuse=None,
-    )
 
 
 class RolloutShapes:

@@ -10,17 +10,19 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from posttrain.batch import Batch
+from posttrain.batch import Batch, ScoreLoss, TokenLoss
 from posttrain.config import PreferenceSection, RLSection, SFTSection, TrainSection
 from posttrain.errors import ConfigError
+from posttrain.kernels.logits.chunk_stats import PLAIN
 from posttrain.kernels.logits.chunks import chunk_length
 from posttrain.kernels.logits.vocab_sharding import VocabSharding
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.plan.build import RolloutShapes, batch_of, train_programs
+from posttrain.plan.build import RolloutShapes, batch_of
 from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.preference import pair_loss
-from posttrain.stages.sft import sft_loss
+from posttrain.stages.sft import sft_loss, train_settings
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms
 from posttrain.tree import replace
@@ -89,13 +91,8 @@ def stage_plan(section: TrainSection, model: Decoder, mesh: Mesh, memory: int) -
 
 
 def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
-    programs = train_programs(
-        model,
-        sft_loss(section),
-        make_optimizer(section.optimizer, section.num_steps or 1000, seed=0),
-        mesh,
-        micro_batch_rows=section.micro_batch_rows,
-    )
+    settings = train_settings(section, model.config.vocab_size, dropout_seed=0)
+    programs = _programs(section, model, sft_loss(section), settings, mesh)
     batch = batch_of(section.batch_rows, section.row_tokens)
     phases = [_update(programs, batch, 0)]
     if section.eval_dataset is not None:
@@ -109,13 +106,8 @@ def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh) -> Stage
     loss = pair_loss(section)
     if loss.needs.squares or loss.needs.margins:
         raise ConfigError(f"plan: the loss {section.loss} cannot be planned yet; plan with loss=sigmoid")
-    programs = train_programs(
-        model,
-        loss,
-        make_optimizer(section.optimizer, section.num_steps or 1000, seed=0),
-        mesh,
-        micro_batch_rows=section.micro_batch_rows,
-    )
+    settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=PLAIN)
+    programs = _programs(section, model, loss, settings, mesh)
     scored = batch_of(section.batch_rows, section.row_tokens)
     scored = replace(scored, roles=scored.segments)
     batch = replace(scored, ref_logps=scored.loss_weight) if loss.needs.reference else scored
@@ -143,13 +135,8 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
         raise ConfigError(f"plan: cannot plan an RL stage with {', '.join(refused)} yet; remove it for the plan")
     algorithm = algorithm_of(section)
     rows = section.step_rows
-    programs = train_programs(
-        model,
-        algorithm.loss,
-        make_optimizer(section.optimizer, section.num_steps or 1000, seed=0),
-        mesh,
-        micro_batch_rows=section.pass_rows,
-    )
+    settings = TrainSettings.of(section, temperature=section.sampling.temperature, dropout_seed=None, terms=PLAIN)
+    programs = _programs(section, model, algorithm.loss, settings, mesh)
     reference = algorithm.needs_reference
     arrays = ["sampler_logps", "behaviour_logps", "advantages", "sample_shares"]
     arrays += ["old_logps"] * (section.proximal_logps != "self") + ["ref_logps"] * reference
@@ -184,6 +171,13 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
         sampler_programs=rollout.num_programs,
         **_saved(section, programs),
     )
+
+
+def _programs(
+    section: TrainSection, model: Decoder, loss: TokenLoss | ScoreLoss, settings: TrainSettings, mesh: Mesh
+) -> TrainPrograms:
+    optimizer = make_optimizer(section.optimizer, section.num_steps or 1000, seed=0)
+    return TrainPrograms(model, loss, optimizer, settings, mesh=mesh)
 
 
 def _saved(section: TrainSection, programs: TrainPrograms) -> dict[str, Any]:

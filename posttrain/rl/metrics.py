@@ -129,7 +129,7 @@ LEAST_STALE = 16
 
 @dataclass(frozen=True)
 class SamplerGate:
-    """Veto on updates where `sampler_disagrees`, for `Trainer(refuse=SamplerGate(...))`.
+    """Veto on updates where `sampler_disagrees`, for `TrainSettings.skip_update`.
 
     The mean over fresh tokens may be at most `MAX_GROWTH` times that of the first step, which is remembered: later
     weights that do not reach the sampler whole stay below any limit that rounding in 16 or 8 bits leaves room for.

@@ -23,6 +23,7 @@ from posttrain.stages.context import StageRun
 from posttrain.stages.devices import RoleDevices
 from posttrain.stages.engine import make_engine
 from posttrain.stages.prompts import RolloutInputs
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
@@ -136,10 +137,12 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
         model,
         loss,
         make_optimizer(settings.optimizer, section.steps, stage.seed),
-        temperature=1.0,
-        max_grad_norm=settings.optimizer.max_grad_norm,
-        micro_batch_rows=section.pass_rows,
+        TrainSettings(
+            temperature=1.0,
+            max_grad_norm=settings.optimizer.max_grad_norm,
+            micro_batch_rows=section.pass_rows,
+            offload_optimizer=section.placement.critic.offload,
+        ),
         mesh=mesh,
-        offload_optimizer=section.placement.critic.offload,
     )
     return Critic(trainer, warmup=settings.warmup)

@@ -17,8 +17,7 @@ from posttrain.batch import ScoreLoss, TokenLoss
 from posttrain.config import ModelSection, OnlineSection, ProfileSection, TrainSection
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.evaluation.at_k import Record, paired
-from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
-from posttrain.losses.router import RouterLoss
+from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.models.adapter import without_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.runtime import processes
@@ -30,10 +29,9 @@ from posttrain.tracking.profile.recorder import StepRecorder
 from posttrain.tracking.sink import Sink
 from posttrain.tracking.sinks import Sinks, open_sinks
 from posttrain.train.checkpoint import Checkpointer
-from posttrain.train.layer_matching import Matching
 from posttrain.train.loop import Every, Resumable, StopRequest, TrainingLoop, check_origin, restore_latest
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer, make_schedule
-from posttrain.train.programs import Refuse
 from posttrain.train.trainer import Trainer
 from posttrain.weights.files import find_folder
 from posttrain.weights.load import init_model, load_model, vocabulary_of
@@ -125,40 +123,22 @@ class StageRun:
         print_parameters(model)
         return model
 
+    def train_settings(self, section: TrainSection, *, temperature: float, terms: Terms) -> TrainSettings:
+        """Settings of the stage's trainer, with dropout where the stage does not train on its own samples."""
+        seed = None if self.sampled else self.seed
+        return TrainSettings.of(section, temperature=temperature, dropout_seed=seed, terms=terms)
+
     def make_trainer(
         self,
         section: TrainSection,
         model: Decoder,
         loss: TokenLoss | ScoreLoss,
-        *,
-        temperature: float = 1.0,
-        terms: Terms = PLAIN,
+        settings: TrainSettings,
         teachers: Sequence[Decoder] = (),
-        matching: Matching | None = None,
-        noise_alpha: float = 0.0,
-        refuse: Refuse | None = None,
-        offload_optimizer: bool = False,
     ) -> Trainer:
-        """Make the trainer of `model` with the section's optimizer, router losses and micro-batches. The other
-        arguments are those of `Trainer`."""
-        return Trainer(
-            model,
-            loss,
-            make_optimizer(section.optimizer, section.steps, self.seed),
-            temperature=temperature,
-            max_grad_norm=section.optimizer.max_grad_norm,
-            micro_batch_rows=section.pass_rows,
-            mesh=self.mesh,
-            router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
-            correction_rate=section.router.correction_rate,
-            dropout_seed=None if self.sampled else self.seed,
-            terms=terms,
-            teachers=teachers,
-            matching=matching,
-            noise_alpha=noise_alpha,
-            refuse=refuse,
-            offload_optimizer=offload_optimizer,
-        )
+        """Make the trainer of `model` on the stage's mesh, with the section's optimizer."""
+        optimizer = make_optimizer(section.optimizer, section.steps, self.seed)
+        return Trainer(model, loss, optimizer, settings, mesh=self.mesh, teachers=teachers)
 
     def _num_tokens(self, rows: int) -> int | None:
         """Number of embedding rows that are tokens; None: all, or more tokens than rows."""

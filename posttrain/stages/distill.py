@@ -165,16 +165,12 @@ def run(stage: StageRun, inputs: DistillInputs) -> None:
         titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
     )
     model, features = stage.load_model(), section.features
-    refuse = None if section.sampling is None else sampler_gate(model, section.rollout)
-    trainer = stage.make_trainer(
-        section,
-        model,
-        inputs.loss,
-        terms=terms_of(section, inputs.aligners),
-        teachers=teachers,
+    settings = replace(
+        stage.train_settings(section, temperature=1.0, terms=terms_of(section, inputs.aligners)),
         matching=None if features is None else matching_of(features, model.config, teachers[0].config, stage.seed),
-        refuse=refuse,
+        skip_update=None if section.sampling is None else sampler_gate(model, section.rollout),
     )
+    trainer = stage.make_trainer(section, model, inputs.loss, settings, teachers)
     given = None if section.on_policy == 1 else sequences_of(stage, inputs, targets)
     with ExitStack() as closing:
         batches: MeasuredStream | None = None

@@ -162,16 +162,13 @@ def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss
     check_cache(section, row_shards(stage.mesh))
     if isinstance(loss, RLLoss) and not isinstance(loss, PolicyLoss):
         loss = WithSamplerGap(loss)
-    model, temperature = stage.load_model(), section.sampling.temperature
-    return stage.make_trainer(
-        section,
-        model,
-        loss,
-        temperature=temperature,
-        terms=terms,
-        refuse=sampler_gate(model, section.rollout),
+    model = stage.load_model()
+    settings = replace(
+        stage.train_settings(section, temperature=section.sampling.temperature, terms=terms),
+        skip_update=sampler_gate(model, section.rollout),
         offload_optimizer=section.placement.optimizer.offload,
     )
+    return stage.make_trainer(section, model, loss, settings)
 
 
 def one_process(section: OnlineSection) -> str | None:

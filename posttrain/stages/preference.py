@@ -265,13 +265,15 @@ class PairData:
 
 def run(stage: StageRun, inputs: PairInputs) -> None:
     """Train a preference stage to its last step, resuming from its newest checkpoint."""
-    trainer = stage.make_trainer(inputs.section, stage.load_model(), inputs.loss, terms=inputs.terms)
+    settings = stage.train_settings(inputs.section, temperature=1.0, terms=inputs.terms)
+    trainer = stage.make_trainer(inputs.section, stage.load_model(), inputs.loss, settings)
     train_pairs(stage, inputs, trainer, _referenced(stage, inputs, trainer))
 
 
 def run_reward_model(stage: StageRun, inputs: PairInputs) -> None:
     """Train a reward model to the last step of its stage, resuming from its newest checkpoint."""
-    trainer = stage.make_trainer(inputs.section, load_reward_model(stage), inputs.loss, terms=inputs.terms)
+    settings = stage.train_settings(inputs.section, temperature=1.0, terms=inputs.terms)
+    trainer = stage.make_trainer(inputs.section, load_reward_model(stage), inputs.loss, settings)
     train_pairs(stage, inputs, trainer, plain_data(inputs))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.batch import TokenLoss
 from posttrain.config import SFTSection, UserObject
@@ -22,6 +22,7 @@ from posttrain.stages.sequences import (
     sequences_of,
     train_batches,
 )
+from posttrain.train.objective import TrainSettings
 
 SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
 
@@ -52,11 +53,17 @@ def describe(section: SFTSection, inputs: SFTInputs | None, shards: int) -> str:
 def run(stage: StageRun, inputs: SFTInputs) -> None:
     """Train an SFT stage to its last step, resuming from its newest checkpoint."""
     section = inputs.section
-    terms = Terms(mean_over=stage.tokenizer.num_ids if section.label_smoothing else None)
-    model = stage.load_model()
-    trainer = stage.make_trainer(section, model, inputs.loss, terms=terms, noise_alpha=section.noise_alpha)
+    settings = train_settings(section, stage.tokenizer.num_ids, dropout_seed=stage.seed)
+    trainer = stage.make_trainer(section, stage.load_model(), inputs.loss, settings)
     with Prefetch(sequences_of(stage, inputs, None)) as batches:
         train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, None))
+
+
+def train_settings(section: SFTSection, num_ids: int, *, dropout_seed: int) -> TrainSettings:
+    """Settings of the trainer. `num_ids`: ids that have a token, over which labels are smoothed."""
+    terms = Terms(mean_over=num_ids if section.label_smoothing else None)
+    settings = TrainSettings.of(section, temperature=1.0, dropout_seed=dropout_seed, terms=terms)
+    return replace(settings, noise_alpha=section.noise_alpha)
 
 
 def sft_loss(section: SFTSection) -> TokenLoss:

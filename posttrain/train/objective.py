@@ -1,11 +1,11 @@
-"""Training objective and its gradient over all micro-batches, as pure functions of arrays."""
+"""Training objective: its settings, and its gradient over all micro-batches as pure functions of arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ from posttrain.batch import (
     TokenStats,
     TopK,
 )
-from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.config import TrainSection
+from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
 from posttrain.losses.reduce import sequence_sums, to_tokens
@@ -35,7 +36,7 @@ from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.train.accumulate import CotangentLoss, flatten_micro, num_micro, stack_over, sum_over
 from posttrain.train.layer_matching import Matching
-from posttrain.tree import replace
+from posttrain.tree import Metric, replace
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
 UNROLLED_LAYERS_ON_CPU = 8
@@ -47,6 +48,61 @@ EXPERTS = (".experts.gate", ".experts.up", ".experts.down")
 
 AnyLoss = Callable[[Any, Batch], LossOutput]
 """Loss on the model's statistics: a `TokenLoss` or a `ScoreLoss`."""
+
+
+@runtime_checkable
+class SkipUpdate(Protocol):
+    """Veto on updates, traced in the program of the update, which carries its memory from step to step."""
+
+    def start(self) -> np.ndarray:
+        """Memory before the first step."""
+
+    def __call__(self, metrics: Mapping[str, Metric], memory: Array) -> tuple[Array, Array, Mapping[str, Array]]:
+        """Veto on a step with these metrics, the memory after it, and metrics beside those of the loss."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Settings of a trainer beside model, loss, optimizer and mesh."""
+
+    temperature: float
+    """Log-probabilities are those of softmax(logits / temperature)."""
+    max_grad_norm: float
+    """Greatest global norm of a gradient; a greater one is clipped."""
+    micro_batch_rows: int | None = None
+    """Rows per forward pass, at most; None: all. Any split gives the same gradient."""
+    router_loss: RouterLoss | None = None
+    """Load balancing of MoE models, whose mean is added to the loss; None: not computed."""
+    correction_rate: float = 0.0
+    """Update of the router's bias correction after each step."""
+    terms: Terms = PLAIN
+    """Statistics that the loss needs beside log-probabilities and entropies."""
+    matching: Matching | None = None
+    """Layers matched with those of the one teacher; its projections are trained and checkpointed, but not part of the
+    model."""
+    noise_alpha: float = 0.0
+    """NEFTune, arXiv:2310.05914: uniform noise on the embeddings in training, up to alpha / sqrt(length of the
+    sequence * D)."""
+    dropout_seed: int | None = None
+    """Seed of dropout and noise; ValueError without it where there is one of them."""
+    skip_update: SkipUpdate | None = None
+    """Veto on an update by the step's metrics, inside its program; its memory is checkpointed."""
+    offload_optimizer: bool = False
+    """`Trainer.offload_optimizer()` moves the optimizer state to the host's memory, and the next step brings it
+    back."""
+
+    @classmethod
+    def of(cls, section: TrainSection, *, temperature: float, dropout_seed: int | None, terms: Terms) -> TrainSettings:
+        """Settings of a stage: what the sections of all stages have; `replace` adds what one kind has."""
+        return cls(
+            temperature=temperature,
+            max_grad_norm=section.optimizer.max_grad_norm,
+            micro_batch_rows=section.pass_rows,
+            router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
+            correction_rate=section.router.correction_rate,
+            terms=terms,
+            dropout_seed=dropout_seed,
+        )
 
 
 class Keys(NamedTuple):
@@ -73,17 +129,12 @@ class Objective:
     student: ModelWeights
     teachers: Sequence[ModelWeights]
     loss: AnyLoss
-    temperature: float
-    terms: Terms
-    router_loss: RouterLoss | None
-    matching: Matching | None
-    noise_alpha: float
-    dropout_seed: int | None
+    settings: TrainSettings
 
     def __post_init__(self) -> None:
-        if self.matching is not None and len(self.teachers) != 1:
+        if self.settings.matching is not None and len(self.teachers) != 1:
             raise ValueError(f"Trainer: matching needs exactly one in-step teacher, got {len(self.teachers)}")
-        if (self._dropout or self.noise_alpha) and self.dropout_seed is None:
+        if (self._dropout or self.settings.noise_alpha) and self.settings.dropout_seed is None:
             raise ValueError("Trainer: adapter dropout and noise_alpha need dropout_seed")
 
     @property
@@ -91,13 +142,19 @@ class Objective:
         loss: object = self.loss
         return isinstance(loss, BatchLoss) and loss.needs_whole_batch
 
+    @property
+    def router_loss(self) -> RouterLoss | None:
+        """Router loss with a coefficient above 0."""
+        given = self.settings.router_loss
+        return given if given is not None and given.on else None
+
     @functools.cached_property
     def _dropout(self) -> bool:
         return has_dropout(self.student.model)
 
     @functools.cached_property
     def _projections(self) -> frozenset[str]:
-        return frozenset(() if self.matching is None else self.matching.shapes())
+        return frozenset(() if self.settings.matching is None else self.settings.matching.shapes())
 
     @functools.cached_property
     def _used_once(self) -> frozenset[str]:
@@ -112,11 +169,12 @@ class Objective:
 
     def keys(self, step: Array, micro: Batch) -> Keys:
         """PRNG keys of the step's micro-batches; noise keys are per row, independent of the split."""
-        if self.dropout_seed is None:
+        seed = self.settings.dropout_seed
+        if seed is None:
             return Keys(None, None)
-        key, (num_micro, rows) = jax.random.fold_in(jax.random.key(self.dropout_seed), step), micro.tokens.shape[:2]
+        key, (num_micro, rows) = jax.random.fold_in(jax.random.key(seed), step), micro.tokens.shape[:2]
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_micro * rows)).reshape(num_micro, rows)
-        return Keys(keys[:, 0] if self._dropout else None, keys if self.noise_alpha else None)
+        return Keys(keys[:, 0] if self._dropout else None, keys if self.settings.noise_alpha else None)
 
     def forward(
         self,
@@ -135,7 +193,7 @@ class Objective:
         """
         model = self.student.bind({path: w for path, w in weights.items() if path not in self._projections})
         model.unroll = backward and self._unrolled
-        matching = None if teacher_params is None else self.matching
+        matching = None if teacher_params is None else self.settings.matching
         if keys is not None and keys.dropout is not None:
             drop(model, keys.dropout)
         tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
@@ -157,9 +215,10 @@ class Objective:
             teachers.append(Teacher(teacher.logits, final))
         teachers += (batch.teachers or ()) if teacher_params is not None else ()
         others = {} if matching is None else matching(student_features, teacher_features, weights, segments, only)
-        terms = self.terms if teacher_params is not None else dataclasses.replace(self.terms, divergence=None)
+        terms = self.settings.terms
+        terms = terms if teacher_params is not None else dataclasses.replace(terms, divergence=None)
         options: dict[str, Any] = {
-            "temperature": self.temperature,
+            "temperature": self.settings.temperature,
             "vocab_size": model.config.vocab_size,
             "only": only,
             "terms": terms,
@@ -181,7 +240,7 @@ class Objective:
         """NEFTune noise, scaled by 1 / sqrt(length * width) per sequence, arXiv:2310.05914."""
         shape = (segments.shape[1], self.student.model.config.embed_dim)
         lengths = to_tokens(sequence_sums(jnp.ones(segments.shape), segments), segments)
-        scale = self.noise_alpha / jnp.sqrt(jnp.maximum(lengths, 1.0) * shape[1])
+        scale = self.settings.noise_alpha / jnp.sqrt(jnp.maximum(lengths, 1.0) * shape[1])
         return jax.vmap(lambda key: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0))(keys) * scale[..., None]
 
     def loss_output(
@@ -250,7 +309,7 @@ class Objective:
 
         batch, keys = inputs
         # The divergence of a token group spans several chunks.
-        cotangents = known_cotangents(loss, batch) if self.terms.unshared is None else None
+        cotangents = known_cotangents(loss, batch) if self.settings.terms.unshared is None else None
 
         # Differentiate by float32 copies, so that sums over chunks and tokens are accumulated in float32.
         wide = {path: p if path in self._used_once else p.astype(jnp.float32) for path, p in params.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from posttrain.batch import Batch, LossOutput, ScoreLoss, ScoreStats, TokenLoss, TokenStats, rows_per_pass
-from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.platform import platform_of, traced_for
-from posttrain.losses.router import RouterLoss, load_metrics, updated_correction
+from posttrain.losses.router import load_metrics, updated_correction
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards
 from posttrain.metrics import Metrics
 from posttrain.models.decoder import Decoder
@@ -25,26 +24,12 @@ from posttrain.runtime.cpu import fast_compile_options
 from posttrain.runtime.host_memory import gc_disabled
 from posttrain.train.accumulate import stack_over
 from posttrain.train.layer_matching import Matching
-from posttrain.train.objective import Objective
+from posttrain.train.objective import Objective, TrainSettings
 from posttrain.train.optimizers import OptaxOptimizer, Optimizer, Prepare, clipped, global_norm
-from posttrain.tree import Metric, added_up
+from posttrain.tree import added_up
 from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes
-
-
-@runtime_checkable
-class Refuse(Protocol):
-    """Veto on updates, traced in the program of the update, which carries its memory from step to step."""
-
-    def start(self) -> np.ndarray:
-        """Memory before the first step."""
-
-    def __call__(self, metrics: Mapping[str, Metric], memory: Array) -> tuple[Array, Array, Mapping[str, Array]]:
-        """Refusal of a step with these metrics, the memory after it, and metrics beside those of the loss."""
-
-
-"""A veto on an update, from the merged metrics of the loss; traced into the program of the step."""
 
 
 class TrainPrograms:
@@ -58,19 +43,10 @@ class TrainPrograms:
         model: Decoder,
         loss: TokenLoss | ScoreLoss,
         optimizer: Optimizer | optax.GradientTransformation,
+        settings: TrainSettings,
         *,
-        temperature: float,
-        max_grad_norm: float,
-        micro_batch_rows: int | None,
         mesh: Mesh,
-        router_loss: RouterLoss | None,
-        correction_rate: float,
-        terms: Terms,
-        teachers: Sequence[Decoder],
-        matching: Matching | None,
-        noise_alpha: float,
-        dropout_seed: int | None,
-        refuse: Refuse | None,
+        teachers: Sequence[Decoder] = (),
     ):
         if is_quantized(model) and not has_lora(model):
             raise ValueError("Trainer: quantized weights cannot be trained; give the model an adapter (lora)")
@@ -80,23 +56,18 @@ class TrainPrograms:
         )
         self.num_traced = 0
         """Number of programs traced for updates, evaluation and statistics: one each per batch shape."""
-        self._max_grad_norm, self._correction_rate, self._refuse = max_grad_norm, correction_rate, refuse
-        self._micro_batch_rows = micro_batch_rows
+        self.settings = settings
         self.structure = _structure(model, mesh)
         self.trainable = self.structure.trainable()
         self.objective = Objective(
             student=self.structure,
             teachers=[_structure(teacher, mesh) for teacher in teachers],
             loss=loss,
-            temperature=temperature,
-            terms=terms,
-            router_loss=router_loss if router_loss is not None and router_loss.on else None,
-            matching=matching,
-            noise_alpha=noise_alpha,
-            dropout_seed=dropout_seed,
+            settings=settings,
         )
-        check_router(model.config, self.objective.router_loss is not None, correction_rate, adapter=has_lora(model))
-        self.projections = _projection_shapes(matching, mesh)
+        balanced = self.objective.router_loss is not None
+        check_router(model.config, balanced, settings.correction_rate, adapter=has_lora(model))
+        self.projections = _projection_shapes(settings.matching, mesh)
         """Projections of layer matching, which are trained but not part of the model."""
         self.weights = placed_shapes(self.structure, mesh) | self.projections
         """All parameters by path, frozen ones and projections included."""
@@ -149,7 +120,7 @@ class TrainPrograms:
 
     def micro_rows(self, total: int) -> int:
         """Rows of a micro-batch for a batch of `total` rows, over all devices."""
-        return rows_per_pass(total, self._micro_batch_rows, row_shards(self.mesh))
+        return rows_per_pass(total, self.settings.micro_batch_rows, row_shards(self.mesh))
 
     @property
     def micro_sharding(self) -> NamedSharding:
@@ -170,7 +141,8 @@ class TrainPrograms:
 
     def memory(self) -> dict[str, np.ndarray]:
         """Memory of the veto before the first step; empty without one."""
-        return {} if self._refuse is None else {"refuse": self._refuse.start()}
+        veto = self.settings.skip_update
+        return {} if veto is None else {"refuse": veto.start()}
 
     def _teacher_shapes(self) -> list[WeightShapes]:
         return [placed_shapes(teacher, self.mesh) for teacher in self.objective.teachers]
@@ -198,31 +170,31 @@ class TrainPrograms:
         memory: dict[str, Array],
     ) -> tuple[Weights, Any, dict[str, Array], Metrics]:
         self.num_traced += 1
-        objective = self.objective
+        objective, settings = self.objective, self.settings
         inputs, router_weight = (micro, objective.keys(step, micro)), objective.router_weight(micro, count)
         gradient, (output, routers) = objective.gradients(params, frozen, teacher_weights, router_weight, inputs, count)
         gradient = jax.lax.with_sharding_constraint(gradient, {path: x.sharding for path, x in self.params.items()})
         weight = output.loss.weight
         norm = global_norm(_mean(gradient, weight))
         usable = jnp.isfinite(norm) & (weight > 0) & wanted
-        told: Mapping[str, Array] = {}
-        if self._refuse is not None:
-            refused, remembered, told = self._refuse(output.metrics, memory["refuse"])
-            memory, usable = {"refuse": remembered}, usable & ~refused
+        veto_metrics: Mapping[str, Array] = {}
+        if settings.skip_update is not None:
+            skipped, remembered, veto_metrics = settings.skip_update(output.metrics, memory["refuse"])
+            memory, usable = {"refuse": remembered}, usable & ~skipped
 
         def prepare(gradient: Array) -> Array:
-            mean: Array = clipped(_mean(gradient, weight), norm, self._max_grad_norm)
+            mean: Array = clipped(_mean(gradient, weight), norm, settings.max_grad_norm)
             return mean
 
         new_params, new_state = self._updated(gradient, params, opt_state, prepare, usable)
-        if self._correction_rate and routers is not None:
+        if settings.correction_rate and routers is not None:
             for path, numbers in correction_paths(self.structure.model.config).items():
-                changed = updated_correction(params[path], routers.load[jnp.asarray(numbers)], self._correction_rate)
+                changed = updated_correction(params[path], routers.load[jnp.asarray(numbers)], settings.correction_rate)
                 new_params[path] = jnp.where(usable, changed, params[path])
         metrics: Metrics = {
             "loss": output.loss,
             **output.metrics,
-            **told,
+            **veto_metrics,
             **({} if routers is None else load_metrics(routers.load)),
             "grad_norm": norm,
             "update_skipped": 1.0 - usable.astype(jnp.float32),

@@ -21,9 +21,8 @@ from posttrain.batch import (
     TokenStats,
     packing_metrics,
 )
-from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.platform import platform_of
-from posttrain.losses.router import RouterLoss, check_weight
+from posttrain.losses.router import check_weight
 from posttrain.mesh import replicated, single_device_mesh
 from posttrain.metrics import Metrics, merge
 from posttrain.models.decoder import Decoder
@@ -32,9 +31,9 @@ from posttrain.runtime.host_memory import gc_disabled, trim_host_memory
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.train.accumulate import concatenated, flatten_micro
-from posttrain.train.layer_matching import Matching
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import Optimizer
-from posttrain.train.programs import Refuse, TrainPrograms, placed_shapes
+from posttrain.train.programs import TrainPrograms, placed_shapes
 from posttrain.tree import Metric, replace
 from posttrain.weights.state import ModelWeights, Weights
 
@@ -42,7 +41,7 @@ StatsT = TypeVar("StatsT", TokenStats, ScoreStats)
 
 
 @runtime_checkable
-class Companion(Protocol):
+class Checkpointable(Protocol):
     """Role whose arrays are saved and restored with a trainer's."""
 
     def state(self) -> dict[str, Any]: ...
@@ -53,14 +52,9 @@ class Companion(Protocol):
 class Trainer:
     """Trains the parameters of `model` (only the adapter's, if it has one) in place.
 
-    The gradient is that of sum(loss totals) / sum(loss weights) over the whole batch plus that of the mean
-    `router_loss`, for any split into micro-batches. `correction_rate`: update of the router's bias correction after
-    each step. Log-probabilities are those of softmax(logits / temperature). `teachers` process the same rows; they are
-    placed on the mesh and never written. `matching`: layers matched with those of the one teacher; its projections are
-    trained and checkpointed, but not part of the model. `noise_alpha`: NEFTune, arXiv:2310.05914, uniform noise on the
-    embeddings in training, up to alpha / sqrt(length of the sequence * D). `refuse`: veto on an update by the step's
-    metrics, inside its program; its memory is checkpointed. `offload_optimizer`: `offload_optimizer()` moves the
-    optimizer state to the host's memory, and the next step brings it back.
+    The gradient is that of sum(loss totals) / sum(loss weights) over the whole batch plus that of the mean router loss,
+    for any split into micro-batches. `teachers` process the same rows; they are placed on the mesh and never written.
+    `mesh`: by default the first device.
     """
 
     def __init__(
@@ -68,22 +62,12 @@ class Trainer:
         model: Decoder,
         loss: TokenLoss | ScoreLoss,
         optimizer: Optimizer | optax.GradientTransformation,
+        settings: TrainSettings,
         *,
-        temperature: float,
-        max_grad_norm: float,
-        micro_batch_rows: int | None = None,
         mesh: Mesh | None = None,
-        router_loss: RouterLoss | None = None,
-        correction_rate: float = 0.0,
-        terms: Terms = PLAIN,
         teachers: Sequence[Decoder] = (),
-        matching: Matching | None = None,
-        noise_alpha: float = 0.0,
-        dropout_seed: int | None = None,
-        refuse: Refuse | None = None,
-        offload_optimizer: bool = False,
     ):
-        self.model = model
+        self.model, self.settings = model, settings
         self.mesh = single_device_mesh() if mesh is None else mesh
         self.step_number = 0
         """Number of steps, those without an update included; the only step counter."""
@@ -92,26 +76,10 @@ class Trainer:
         self._stepped = False
         self._compiling: Future[Any] | None = None
         self._met = set[Any]()
-        self._programs = TrainPrograms(
-            model,
-            loss,
-            optimizer,
-            temperature=temperature,
-            max_grad_norm=max_grad_norm,
-            micro_batch_rows=micro_batch_rows,
-            mesh=self.mesh,
-            router_loss=router_loss,
-            correction_rate=correction_rate,
-            terms=terms,
-            teachers=teachers,
-            matching=matching,
-            noise_alpha=noise_alpha,
-            dropout_seed=dropout_seed,
-            refuse=refuse,
-        )
+        self._programs = TrainPrograms(model, loss, optimizer, settings, mesh=self.mesh, teachers=teachers)
         self._objective, self._weights = self._programs.objective, self._programs.structure
         self._loss_checked = self._objective.router_loss is None
-        projections = {} if matching is None else matching.projections()
+        projections = {} if settings.matching is None else settings.matching.projections()
         places = {path: x.sharding for path, x in self._programs.projections.items()}
         self._projections: Weights = processes.on_devices(projections, places)
         for weights in (*self._objective.teachers, self._weights):
@@ -119,8 +87,8 @@ class Trainer:
         self._opt_places = jax.tree.map(lambda x: x.sharding, self._programs.opt_state)
         self._opt_state = jax.jit(self._programs.optimizer.init, out_shardings=self._opt_places)(self.params)
         self._memory: dict[str, Array] = processes.on_devices(self._programs.memory(), replicated(self.mesh))
-        self._offloads, self._offloaded = offload_optimizer, False
-        self.companions: dict[str, Companion] = {}
+        self._offloaded = False
+        self.companions: dict[str, Checkpointable] = {}
         """Roles beside the actor, by name, whose arrays are saved and restored with the trainer's."""
         self.offload_optimizer()
 
@@ -163,7 +131,7 @@ class Trainer:
 
     def offload_optimizer(self) -> None:
         """Move the optimizer state to the host's memory, if the trainer was made to."""
-        if self._offloads:
+        if self.settings.offload_optimizer:
             places = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), self._opt_places)
             self._opt_state, self._offloaded = jax.device_put(self._opt_state, places), True
 
@@ -171,8 +139,9 @@ class Trainer:
         """One update from one batch of host rows. Metrics of the device stay there. The parameters before are donated:
         whoever holds them, such as an engine, needs those of now (`engine.update_weights`) before the next use.
 
-        A gradient that is not finite, a batch without any weight, a veto of `refuse` or `update=False` leave parameters
-        and optimiser state bitwise as they are, and show as `update_skipped` = 1. The step counts all the same.
+        A gradient that is not finite, a batch without any weight, a veto of `skip_update` or `update=False` leave
+        parameters and optimiser state bitwise as they are, and show as `update_skipped` = 1. The step counts all the
+        same.
         """
         with span("update"):
             return self._step(batch, update=update)

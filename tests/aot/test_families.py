@@ -9,10 +9,12 @@ import pytest
 from posttrain.config import OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.models import families
-from posttrain.plan.build import RolloutShapes, batch_of, train_programs
+from posttrain.plan.build import RolloutShapes, batch_of
 from posttrain.plan.hlo import kernel_names
 from posttrain.plan.machine import CHIPS
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
+from posttrain.train.programs import TrainPrograms
 from tests.aot.slices import FAMILIES, SMALL, mesh_of, model
 
 BACKWARD = ("splash_mha_dkv", "splash_mha_dq")
@@ -38,7 +40,13 @@ def test_programs_lower_with_their_kernels(name: str) -> None:
     fields = SMALL | {"model_type": name} | FAMILIES[name]
     mesh = mesh_of("v5e", "2x2", fsdp=2, tensor=2)
     made = model(fields, mesh, "full")
-    programs = train_programs(made, SFTLoss(), make_optimizer(OptimizerSection(learning_rate=1e-5), 10), mesh)
+    programs = TrainPrograms(
+        made,
+        SFTLoss(),
+        make_optimizer(OptimizerSection(learning_rate=1e-5), 10),
+        TrainSettings(temperature=1.0, max_grad_norm=1.0),
+        mesh=mesh,
+    )
     update = {family(kernel) for kernel in kernel_names(programs.lower_update(batch_of(4, 512)).as_text())}
     assert {"splash_mha_fwd", "splash_mha_dkv"} <= update
     # gmm's kernels bear no name of their own.

@@ -10,10 +10,12 @@ from posttrain.batch import TokenLoss
 from posttrain.config import MomentType, OptimizerSection
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
-from posttrain.plan.build import POLICY_ARRAYS, batch_of, train_programs
+from posttrain.plan.build import POLICY_ARRAYS, batch_of
 from posttrain.plan.lowered import compile_program
 from posttrain.plan.phases import vocabulary_trips
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
+from posttrain.train.programs import TrainPrograms
 from tests.aot.bounds import GIB, HEAD_8B_GIB, MIB, STEPS
 from tests.aot.slices import QWEN3, QWEN3_8B, QWEN3_30B, Fields, mesh_of, model
 
@@ -46,7 +48,13 @@ def test_update(name: str) -> None:
     mesh = mesh_of(*case.slice, **case.axes)
     made: Any = model(case.fields, mesh, "full")
     section = OptimizerSection(learning_rate=1e-5, moments=case.moments)
-    programs = train_programs(made, case.loss, make_optimizer(section, 10, seed=0), mesh)
+    programs = TrainPrograms(
+        made,
+        case.loss,
+        make_optimizer(section, 10, seed=0),
+        TrainSettings(temperature=1.0, max_grad_norm=1.0),
+        mesh=mesh,
+    )
     lowered = programs.lower_update(batch_of(case.rows, case.length, arrays=case.arrays))
     found = compile_program(lowered, mesh.size)
     assert set(found.mosaic) == bound.kernels

@@ -20,6 +20,7 @@ from posttrain.config import OptimizerSection
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import to_host
 from posttrain.rl.algorithms import make_algorithm
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
@@ -46,7 +47,7 @@ def value_model(tokenizer: Tokenizer, rate: float) -> Trainer:
     add_scalar_head(model, seed=1)
     loss = make_algorithm("ppo", max_tokens=NEW).critic.loss
     optimizer = make_optimizer(OptimizerSection(learning_rate=rate), 1000)
-    return Trainer(model, loss, optimizer, temperature=1.0, max_grad_norm=1.0, micro_batch_rows=4)
+    return Trainer(model, loss, optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=4))
 
 
 def world_with_critic(tokenizer: Tokenizer, *, rate: float, warmup: int = 0, **changes: Any) -> World:

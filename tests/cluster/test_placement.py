@@ -33,6 +33,7 @@ from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.event_loop import run_async
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import digests
@@ -66,12 +67,14 @@ class World:
             model,
             self.algorithm.loss,
             make_optimizer(OptimizerSection(learning_rate=1e-2), 100),
-            temperature=temperature,
-            max_grad_norm=1.0,
-            micro_batch_rows=4,
+            TrainSettings(
+                temperature=temperature,
+                max_grad_norm=1.0,
+                micro_batch_rows=4,
+                skip_update=SamplerGate(rounding=EXACT),
+                offload_optimizer=offload,
+            ),
             mesh=mesh,
-            refuse=SamplerGate(rounding=EXACT),
-            offload_optimizer=offload,
         )
         other = make_mesh(MeshSection(data=2, fsdp=1, tensor=2), devices[4:])
         self.replica: Replica = Copied(self.trainer, other) if place == "other" else Shared(self.trainer)

@@ -22,6 +22,7 @@ from posttrain.mesh import make_mesh
 from posttrain.metrics import tables, to_host
 from posttrain.models.config import ModelConfig, RouterConfig
 from posttrain.models.moe import check_router
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import Mean
@@ -52,9 +53,10 @@ def rows(seed: int = 0) -> Batch:
 
 
 def trainer(**changes: Any) -> Trainer:
-    settings = {"temperature": 1.0, "max_grad_norm": 1e9, "router_loss": ROUTER_LOSS, **changes}
-    model = settings.pop("model", None) or mixture_model(CONFIG)
-    return Trainer(model, settings.pop("loss", SFTLoss()), settings.pop("optimizer", optax.sgd(1.0)), **settings)
+    model, mesh = changes.pop("model", None) or mixture_model(CONFIG), changes.pop("mesh", None)
+    loss, optimizer = changes.pop("loss", SFTLoss()), changes.pop("optimizer", optax.sgd(1.0))
+    settings: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1e9, "router_loss": ROUTER_LOSS, **changes}
+    return Trainer(model, loss, optimizer, TrainSettings(**settings), mesh=mesh)
 
 
 def moved(t: Trainer, batch: Batch) -> tuple[dict[str, np.ndarray], dict[str, float]]:

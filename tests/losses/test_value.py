@@ -12,6 +12,7 @@ import pytest
 
 from posttrain.batch import Batch, ScoreStats
 from posttrain.losses.value import ValueLoss, values_before
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.tree import added, replace
 from posttrain.weights.scalar_head import with_scalar_head
@@ -39,7 +40,9 @@ def test_no_value_reads_its_token() -> None:
     """Through a model: another token changes values after it alone, in its own sequence."""
     model = tiny_model(num_layers=1, windows=(None,))
     with_scalar_head(model, seed=0)
-    trainer = Trainer(model, ValueLoss(), optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0, micro_batch_rows=None)
+    trainer = Trainer(
+        model, ValueLoss(), optax.sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=None)
+    )
     _, batch = random_batch()
     tokens = np.random.default_rng(0).integers(1, 100, SEGMENTS.shape).astype(np.int32)
     positions = np.asarray([[0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 3, 4, 0, 0]], np.int32)

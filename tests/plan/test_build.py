@@ -14,13 +14,17 @@ from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh, single_device_mesh
 from posttrain.models.config import Compute
-from posttrain.plan.build import RolloutShapes, batch_of, train_programs
+from posttrain.plan.build import RolloutShapes, batch_of
 from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.paged import empty_pool
+from posttrain.train.objective import TrainSettings
+from posttrain.train.programs import TrainPrograms
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
 from tests.tiny import tiny_config, tiny_model
+
+SETTINGS = TrainSettings(temperature=1.0, max_grad_norm=1.0)
 
 
 def outline(mesh: jax.sharding.Mesh) -> object:
@@ -29,10 +33,10 @@ def outline(mesh: jax.sharding.Mesh) -> object:
 
 def test_an_update_of_shapes_is_that_of_arrays() -> None:
     mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
-    trainer = Trainer(tiny_model(), SFTLoss(), optax.adamw(1e-3), temperature=1.0, max_grad_norm=1.0, mesh=mesh)
+    trainer = Trainer(tiny_model(), SFTLoss(), optax.adamw(1e-3), SETTINGS, mesh=mesh)
     whole: Batch = jax.tree.map(np.array, batch_of(8, 16))
     arrays = trainer._lower(trainer._arguments(whole)).as_text()
-    shapes = train_programs(outline(mesh), SFTLoss(), optax.adamw(1e-3), mesh)  # type: ignore[arg-type]
+    shapes = TrainPrograms(outline(mesh), SFTLoss(), optax.adamw(1e-3), SETTINGS, mesh=mesh)  # type: ignore[arg-type]
     assert shapes.lower_update(batch_of(8, 16)).as_text() == arrays
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from posttrain import Batch, Trainer, save_model
+from posttrain import Batch, Trainer, TrainSettings, save_model
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.losses.reward_model import BradleyTerryLoss
@@ -105,7 +105,7 @@ def test_it_is_read_where_it_was_trained(tmp_path: Path) -> None:
     sample = trajectory("2", prompt="1+1=", tokens=list(whole[: stop + 1]), num_prompt=len(before))
     reward = ModelReward(str(tmp_path / "rm"), "last", "reward_model")
     reward.load(single_device_mesh(), chat, 2)
-    trainer = Trainer(model, BradleyTerryLoss(), optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
+    trainer = Trainer(model, BradleyTerryLoss(), optax.sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0))
     ids = np.asarray([whole], np.int32)
     ones = np.ones_like(ids)
     trained = Batch(

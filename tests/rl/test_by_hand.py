@@ -30,7 +30,7 @@ def test_grpo_by_hand_learns() -> None:
     """Red if the batch lost the advantages, or the engine kept the weights of the start."""
     tokenizer, model = pt.load_tokenizer("bytes"), tiny_model(vocab_size=261)
     loss = pt.PolicyLoss(clip_low=0.2, clip_high=0.28, reduce=pt.losses.token_mean)
-    trainer = pt.Trainer(model, loss, optax.adam(1e-2), temperature=1.0, max_grad_norm=1.0)
+    trainer = pt.Trainer(model, loss, optax.adam(1e-2), pt.TrainSettings(temperature=1.0, max_grad_norm=1.0))
     engine = pt.NativeEngine(model, slots=16, max_length=16, decode_steps=4, tokenizer_decode=tokenizer.decode)
     sampler, rubric = pt.rl.make_sampler(engine, tokenizer, max_tokens=4), pt.rl.make_rubric(low)
     examples = pt.rl.make_examples(ROWS, tokenizer, prompt="{question}=", chat=False)

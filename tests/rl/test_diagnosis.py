@@ -34,6 +34,7 @@ from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.event_loop import run_async
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
@@ -97,10 +98,12 @@ class World:
             model,
             self._algorithm.loss,
             optax.sgd(0.1),
-            temperature=sampling.temperature,
-            max_grad_norm=1.0,
-            micro_batch_rows=4,
-            refuse=SamplerGate(rounding=EXACT),
+            TrainSettings(
+                temperature=sampling.temperature,
+                max_grad_norm=1.0,
+                micro_batch_rows=4,
+                skip_update=SamplerGate(rounding=EXACT),
+            ),
         )
         engine = NativeEngine(
             sampled,

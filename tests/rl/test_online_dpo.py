@@ -36,6 +36,7 @@ from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.event_loop import run_async
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
 from tests.rl.helpers import act, trajectory
@@ -149,7 +150,9 @@ class World:
         if lora:
             attach_lora(model, LoRA(rank=4), seed=0)
         loss = OnlineLoss(pairs=PreferenceLoss(beta=BETA))
-        self.trainer = Trainer(model, loss, sgd(rate), temperature=0.8, max_grad_norm=1.0, micro_batch_rows=1)
+        self.trainer = Trainer(
+            model, loss, sgd(rate), TrainSettings(temperature=0.8, max_grad_norm=1.0, micro_batch_rows=1)
+        )
         engine = NativeEngine(
             model, slots=8, max_length=ROW // 2, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0
         )

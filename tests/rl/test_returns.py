@@ -16,6 +16,7 @@ from posttrain.losses.kl import KLEstimator, gradient_in_reward, k1, k2, k3
 from posttrain.losses.policy import PPO
 from posttrain.losses.value import ValueLoss, values_before
 from posttrain.rl.returns import GAE, RewardKL, discounted, gae, turn_gae, whitened, with_returns
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.scalar_head import with_scalar_head
@@ -223,7 +224,9 @@ def test_a_critic_explains_returns() -> None:
     model = tiny_model(num_layers=2, windows=(None,))
     with_scalar_head(model, seed=0)
     loss = ValueLoss(clip=0.5)
-    critic = Trainer(model, loss, optax.adam(1e-2), temperature=1.0, max_grad_norm=1.0, micro_batch_rows=None)
+    critic = Trainer(
+        model, loss, optax.adam(1e-2), TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=None)
+    )
     settings = GAE(gamma=gamma, lam=0.95, whiten=True)
     explained = []
     for _ in range(60):

@@ -28,6 +28,7 @@ from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.event_loop import run_async
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from tests.mixtures import mixture_config, mixture_model
 from tests.rl.helpers import act, example, step_settings, trajectory
@@ -51,7 +52,9 @@ class World:
         config = mixture_config(vocab_size=tokenizer.vocab_size)
         model = mixture_model(config)
         algorithm = make_algorithm("grpo", max_tokens=NEW)
-        trainer = Trainer(model, algorithm.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0, micro_batch_rows=4)
+        trainer = Trainer(
+            model, algorithm.loss, optax.sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=4)
+        )
         engine = NativeEngine(
             mixture_model(config, dtype=dtype),
             slots=4 * GROUP,

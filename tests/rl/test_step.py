@@ -34,6 +34,7 @@ from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example
 from posttrain.runtime.event_loop import run_async
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
@@ -89,10 +90,12 @@ class World:
             model,
             self.algorithm.loss,
             optimizer or sgd(0.0),
-            temperature=settings.temperature or 1.0,
-            max_grad_norm=1.0,
-            micro_batch_rows=4,
-            refuse=SamplerGate(rounding=EXACT if dtype == jnp.float32 else ROUNDED),
+            TrainSettings(
+                temperature=settings.temperature or 1.0,
+                max_grad_norm=1.0,
+                micro_batch_rows=4,
+                skip_update=SamplerGate(rounding=EXACT if dtype == jnp.float32 else ROUNDED),
+            ),
         )
         engine = NativeEngine(
             model, slots=8, max_length=ROW, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0

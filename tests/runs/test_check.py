@@ -19,6 +19,7 @@ from posttrain.runs.check import TrainingSize, model_outline, training_size
 from posttrain.runs.finished import tokenizer_of
 from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.stages.distill import describe
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model, load_model
@@ -87,7 +88,7 @@ def test_bytes_are_those_of_the_trainer(tmp_path: Path, model: dict[str, Any]) -
     outline = model_outline(config, trained_model_files(config.model, load_tokenizer("bytes")))
     size = training_size(config, outline, ONE)
     optimizer = make_optimizer(config.stages[0].optimizer, 4, seed=0)
-    trainer = Trainer(made, SFTLoss(), optimizer, temperature=1.0, max_grad_norm=1.0)
+    trainer = Trainer(made, SFTLoss(), optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0))
     state = trainer.state()
     count = count_parameters(made)
     assert (size.total, size.trained) == (count.total, count.trainable)

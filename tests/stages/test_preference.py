@@ -26,6 +26,7 @@ from posttrain.losses.reference_free import CPOLoss
 from posttrain.metrics import CompileCounter
 from posttrain.runs.prepare import prepare
 from posttrain.stages.preference import PairInputs, shares_prompts
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from tests.runs.test_resume import finish, kill_at
@@ -285,7 +286,7 @@ def test_only_what_a_run_sees_is_scored_and_in_shards(
     monkeypatch.setattr(reference_cache, "SHARD_BATCHES", 1)
     made = inputs_of(tmp_path, batch_rows=2, packing=False)
     model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
-    trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
+    trainer = Trainer(model, made.loss, optax.sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0))
     cache = tmp_path / "cache" / "posttrain" / "reference"
 
     def referenced(num_steps: int) -> PairExamples:
@@ -345,7 +346,7 @@ def test_held_out_losses_do_not_depend_on_batch_rows(tmp_path: Path) -> None:
     found = []
     for rows in (2, 8):
         made = inputs_of(tmp_path, loss="orpo", batch_rows=rows, packing=False)
-        trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
+        trainer = Trainer(model, made.loss, optax.sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0))
         evaluate = PairEvaluation(trainer, made.loss, made.units, lambda batch: batch)
         found.append(evaluate()["metrics"])
         counter = CompileCounter()
@@ -366,7 +367,7 @@ def test_prompts_are_what_is_independent(tmp_path: Path) -> None:
         made = prepare(load_config(tmp_path / "run.yaml"), offline_ok=False).stages[0]
         assert isinstance(made, PairInputs)
         model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
-        trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
+        trainer = Trainer(model, made.loss, optax.sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0))
         found = PairEvaluation(trainer, made.loss, made.units, lambda batch: batch)._prompts(np.arange(len(made.units)))
         np.testing.assert_array_equal(found, np.repeat(np.arange(10) % 5, per_row))
 

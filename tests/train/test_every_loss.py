@@ -21,6 +21,7 @@ from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.losses.value import ValueLoss
 from posttrain.metrics import to_host
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.scalar_head import with_scalar_head
@@ -173,11 +174,8 @@ def stepped(name: str, layout: Sequence[Sequence[int]], micro: int | None) -> tu
     trainer = Trainer(
         model,
         case.loss,
-        optax.sgd(1e3),  # so that the weights do not round the update away
-        temperature=1.3,
-        max_grad_norm=1e9,
-        micro_batch_rows=micro,
-        terms=case.terms,
+        optax.sgd(1e3),
+        TrainSettings(temperature=1.3, max_grad_norm=1e9, micro_batch_rows=micro, terms=case.terms),
         teachers=[tiny_model(num_layers=1, seed=5 + number) for number in range(case.teachers)],
     )
     before = {path: np.asarray(w) for path, w in trainer.params.items()}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
@@ -27,6 +28,7 @@ from posttrain.models.activations import HIDDEN, Taps
 from posttrain.models.decoder import Decoder
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.layer_matching import Matching, Relation
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 from tests.tiny import tiny_model
@@ -85,19 +87,17 @@ def packed() -> Batch:
     )
 
 
-def trainer(match: Matching | None = None, **changes: Any) -> Trainer:
+def trainer(match: Matching | None = None, *, rows: int | None = None, mesh: Mesh | None = None) -> Trainer:
     """Its first update is the gradient itself."""
-    return Trainer(
-        student(),
-        DistillLoss(0.0, hidden=0.5, attention=2.0),
-        optax.sgd(1.0, momentum=0.9),
+    settings = TrainSettings(
         temperature=1.0,
         max_grad_norm=1e9,
+        micro_batch_rows=rows,
         terms=Terms(divergence=Divergence(beta=0.0, temperature=1.0)),
-        teachers=[teacher()],
         matching=match or matching(),
-        **changes,
     )
+    loss, optimizer = DistillLoss(0.0, hidden=0.5, attention=2.0), optax.sgd(1.0, momentum=0.9)
+    return Trainer(student(), loss, optimizer, settings, mesh=mesh, teachers=[teacher()])
 
 
 def moved(t: Trainer, batch: Batch) -> tuple[dict[str, np.ndarray], dict[str, float]]:
@@ -189,12 +189,12 @@ def test_the_naive_twin(update: tuple[Any, dict[str, float]], tapped: list[Any])
 def test_packing_micro_batches_and_chunks_change_nothing(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(features, "MIN_CHUNK_TOKENS", 3)
-    assert_same(update, moved(trainer(micro_batch_rows=1), packed()), 5e-6)
+    assert_same(update, moved(trainer(rows=1), packed()), 5e-6)
 
 
 @pytest.mark.thorough
 def test_unequal_micro_batches_change_nothing(update: Any) -> None:
-    assert_same(update, moved(trainer(micro_batch_rows=3), apart()), 5e-6)
+    assert_same(update, moved(trainer(rows=3), apart()), 5e-6)
 
 
 @pytest.mark.thorough
@@ -310,6 +310,11 @@ def test_resumed_is_never_stopped(whole: Trainer, update: Any, tmp_path: Path) -
 
 def test_a_matching_without_its_teacher_or_weight() -> None:
     with pytest.raises(ValueError, match="matching needs exactly one in-step teacher, got 0"):
-        Trainer(student(), DistillLoss(0.0), optax.sgd(1.0), temperature=1.0, max_grad_norm=1.0, matching=matching())
+        Trainer(
+            student(),
+            DistillLoss(0.0),
+            optax.sgd(1.0),
+            TrainSettings(temperature=1.0, max_grad_norm=1.0, matching=matching()),
+        )
     with pytest.raises(ValueError, match="DistillLoss.attention=2.0: no statistics for it"):
         trainer(matching(relations=())).evaluate([apart()])

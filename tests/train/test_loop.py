@@ -25,6 +25,7 @@ from posttrain.metrics import Sample, to_host
 from posttrain.train import loop as fit
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.loop import Every, Interrupted, Origin, StopRequest, TrainingLoop, restore_latest, stop_on_signals
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from tests.tiny import tiny_model
 
@@ -81,7 +82,7 @@ class Loop:
 
     def __init__(self, folder: Path):
         model = tiny_model(num_layers=1, windows=(None,))
-        self.trainer = Trainer(model, SFTLoss(), optax.sgd(0.1), temperature=1.0, max_grad_norm=1.0)
+        self.trainer = Trainer(model, SFTLoss(), optax.sgd(0.1), TrainSettings(temperature=1.0, max_grad_norm=1.0))
         self.data, self.stop, self.folder = Counting(), StopRequest(), folder
         self.sink = Written(self.data)
         self.evaluations: list[int] = []

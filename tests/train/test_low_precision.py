@@ -26,6 +26,7 @@ from posttrain.train.low_precision import (
     stochastic_bfloat16,
     stored_moment,
 )
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import OptaxOptimizer, make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
@@ -52,7 +53,7 @@ def trainer(optimizer: OptimizerSection, *, lora: bool = False, mesh: Any = None
     if lora:
         attach_lora(model, LoRA(rank=8), seed=0)
     made = make_optimizer(optimizer, STEPS, seed=3)
-    return Trainer(model, SFTLoss(), made, temperature=1.0, max_grad_norm=1.0, mesh=mesh)
+    return Trainer(model, SFTLoss(), made, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh)
 
 
 def losses(t: Trainer, steps: int) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.metrics import to_host
 from posttrain.models.decoder import Decoder
-from posttrain.train.objective import known_cotangents
+from posttrain.train.objective import TrainSettings, known_cotangents
 from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
@@ -77,10 +77,7 @@ def update(
         tiny_model(num_layers=1),
         loss,
         optax.sgd(1.0),
-        temperature=1.3,
-        max_grad_norm=1e9,
-        micro_batch_rows=micro,
-        terms=terms,
+        TrainSettings(temperature=1.3, max_grad_norm=1e9, micro_batch_rows=micro, terms=terms),
         teachers=teachers,
     )
     metrics = to_host(trainer.step(batch()))
@@ -112,8 +109,8 @@ def test_noise_on_embeddings() -> None:
     ones = np.where(segments > 0, 1.0, 0.0).astype(np.float32)
     positions = np.concatenate([np.arange(n) for n in (*lengths, 4)])[None].repeat(2, axis=0).astype(np.int32)
     packed = Batch(tokens=segments + 7, positions=positions, segments=segments, loss_weight=ones)
-    given: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1.0, "dropout_seed": 0}
-    noisy, plain = (Trainer(model, SFTLoss(), optax.sgd(0.0), noise_alpha=x, **given) for x in (alpha, 0.0))
+    given = TrainSettings(temperature=1.0, max_grad_norm=1.0, dropout_seed=0)
+    noisy, plain = (Trainer(model, SFTLoss(), optax.sgd(0.0), replace(given, noise_alpha=x)) for x in (alpha, 0.0))
     objective, micro = noisy._objective, jax.tree.map(lambda x: x[None], packed)
     drawn = [objective.keys(jnp.asarray(step), micro).noise for step in (0, 1)]
     assert drawn[0] is not None and drawn[1] is not None
@@ -143,8 +140,8 @@ def test_gradients_of_matrices_have_the_type_of_their_product(kind: str, monkeyp
             model = mixture_model(mixture_config(num_dense=0, **sizes), dtype=jnp.bfloat16)
             weights = ModelWeights(model)
             weights.write(jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights.read()))
-        fixed: Any = {"temperature": 1.0, "max_grad_norm": 1.0}
-        trainer = Trainer(model, SFTLoss(), optax.sgd(1.0), micro_batch_rows=micro, **fixed)
+        settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=micro)
+        trainer = Trainer(model, SFTLoss(), optax.sgd(1.0), settings)
         objective, (rows, count) = trainer._objective, trainer._micro_batches(batch())
         given = trainer.params, {}, [], jnp.zeros(()), (rows, objective.keys(jnp.uint32(0), rows)), count
         found: dict[str, jax.Array] = jax.jit(objective.gradients)(*given)[0]

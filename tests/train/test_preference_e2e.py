@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain import Batch, Decoder, Trainer, load_model
+from posttrain import Batch, Decoder, Trainer, TrainSettings, load_model
 from posttrain.cluster.reference import Reference
 from posttrain.config import OptimizerSection
 from posttrain.evaluation.pairs import with_margins
@@ -108,10 +108,7 @@ def test_dpo_from_token_ids(e2e: Golden, reference: Decoder, name: str) -> None:
         model,
         loss,
         gradient_for_weights(),
-        temperature=1.0,
-        max_grad_norm=1e9,
-        micro_batch_rows=2,
-        terms=Terms(squares=loss.needs.squares),
+        TrainSettings(temperature=1.0, max_grad_norm=1e9, micro_batch_rows=2, terms=Terms(squares=loss.needs.squares)),
     )
     found = to_host(trainer.step(batch))
     np.testing.assert_allclose(found["loss"], case["loss"], rtol=1e-4)
@@ -134,8 +131,8 @@ def test_kto_over_micro_batches(e2e: Golden, reference: Decoder, kind: Any) -> N
     case = case_of(e2e, f"kto_{kind}")
     loss = KTOLoss(kind=kind, beta=0.1, undesirable_weight=1.2)
     model = load_model(MODELS / "llama")
-    given_to: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1e9, "micro_batch_rows": 2}
-    trainer = Trainer(model, loss, gradient_for_weights(), **given_to)
+    settings = TrainSettings(temperature=1.0, max_grad_norm=1e9, micro_batch_rows=2)
+    trainer = Trainer(model, loss, gradient_for_weights(), settings)
     halves = [jax.tree.map(lambda x, part=part: x[part::2], batch) for part in (0, 1)]
     np.testing.assert_allclose(to_host(trainer.evaluate(halves))["loss"], case["loss"], rtol=1e-4)
     found = to_host(with_margins(trainer.evaluate([batch])))
@@ -163,7 +160,9 @@ def test_reward_model_from_token_ids(e2e: Golden) -> None:
     ordered = [(*sequences[row], role) for pair in range(half) for row, role in ((pair, 1), (pair + half, -1))]
     batch = replace(pair_rows(ordered, 28), margins=np.zeros((half, 28), np.float32))
     case = case_of(e2e, "reward_bt")
-    trainer = Trainer(model, BradleyTerryLoss(), gradient_for_weights(), temperature=1.0, max_grad_norm=1e9)
+    trainer = Trainer(
+        model, BradleyTerryLoss(), gradient_for_weights(), TrainSettings(temperature=1.0, max_grad_norm=1e9)
+    )
     scores = trainer.scores(batch)
     segments = np.asarray(batch.segments)
     last = [scores[row, np.flatnonzero(segments[row] == part)[-1]] for part in (1, 2) for row in range(half)]
@@ -230,7 +229,7 @@ def test_dpo_run(e2e: Golden) -> None:
     model = load_model(MODELS / "llama")
     optimizer = make_optimizer(OptimizerSection(learning_rate=case["args"]["lr"]), case["args"]["max_steps"])
     loss = PreferenceLoss(beta=case["args"]["beta"])
-    trainer = Trainer(model, loss, optimizer, temperature=1.0, max_grad_norm=1.0, micro_batch_rows=2)
+    trainer = Trainer(model, loss, optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=2))
     reference = Reference(trainer)
     for step, expected in enumerate(TRL_LOG):
         batch = pair_rows(run_sequences(case, step), 28)

@@ -21,6 +21,7 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.decoder import Decoder
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer, check_finite
 from posttrain.tree import Mean, replace
@@ -51,13 +52,14 @@ def small(**changes: Any) -> Decoder:
     return tiny_model(num_layers=2, windows=(WINDOW,), **changes)
 
 
-def trainer(**changes: object) -> Trainer:
+def trainer(**changes: Any) -> Trainer:
     """SGD-like first steps show the gradient itself: Adam would hide its size."""
     import optax
 
-    settings: dict = {"temperature": 1.0, "max_grad_norm": 1e9, **changes}
-    model = settings.pop("model", None) or small()
-    return Trainer(model, settings.pop("loss", SFTLoss()), settings.pop("optimizer", optax.sgd(1.0)), **settings)
+    model, mesh = changes.pop("model", None) or small(), changes.pop("mesh", None)
+    loss, optimizer = changes.pop("loss", SFTLoss()), changes.pop("optimizer", optax.sgd(1.0))
+    settings: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1e9, **changes}
+    return Trainer(model, loss, optimizer, TrainSettings(**settings), mesh=mesh)
 
 
 def moved(t: Trainer, batch: Batch) -> dict[str, np.ndarray]:

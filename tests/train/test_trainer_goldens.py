@@ -19,6 +19,7 @@ from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.metrics import to_host
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
 from posttrain.weights.save import hf_tensors
@@ -73,9 +74,11 @@ def test_trajectory_of_sft(arrays: dict[str, np.ndarray], name: str) -> None:
             weight_decay=args["weight_decay"],
             mask=decayed,
         ),
-        temperature=1.0,
-        max_grad_norm=args["max_grad_norm"] or 1e9,
-        micro_batch_rows=args["per_device_train_batch_size"],
+        TrainSettings(
+            temperature=1.0,
+            max_grad_norm=args["max_grad_norm"] or 1e9,
+            micro_batch_rows=args["per_device_train_batch_size"],
+        ),
     )
     ids, labels = arrays["in/run_input_ids"], arrays["in/run_labels"]
     # Rows end with their last label; what is behind is padding.
@@ -99,7 +102,7 @@ def test_sft_from_token_ids(arrays: dict[str, np.ndarray], name: str, loss: Any)
     golden = case(name)
     ids, mask, completion = (arrays[f"in/dpo_{n}"] for n in ("input_ids", "attention_mask", "completion_mask"))
     model = load_model(GOLDENS / "models" / "llama", dtype=jnp.float32)
-    trainer = Trainer(model, loss, gradient_for_weights(), temperature=1.0, max_grad_norm=1e9)
+    trainer = Trainer(model, loss, gradient_for_weights(), TrainSettings(temperature=1.0, max_grad_norm=1e9))
     metrics = to_host(trainer.step(batch(ids, mask > 0, completion)))
     np.testing.assert_allclose(metrics["loss"], golden["loss"], rtol=1e-4)
     np.testing.assert_allclose(metrics["grad_norm"], golden["grad_norm_total"], rtol=1e-3)
@@ -113,7 +116,7 @@ def test_sft_of_a_mixture(arrays: dict[str, np.ndarray]) -> None:
     golden = case("sft_moe_aux0.01")
     ids, mask, completion = (arrays[f"in/dpo_{n}"] for n in ("input_ids", "attention_mask", "completion_mask"))
     model = load_model(GOLDENS / "models" / "qwen3_moe", dtype=jnp.float32)
-    trainer = Trainer(model, SFTLoss(), optax.sgd(0.0), temperature=1.0, max_grad_norm=1e9)
+    trainer = Trainer(model, SFTLoss(), optax.sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1e9))
     nll = golden["loss"] - golden["args"]["router_aux_loss_coef"] * golden["metrics"]["aux_loss"]
     found = to_host(trainer.evaluate([batch(ids, mask > 0, completion)]))
     np.testing.assert_allclose(found["loss"], nll, rtol=1e-4)
@@ -152,10 +155,12 @@ def test_gkd(arrays: dict[str, np.ndarray], name: str) -> None:
         model,
         DistillLoss(cross_entropy=0.0),
         gradient_for_weights(),
-        temperature=1.0,
-        max_grad_norm=1e9,
-        micro_batch_rows=4,
-        terms=Terms(divergence=Divergence(beta=golden["args"]["beta"], temperature=1.0)),
+        TrainSettings(
+            temperature=1.0,
+            max_grad_norm=1e9,
+            micro_batch_rows=4,
+            terms=Terms(divergence=Divergence(beta=golden["args"]["beta"], temperature=1.0)),
+        ),
         teachers=[teacher],
     )
     there = ModelWeights(teacher).read()

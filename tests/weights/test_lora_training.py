@@ -22,6 +22,7 @@ from posttrain.models.adapter import drop
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
 from posttrain.train import objective
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
@@ -49,8 +50,8 @@ BATCH = batch_of(np.random.default_rng(1).integers(3, 96, (4, 12), dtype=np.int3
 
 def trainer_of(model: Decoder, *, seed: int | None = 0, rows: int | None = None, mesh: Mesh | None = None) -> Trainer:
     optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2, weight_decay=0.1), num_steps=10)
-    fixed: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1.0}
-    return Trainer(model, SFTLoss(), optimizer, dropout_seed=seed, micro_batch_rows=rows, mesh=mesh, **fixed)
+    settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, dropout_seed=seed, micro_batch_rows=rows)
+    return Trainer(model, SFTLoss(), optimizer, settings, mesh=mesh)
 
 
 def changed(trainer: Trainer) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.quant import PER_OUTPUT, TYPES, Quantized, dequantized, quantized, tile_size
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import check_lora, init_model, load_model
@@ -278,7 +279,7 @@ def losses(kind: Quantize | None) -> list[float]:
     attach_lora(model, LoRA(rank=8), seed=0)
     frozen = {p: np.asarray(w) for p, w in ModelWeights(model).read().items() if p.endswith((".codes", ".scales"))}
     optimizer = make_optimizer(OptimizerSection(learning_rate=0.02), 12)
-    trainer = Trainer(model, SFTLoss(), optimizer, temperature=1.0, max_grad_norm=1.0)
+    trainer = Trainer(model, SFTLoss(), optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0))
     found = [float(trainer.step(batch)["loss"].value()) for batch, _ in zip(batches(0), range(12), strict=False)]
     assert all(np.array_equal(np.asarray(ModelWeights(model).read()[path]), array) for path, array in frozen.items())
     return found
@@ -296,7 +297,10 @@ def test_refusals() -> None:
     quantize_model(model, "int8")
     with pytest.raises(ValueError, match="Trainer: quantized weights cannot be trained; give the model an adapter"):
         Trainer(
-            model, SFTLoss(), make_optimizer(OptimizerSection(learning_rate=0.1), 1), temperature=1.0, max_grad_norm=1.0
+            model,
+            SFTLoss(),
+            make_optimizer(OptimizerSection(learning_rate=0.1), 1),
+            TrainSettings(temperature=1.0, max_grad_norm=1.0),
         )
     with pytest.raises(ConfigError, match="lora.modules_to_save: 'up_proj' matches .*up.kernel, which model.quantize"):
         attach_lora(model, LoRA(rank=2, targets=("attention",), modules_to_save=("up_proj",)), seed=0)
