@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import posttrain.data as data  # noqa: F401
     import posttrain.losses as losses  # noqa: F401
     import posttrain.rl as rl  # noqa: F401
     from posttrain.api import RL as RL
@@ -89,8 +90,8 @@ _MODULES = {
     "to_host": "posttrain.metrics",
 }
 
-_UNITS = ("losses", "rl")
-"""Folders of the package whose names are public as `pt.losses` and `pt.rl`."""
+_UNITS = ("data", "losses", "rl")
+"""Folders of the package whose names are public as `pt.data`, `pt.losses` and `pt.rl`."""
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604
 

@@ -51,7 +51,7 @@ def half(rewards_PG: np.ndarray, share: float = 0.5) -> np.ndarray:
 
 
 def test_objects_and_functions_of_the_user(folder: Path) -> None:
-    """A loss, an advantage and a filter in memory: the same call finds its run, the command line says it cannot."""
+    """The same call finds its run; the command line says that it cannot."""
     loss = dataclasses.replace(pt.losses.GRPO, clip_high=0.3, kl_coef=0.0)
     own = {"loss": loss, "advantage": {"fn": half, "share": 0.25}, "filter": lambda rewards_PG: rewards_PG[:, 0] < 9}
     first = rl(**own).fit()

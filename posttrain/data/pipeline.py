@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from posttrain.batch import Batch
-from posttrain.config import DatasetSection, OfflineSection, SequenceSection
+from posttrain.config import DatasetSection, Locator, OfflineSection, SequenceSection, SFTSection
 from posttrain.data.chat import Renderer
-from posttrain.data.format import loss_on, tokenize_example
-from posttrain.data.packing import PackedBatches, Window, fit_to_row, sequence, to_batch
-from posttrain.data.sources import Rows, Sequences
+from posttrain.data.files import check_rows, listed
+from posttrain.data.format import check_columns, loss_on, prompt_columns, tokenize_example, use_chat
+from posttrain.data.packing import Overlong, PackedBatches, Window, fit_to_row, sequence, to_batch
+from posttrain.data.sources import Rows, Sequences, load_rows, with_all_columns
+from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest, typed_text
 
@@ -148,6 +150,63 @@ class Prompts(Stream):
 
     def __next__(self) -> int:
         return int(next(self._iterator))
+
+
+def make_batches(
+    rows: str | Path | Iterable[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    batch_rows: int,
+    row_tokens: int,
+    seed: int | None,
+    prompt: str | None = None,
+    completion: str | None = None,
+    system: str | None = None,
+    chat: bool | None = None,
+    packing: bool = True,
+    train_on_prompt: bool = False,
+    overlong: Overlong = "error",
+) -> Iterator[Batch]:
+    """Make batches of rows [batch_rows, row_tokens] for a loop of one's own, as an SFT stage does: rendered by the chat
+    template, with loss on completions and assistant turns, and packed.
+
+    `rows`: dicts in memory, or a path or hub id of a dataset; the other keywords are those of `DatasetSection` and of
+    SFT. `seed`: order of the rows; the batches are endless `SFTBatches`, epoch after epoch, which have `state()` and
+    `restore()`. None: a single pass in their own order, as for an evaluation, whose last batch has empty rows.
+    ConfigError for columns that are missing, and for rows longer than `row_tokens`.
+    """
+    named = isinstance(rows, str | Path)
+    dataset = DatasetSection(
+        path=Locator(str(rows) if named else "rows"), prompt=prompt, completion=completion, system=system, chat=chat
+    )
+    loaded = load_rows(dataset) if named else _in_memory(listed(rows))
+    section = SFTSection(
+        dataset=dataset,
+        batch_rows=batch_rows,
+        row_tokens=row_tokens,
+        packing=packing,
+        train_on_prompt=train_on_prompt,
+        overlong=overlong,
+    )
+    renderer = renderer_of(loaded, dataset, tokenizer)
+    if seed is None:
+        return eval_batches(section, dataset, loaded, renderer)
+    return SFTBatches(section, loaded, renderer, seed=seed)
+
+
+def renderer_of(rows: Rows, dataset: DatasetSection, tokenizer: Tokenizer) -> Renderer:
+    """Renderer of a dataset, whose remarks are among the notes of the rows. ConfigError for missing columns."""
+    first, chat = rows[0], use_chat(dataset, tokenizer, rows.columns)
+    check_columns(rows.table[rows.start], dataset, chat=chat)
+    for column in prompt_columns(first, dataset):
+        rows.remarks.add(column, f"the column {column} is read as part of the prompt")
+    return Renderer(tokenizer, chat, remarks=rows.remarks)
+
+
+def _in_memory(rows: list[Any]) -> Rows:
+    if not rows:
+        raise ConfigError("rows: there is none; give at least one")
+    return Rows("rows", with_all_columns(check_rows(rows, "rows")), 0, len(rows))
 
 
 def eval_batches(

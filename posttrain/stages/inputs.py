@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from posttrain.batch import rows_per_pass
 from posttrain.config import DatasetSection, PairSection, RunConfig, SequenceSection
 from posttrain.data.chat import Renderer
-from posttrain.data.format import check_columns, prompt_columns, use_chat
+from posttrain.data.pipeline import renderer_of
 from posttrain.data.sources import Rows, Sequences, load_rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.weights.locate import ModelFiles
@@ -81,11 +81,7 @@ class Prepared:
 def rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer) -> tuple[Rows, Renderer]:
     """Rows of a dataset, and their renderer, whose remarks are among the notes of the rows."""
     rows = load_rows(section)
-    first, chat = rows[0], use_chat(section, tokenizer, rows.columns)
-    check_columns(rows.table[rows.start], section, chat=chat)
-    for column in prompt_columns(first, section):
-        rows.remarks.add(column, f"the column {column} is read as part of the prompt")
-    return rows, Renderer(tokenizer, chat, remarks=rows.remarks)
+    return rows, renderer_of(rows, section, tokenizer)
 
 
 def describe_rows(section: SequenceSection | PairSection, shards: int) -> str:

@@ -13,7 +13,7 @@ import pytest
 from posttrain.batch import Batch
 from posttrain.config import DatasetSection, SFTSection
 from posttrain.data.chat import Renderer
-from posttrain.data.pipeline import Prompts, SFTBatches, eval_batches
+from posttrain.data.pipeline import Prompts, SFTBatches, eval_batches, make_batches
 from posttrain.data.sources import Rows, load_rows
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
@@ -233,3 +233,34 @@ def test_a_process_with_an_open_stream_ends_quietly(folder: Path, code: int) -> 
     command = [sys.executable, "-W", "error", "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (code, "(2, 24)\n", "")
+
+
+def test_batches_of_ones_own_are_those_of_a_stage(folder: Path) -> None:
+    rows, path = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()], folder / "rows.jsonl"
+    layout: dict[str, Any] = {"batch_rows": 2, "row_tokens": 24, "chat": False}
+    expected = list(islice(stream(folder, seed=3), 6))
+    tokenizer = load_tokenizer("bytes")
+    for source in (rows, path, str(path), iter(rows)):
+        made = list(islice(make_batches(source, tokenizer, seed=3, **layout), 6))
+        for one, other in zip(made, expected, strict=True):
+            assert all(np.array_equal(*two) for two in zip(vars(one).values(), vars(other).values(), strict=True))
+    once = list(make_batches(rows, tokenizer, seed=None, **layout))
+    assert texts(once) == texts(list(eval_batches(stage(folder)[0], *stage(folder)[0].datasets, *stage(folder)[1:])))
+    resumed, endless = (make_batches(rows, tokenizer, seed=3, **layout) for _ in range(2))
+    assert isinstance(resumed, SFTBatches) and isinstance(endless, SFTBatches)
+    next(endless)
+    resumed.restore(endless.state())
+    assert texts([next(resumed)]) == texts([next(endless)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "rows: there is none"),
+        ([{"promt": "1", "completion": "2"}], "did you mean|SFT needs messages, or prompt and completion"),
+        ([{"prompt": "1" * 90, "completion": "2"}], "more than row_tokens=24"),
+    ],
+)
+def test_rows_of_ones_own_are_checked(rows: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        next(make_batches(rows, load_tokenizer("bytes"), seed=0, batch_rows=2, row_tokens=24, chat=False))
