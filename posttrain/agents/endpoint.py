@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from posttrain.agents.session import Answer, RequestRefused, Session
+from posttrain.agents.session import RequestRefused, SampledTurn, Session
 from posttrain.data.messages import checked_tools, from_wire, to_wire
 from posttrain.errors import ConfigError, RunError
 
@@ -74,7 +74,7 @@ class Endpoint:
         self._port = self._server.servers[0].sockets[0].getsockname()[1]
 
 
-def check_installed() -> None:
+def check_extra() -> None:
     """ConfigError without the extra `agents`."""
     try:
         import starlette  # noqa: F401
@@ -90,11 +90,11 @@ def _application(sessions: dict[str, tuple[Session, asyncio.AbstractEventLoop]])
     from starlette.routing import Route
 
     async def chat(request: Request) -> Any:
-        found = sessions.get(request.path_params["session"])
+        served = sessions.get(request.path_params["session"])
         try:
-            if found is None:
+            if served is None:
                 raise RequestRefused(404, "session_not_found", "there is no such session, or it has ended")
-            session, loop = found
+            session, loop = served
             body = _checked(await _received(request))
             sampled = asyncio.run_coroutine_threadsafe(_complete(session, body), loop)
             choices = await asyncio.wrap_future(sampled)
@@ -165,7 +165,7 @@ def _check_depth(body: Any) -> None:
         raise TypeError(f"the body is nested too deeply; at most {MAX_DEPTH} levels")
 
 
-async def _complete(session: Session, body: dict[str, Any]) -> list[Answer]:
+async def _complete(session: Session, body: dict[str, Any]) -> list[SampledTurn]:
     if body["n"] > session.max_turns:
         rule = f"n={body['n']} must be at most {session.max_turns}: each choice is a turn (agent.max_turns)"
         raise RequestRefused(400, "invalid_request_error", rule)
@@ -175,7 +175,7 @@ async def _complete(session: Session, body: dict[str, Any]) -> list[Answer]:
     return list(await asyncio.gather(*asked))
 
 
-def _response(choices: list[Answer]) -> dict[str, Any]:
+def _response(choices: list[SampledTurn]) -> dict[str, Any]:
     prompt = choices[0].num_prompt_tokens
     sampled = sum(len(choice.completion.tokens) for choice in choices)
     return {
@@ -199,7 +199,7 @@ def _response(choices: list[Answer]) -> dict[str, Any]:
 
 
 async def _stream(answer: dict[str, Any]) -> AsyncIterator[str]:
-    """Answer as server-sent events: one chunk for each choice, and its end."""
+    """SampledTurn as server-sent events: one chunk for each choice, and its end."""
     head = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in answer["choices"]:
         calls = choice["message"].get("tool_calls")

@@ -17,14 +17,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any
 
-from posttrain.agents.endpoint import MODEL, Endpoint, check_installed
+from posttrain.agents.endpoint import MODEL, Endpoint, check_extra
 from posttrain.agents.session import Branch, Session
 from posttrain.config import RLSection
 from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import check_turns
-from posttrain.environments.conversation import Generate, accepted_keywords, check_keywords, role_patterns
+from posttrain.environments.conversation import (
+    Generate,
+    accepted_keywords,
+    check_keywords,
+    named_keywords,
+    role_patterns,
+)
 from posttrain.environments.types import Limit
 from posttrain.errors import ConfigError, RunError
 from posttrain.rollout.trajectory import Example, Stop, Trajectory
@@ -101,7 +107,7 @@ class Agents:
     def check(self, renderer: Renderer, examples: Sequence[Example], *, keep_thinking: bool) -> None:
         """ConfigError without the endpoint's packages, for columns that are missing, and for a template that changes
         earlier turns."""
-        check_installed()
+        check_extra()
         if callable(self.run):
             check_keywords(self.run, self.args, list(examples[0].row), GIVEN, "agent")
         if not self.split_turns:
@@ -167,14 +173,12 @@ class Agents:
         self.calls.close()
 
     async def _run(self, example: Example, base_url: str, seed: int) -> Any:
-        given = {"row": example.row, "messages": list(example.messages), "seed": seed, **example.row, **self.args}
-        given |= {"base_url": base_url, "api_key": "session", "model": MODEL}
+        keywords = {"row": example.row, "messages": list(example.messages), "seed": seed, **example.row, **self.args}
+        keywords |= {"base_url": base_url, "api_key": "session", "model": MODEL}
         if not callable(self.run):
             command = self.run
-            return await self.calls.bound(lambda: run_command(command, base_url=base_url, given=given))
-        names = accepted_keywords(self.run)
-        keywords = given if names is None else {name: value for name, value in given.items() if name in names}
-        return await self.calls.call(self.run, **keywords)
+            return await self.calls.bound(lambda: run_command(command, base_url=base_url, keywords=keywords))
+        return await self.calls.call(self.run, **named_keywords(accepted_keywords(self.run), keywords))
 
 
 def _limit_of(session: Session, failure: BaseException | None) -> Limit | None:
@@ -191,9 +195,9 @@ def _limit_of(session: Session, failure: BaseException | None) -> Limit | None:
 
 def outcome_of(result: Any) -> tuple[float | None, dict[str, float]]:
     """Reward and metrics from what an agent returned: None, a number, or a mapping with `reward` and metrics."""
-    found = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    outcome = dict(result) if isinstance(result, Mapping) else {"reward": result}
     numbers: dict[str, float] = {}
-    for name, value in found.items():
+    for name, value in outcome.items():
         number = number_of(value)
         if number is not None and math.isfinite(number):
             numbers[name] = number
@@ -263,15 +267,15 @@ class CommandFailed(Exception):
         self.said = said
 
 
-async def run_command(command: Sequence[str], *, base_url: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
+async def run_command(command: Sequence[str], *, base_url: str, keywords: Mapping[str, Any]) -> dict[str, Any] | None:
     """Run a command to its end, and then end all that it has started, in sessions of their own or not; cancelling ends
     it at once.
 
-    Its environment has `OPENAI_BASE_URL`, `OPENAI_API_KEY`, and the keywords `given` as JSON in the file
+    Its environment has `OPENAI_BASE_URL`, `OPENAI_API_KEY`, and `keywords` as JSON in the file
     `POSTTRAIN_ROW_FILE` and, if they are at most 100 KiB, in `POSTTRAIN_ROW`. Returns the JSON object in the last line
     of its output; None without one. CommandFailed for an exit code.
     """
-    with _environment(base_url, json.dumps(given, default=str)) as environment:
+    with _environment(base_url, json.dumps(keywords, default=str)) as environment:
         job = {
             "argv": list(command),
             "python": None,

@@ -46,7 +46,7 @@ class Branch:
     """True while its next turn is sampled."""
 
 
-class Answer(NamedTuple):
+class SampledTurn(NamedTuple):
     message: Message
     completion: Completion
     num_prompt_tokens: int
@@ -78,7 +78,7 @@ class Session:
 
     async def complete(
         self, messages: list[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str]
-    ) -> Answer:
+    ) -> SampledTurn:
         """Sample the next turn. RequestRefused beyond the limits of the session and after its end."""
         task = asyncio.current_task()
         assert task is not None
@@ -99,7 +99,7 @@ class Session:
 
     async def _complete(
         self, messages: list[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str]
-    ) -> Answer:
+    ) -> SampledTurn:
         if self.closed:
             raise RequestRefused(410, "session_closed", "the sample of this session has ended")
         if self.num_turns >= self.max_turns:
@@ -124,7 +124,7 @@ class Session:
         message, _ = message_of(asked, completion, self.renderer, params, tool_format)
         branch.messages.append(message)
         branch.marks.append(Mark(len(branch.messages), len(transcript)))
-        return Answer(message, completion, before)
+        return SampledTurn(message, completion, before)
 
     def _format(self, tools: Tools) -> ToolFormat | None:
         """Format of the calls of a request's tools; None without tools."""
@@ -139,11 +139,11 @@ class Session:
 
     def _place(self, messages: list[Message], tools: Tools) -> Branch:
         """Branch whose next turn the request asks for, with the tokens before it."""
-        found = None if self.split_turns else self._known(messages, tools)
+        known = None if self.split_turns else self._known(messages, tools)
         try:
-            if found is None:
+            if known is None:
                 return self._new(Transcript(self.renderer.prompt(messages, tools)), messages, tools)
-            branch, mark = found
+            branch, mark = known
             last = branch.transcript.tokens[mark.tokens - 1]
             delta = self.renderer.between(messages[: mark.messages - 1], messages[mark.messages :], tools, last=last)
         except ConfigError as error:
@@ -158,7 +158,7 @@ class Session:
 
     def _known(self, messages: list[Message], tools: Tools) -> tuple[Branch, Mark] | None:
         """Longest history of a branch, up to one of its turns, that the request goes on from."""
-        found = [
+        candidates = [
             (branch, mark)
             for branch in self.branches
             if branch.tools == tools
@@ -169,7 +169,7 @@ class Session:
         ]
         # Of equal histories that which can go on as it is.
         return max(
-            found, key=lambda one: (one[1].messages, not one[0].busy and one[1] == one[0].marks[-1]), default=None
+            candidates, key=lambda one: (one[1].messages, not one[0].busy and one[1] == one[0].marks[-1]), default=None
         )
 
     def _new(self, transcript: Transcript, messages: list[Message], tools: Tools) -> Branch:

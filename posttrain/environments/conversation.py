@@ -138,8 +138,8 @@ class Environments:
     def given(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Keyword arguments of `make` for a dataset row."""
         tools = {"tools": self.tools} if self.tools else {}
-        given = {"seed": seed, "row": row, **row, **tools, **self.args}
-        return given if self.names is None else {name: value for name, value in given.items() if name in self.names}
+        keywords = {"seed": seed, "row": row, **row, **tools, **self.args}
+        return named_keywords(self.names, keywords)
 
     def close(self) -> None:
         """End the threads and tools that conversations leave."""
@@ -413,6 +413,11 @@ def check_keywords(
             raise ConfigError(
                 f"{field}.args: {field}.fn takes no argument {name!r}{did_you_mean(name, list(parameters))}"
             )
+
+
+def named_keywords(names: frozenset[str] | None, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Keywords with these names; all of them for None."""
+    return keywords if names is None else {name: value for name, value in keywords.items() if name in names}
 
 
 def role_patterns(examples: Sequence[Example]) -> list[Sequence[Message]]:

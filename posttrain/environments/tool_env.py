@@ -29,9 +29,10 @@ class ToolEnv:
 
     async def reply(self, message: Message) -> Reply:
         calls, malformed = message.get("tool_calls") or [], message.get("malformed_calls") or []
-        made = calls[:MAX_CALLS]
-        results = await asyncio.gather(*(self._call(call["function"]) for call in made))
-        results += [FailedCall(f"Error: not called; a turn has at most {MAX_CALLS} calls")] * (len(calls) - len(made))
+        answered = calls[:MAX_CALLS]
+        results = await asyncio.gather(*(self._call(call["function"]) for call in answered))
+        left_out = len(calls) - len(answered)
+        results += [FailedCall(f"Error: not called; a turn has at most {MAX_CALLS} calls")] * left_out
         messages = [
             tool_message(call["id"], call["function"]["name"], text) for call, text in zip(calls, results, strict=True)
         ]

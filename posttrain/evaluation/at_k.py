@@ -28,20 +28,20 @@ def values_at_k(
     """
     samples, valid_PG = rewards_PG.shape[1], ~np.isnan(rewards_PG)
     passed_PG = valid_PG & (rewards_PG > pass_above)
-    found: dict[str, np.ndarray] = {}
+    values: dict[str, np.ndarray] = {}
     if "avg" in section.report:
-        found[f"avg@{samples}"] = prompt_means(rewards_PG)
+        values[f"avg@{samples}"] = prompt_means(rewards_PG)
     if "pass" in section.report:
         counts = valid_PG.sum(axis=1), passed_PG.sum(axis=1)
-        found |= {f"pass@{k}": pass_at_k(*counts, k) for k in section.ks}
+        values |= {f"pass@{k}": pass_at_k(*counts, k) for k in section.ks}
     if "majority" in section.report:
         assert answers_PG is not None
         votes = [
             ([answer for answer, valid in zip(answers, valids, strict=True) if valid], passed[valids].tolist())
             for answers, passed, valids in zip(answers_PG, passed_PG, valid_PG, strict=True)
         ]
-        found |= {f"maj@{k}": np.asarray([majority_at_k(*of_prompt, k) for of_prompt in votes]) for k in section.ks}
-    return found
+        values |= {f"maj@{k}": np.asarray([majority_at_k(*of_prompt, k) for of_prompt in votes]) for k in section.ks}
+    return values
 
 
 def intervals_at_k(
@@ -50,16 +50,16 @@ def intervals_at_k(
     """Means over prompts with 95 % intervals, in which prompts are independent, not samples. Names without any value
     are left out."""
     samples, valid_PG = rewards_PG.shape[1], ~np.isnan(rewards_PG)
-    found = {}
+    intervals = {}
     for name, values_P in values.items():
         if np.isnan(values_P).all():
             continue
         if name == f"avg@{samples}":
             prompts = np.broadcast_to(np.arange(len(rewards_PG))[:, None], rewards_PG.shape)
-            found[name] = mean_interval(rewards_PG[valid_PG], prompts[valid_PG])
+            intervals[name] = mean_interval(rewards_PG[valid_PG], prompts[valid_PG])
         else:
-            found[name] = share_interval(values_P[~np.isnan(values_P)], samples)
-    return found
+            intervals[name] = share_interval(values_P[~np.isnan(values_P)], samples)
+    return intervals
 
 
 def prompt_means(values_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, " P"]:
@@ -135,14 +135,14 @@ Record = dict[str, Any]
 def prompt_differences(before: Record, after: Record) -> Record:
     """Paired differences over the same prompts, by metric; the difficulty of prompts, which widens each interval,
     cancels."""
-    found: Record = {}
+    differences: Record = {}
     for name in (None, *before["sets"]):
         old, new = (record if name is None else record["sets"][name] for record in (before, after))
         for metric in old["values"]:
             compared = paired(old, new, metric)
             if compared is not None:
-                found[f"{prefix_of(name)}/{metric}"] = asdict(compared)
-    return found
+                differences[f"{prefix_of(name)}/{metric}"] = asdict(compared)
+    return differences
 
 
 def paired(before: Mapping[str, Any], after: Mapping[str, Any], metric: str) -> PairedDifference | None:

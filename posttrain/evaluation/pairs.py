@@ -78,8 +78,8 @@ class PairEvaluation:
         numbers = np.asarray(sorted(margins))
         ordered = np.asarray([margins[number] for number in numbers])
         outcomes = (ordered > 0).astype(float)
-        found = share_or_ratio_interval(outcomes, np.ones(len(outcomes)), self._prompts(numbers))
-        ends = {"": found.mean, "_low": found.low, "_high": found.high}
+        interval = share_or_ratio_interval(outcomes, np.ones(len(outcomes)), self._prompts(numbers))
+        ends = {"": interval.mean, "_low": interval.low, "_high": interval.high}
         metrics = {f"eval/preferred_ratio{end}": value for end, value in ends.items()}
         if self._units.margins:
             metrics["eval/calibration/ece"] = calibration_error(ordered)
@@ -199,13 +199,13 @@ def unit_intervals(sums: UnitTotals, prompts: Int[np.ndarray, " N"], totals: Map
     model that has diverged.
     """
     known = {name: both for name, both in sums.metrics.items() if _adds_up(both, totals[name])}
-    found = {name: share_or_ratio_interval(both[0], both[1], prompts) for name, both in known.items()}
+    intervals = {name: share_or_ratio_interval(both[0], both[1], prompts) for name, both in known.items()}
     sides = [known[name] for name in ("rewards/chosen", "rewards/rejected") if name in known]
     if "rewards/margins" not in sums.metrics and len(sides) == 2:
-        found["rewards/margins"] = difference_of_ratios(*(_by_prompt(x, prompts) for side in sides for x in side))
+        intervals["rewards/margins"] = difference_of_ratios(*(_by_prompt(x, prompts) for side in sides for x in side))
     return {
         f"eval/{name}_{end}": value
-        for name, interval in found.items()
+        for name, interval in intervals.items()
         for end, value in (("low", interval.low), ("high", interval.high))
         if np.isfinite(value)
     }
@@ -216,9 +216,9 @@ def share_or_ratio_interval(totals: np.ndarray, weights: np.ndarray, prompts: In
     share = np.isin(totals, (0.0, 1.0)).all() and (weights == 1).all()
     if share and len(np.unique(prompts)) in (1, len(prompts)):
         return mean_interval(totals, prompts)
-    found = ratio_interval(_by_prompt(totals, prompts), _by_prompt(weights, prompts))
+    interval = ratio_interval(_by_prompt(totals, prompts), _by_prompt(weights, prompts))
     is_share = ((totals >= 0) & (totals <= weights)).all()
-    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0)) if is_share else found
+    return replace(interval, low=max(interval.low, 0.0), high=min(interval.high, 1.0)) if is_share else interval
 
 
 def _adds_up(parts: Float[np.ndarray, "2 N"], whole: Mean) -> bool:

@@ -44,9 +44,9 @@ class RolloutEvaluation:
         named = {"reward": self.interval, "distill/kl": self.distance, **self.at_k_intervals}
         intervals = {
             f"{name}{end}": value
-            for name, found in named.items()
-            if found is not None
-            for end, value in (("", found.mean), ("_low", found.low), ("_high", found.high))
+            for name, interval in named.items()
+            if interval is not None
+            for end, value in (("", interval.mean), ("_low", interval.low), ("_high", interval.high))
         }
         metrics = {
             **intervals,
@@ -80,15 +80,15 @@ async def evaluate_prompts(
     with progress_bar("scoring the held-out samples", len(rubric.rewards)) as advance:
         own = await rubric.score(own_P, advance) if own_P else None
     groups_P, rewards = exchanged(own_P, own, groups)
-    found = None if distances is None else distances(groups_P)
+    distances_PG = None if distances is None else distances(groups_P)
     if not rubric.rewards:
-        return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=None, distances_PG=found)
+        return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=None, distances_PG=distances_PG)
     valid = ~np.isnan(rewards.total_PG)
     if not valid.any():
         raise ConfigError("evaluation: no sample has a valid reward; see that the rewards apply to eval_dataset")
     prompts = np.repeat(np.arange(len(groups_P))[:, None], group_size, axis=1)
     interval = mean_interval(rewards.total_PG[valid], prompts[valid])
-    return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=interval, distances_PG=found)
+    return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=interval, distances_PG=distances_PG)
 
 
 def with_at_k(found: RolloutEvaluation, section: EvaluateSection, pass_above: float) -> RolloutEvaluation:
@@ -116,9 +116,9 @@ def record_of(evaluations: Mapping[str | None, RolloutEvaluation]) -> Record:
     """JSON object of evaluations by name of the dataset: that without a name, with the metrics of all, and under `sets`
     the others."""
     metrics: dict[str, float] = {}
-    for name, found in evaluations.items():
-        metrics |= found.metrics(prefix_of(name))
-    sets = {name: _of_set(found) for name, found in evaluations.items() if name is not None}
+    for name, evaluation in evaluations.items():
+        metrics |= evaluation.metrics(prefix_of(name))
+    sets = {name: _of_set(evaluation) for name, evaluation in evaluations.items() if name is not None}
     return {**_of_set(evaluations[None]), "metrics": metrics, "sets": sets}
 
 

@@ -47,9 +47,9 @@ def evaluate_sequences(
     parts: list[Mapping[str, np.ndarray]] = []
     with progress_bar(f"evaluating {len(rows):,} held-out rows", len(rows)) as advance:
         held_out = counted(eval_batches(section, section.eval_dataset, rows, renderer, targets), advance)
-        found = trainer.evaluate(held_out, lambda batch, stats: parts.append(_sums(batch, stats)))
+        means = trainer.evaluate(held_out, lambda batch, stats: parts.append(_sums(batch, stats)))
     sums = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    metrics = {f"eval/{name}": value for name, value in to_host(with_perplexities(found)).items()}
+    metrics = {f"eval/{name}": value for name, value in to_host(with_perplexities(means)).items()}
     return {**metrics, **_intervals(sums), SEQUENCES: {name: values.tolist() for name, values in sums.items()}}
 
 
@@ -72,8 +72,8 @@ def sequence_differences(before: Record, after: Record) -> dict[str, Any]:
 def with_perplexities(metrics: Metrics) -> Metrics:
     """Add perplexities of student and teachers at temperature 1 over the same tokens, if there are teachers."""
     means = {name: metrics[n] for n, name in PERPLEXITIES.items() if n in metrics and n.startswith("distill/")}
-    found = {name: jnp.exp(jnp.asarray(m.total) / m.weight) for name, m in means.items() if isinstance(m, Mean)}
-    return {**metrics, **found}
+    perplexities = {name: jnp.exp(jnp.asarray(m.total) / m.weight) for name, m in means.items() if isinstance(m, Mean)}
+    return {**metrics, **perplexities}
 
 
 def counted(batches: Iterator[Batch], advance: Callable[[int], None]) -> Iterator[Batch]:
@@ -83,15 +83,15 @@ def counted(batches: Iterator[Batch], advance: Callable[[int], None]) -> Iterato
 
 
 def _intervals(sums: Mapping[str, Float[np.ndarray, " n"]]) -> dict[str, float]:
-    made: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, weight in WEIGHTS.items():
         if name in sums and sums[weight].any():
-            found = ratio_interval(sums[name], sums[weight])
-            ends = {"": found.mean, "_low": found.low, "_high": found.high}
-            made |= {f"eval/{name}{end}": value for end, value in ends.items() if end}
+            interval = ratio_interval(sums[name], sums[weight])
+            ends = {"": interval.mean, "_low": interval.low, "_high": interval.high}
+            metrics |= {f"eval/{name}{end}": value for end, value in ends.items() if end}
             if name in PERPLEXITIES:
-                made |= {f"eval/{PERPLEXITIES[name]}{end}": _exp(value) for end, value in ends.items()}
-    return made
+                metrics |= {f"eval/{PERPLEXITIES[name]}{end}": _exp(value) for end, value in ends.items()}
+    return metrics
 
 
 def _exp(value: float) -> float:

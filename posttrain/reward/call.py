@@ -176,11 +176,11 @@ def _log_column(
     log_metric: Callable[[str, Any], None],
     log_extra: Callable[[str, Sequence[Any]], None],
 ) -> None:
-    found = [number_of(value) for value in column if value is not None]
-    if None in found:
+    numbers = [number_of(value) for value in column if value is not None]
+    if None in numbers:
         log_extra(name, column)
         return
-    for number in found:
+    for number in numbers:
         if number is not None and math.isfinite(number):
             log_metric(name, number)
 

@@ -41,7 +41,7 @@ MAX_REPLY = 1 << 28
 """Maximum bytes of a reply."""
 MAX_CHILDREN = 16
 """Maximum number of child processes of a worker after a call; beyond it the worker and all of them are killed."""
-PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from posttrain.reward.worker import serve; "
+PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from posttrain.reward.worker import serve_workers; "
 
 
 @runtime_checkable
@@ -112,7 +112,7 @@ class RewardServer:
         if self._control is not None:
             return
         ours, theirs = socket.socketpair()
-        program = f"{PROGRAM}serve({theirs.fileno()}, json.loads(sys.argv[2]))"
+        program = f"{PROGRAM}serve_workers({theirs.fileno()}, json.loads(sys.argv[2]))"
         process = subprocess.Popen(
             [sys.executable, "-c", program, json.dumps(sys.path), json.dumps(self.functions)],
             stdin=subprocess.DEVNULL,

@@ -98,15 +98,15 @@ class Keywords:
     def _provided(self, samples: Sequence[Trajectory], step: int) -> dict[str, Any]:
         tokens = [s.completion_tokens for s in samples] if self._reads("completion_tokens") else []
         tokens = tokens or ([s.completion_tokens for s in samples] if self._reads("completion_ids") else [])
-        made: dict[str, Callable[[], Any]] = {
-            "prompts": lambda: [prompt_of(s, text=self._text) for s in samples],
-            "completions": lambda: [completion_of(s, text=self._text) for s in samples],
+        makers: dict[str, Callable[[], Any]] = {
+            "prompts": lambda: [prompt_argument(s, text=self._text) for s in samples],
+            "completions": lambda: [completion_argument(s, text=self._text) for s in samples],
             "completion_tokens": lambda: tokens,
             "completion_ids": lambda: tokens,
             "trajectories": lambda: list(samples),
             "trainer_state": lambda: TrainerState(global_step=step),
         }
-        return {name: make() for name, make in made.items() if self._reads(name)}
+        return {name: make() for name, make in makers.items() if self._reads(name)}
 
 
 class RewardCache:
@@ -141,13 +141,13 @@ class RewardCache:
             self._values.popitem(last=False)
 
 
-def prompt_of(sample: Trajectory, *, text: bool) -> Any:
+def prompt_argument(sample: Trajectory, *, text: bool) -> Any:
     """Prompt as reward functions get it: a message list for chat rows, unless `text`, then the last message."""
     example = sample.answer.example
     return example.messages[-1]["content"] if example.plain or text else list(example.messages)
 
 
-def completion_of(sample: Trajectory, *, text: bool) -> Any:
+def completion_argument(sample: Trajectory, *, text: bool) -> Any:
     """Completion as reward functions get it: the messages after the prompt for chat rows, unless `text`."""
     answer = sample.answer
     return answer.text if answer.example.plain or text else list(answer.completion_messages)
@@ -184,11 +184,11 @@ def row_of(convention: Convention, sample: Trajectory, *, text: bool) -> dict[st
         nested = row.get("reward_model")
         defaults = {"extra_info": {}}
         defaults |= {"ground_truth": nested["ground_truth"]} if isinstance(nested, Mapping) else {}
-    made = defaults | {name: value for name, value in row.items() if value is not None or name not in defaults}
+    keywords = defaults | {name: value for name, value in row.items() if value is not None or name not in defaults}
     if convention is Convention.VERL:
-        return {**made, "solution_str": sample.answer.text}
-    made |= {"prompt": prompt_of(sample, text=text), "completion": completion_of(sample, text=text)}
-    return {**made, "state": dict(made)}
+        return {**keywords, "solution_str": sample.answer.text}
+    keywords |= {"prompt": prompt_argument(sample, text=text), "completion": completion_argument(sample, text=text)}
+    return {**keywords, "state": dict(keywords)}
 
 
 def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
@@ -224,7 +224,7 @@ def _reads_variable(function: RewardFunction, variable: str) -> bool:
     if code is None or hasattr(function, "__wrapped__") or variable in code.co_cellvars:
         return True
     loads = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
-    return any(variable == found or (isinstance(found, tuple) and variable in found) for found in loads)
+    return any(variable == loaded or (isinstance(loaded, tuple) and variable in loaded) for loaded in loads)
 
 
 def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:

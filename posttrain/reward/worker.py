@@ -99,11 +99,11 @@ class Watch:
         if threads < self._threads + MANY_THREADS:
             self._threads = min(threads, self._threads)
             return []
-        found = [pid for pid in workers if len(_descendants(pid)) > MAX_DESCENDANTS]
-        for pid in found:
+        bombs = [pid for pid in workers if len(_descendants(pid)) > MAX_DESCENDANTS]
+        for pid in bombs:
             _stop(pid)
-        self._threads = _threads() if not found else self._threads
-        return found
+        self._threads = _threads() if not bombs else self._threads
+        return bombs
 
 
 def _threads() -> int:
@@ -121,13 +121,13 @@ def _descendants(pid: int) -> set[int]:
             with contextlib.suppress(OSError):
                 parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1]
                 parents.setdefault(int(parent), []).append(int(name))
-    found: set[int] = set()
+    descendants: set[int] = set()
     waiting = [pid]
     while waiting:
         new = parents.get(waiting.pop(), [])
-        found.update(new)
+        descendants.update(new)
         waiting += new
-    return found
+    return descendants
 
 
 def _stop(pid: int) -> None:
@@ -151,11 +151,11 @@ def send_signal(pid: int, number: int) -> None:
 
 def children() -> list[int]:
     """Process ids of this process's children, if the kernel lists them."""
-    found = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for file in found for pid in file.read_text().split()]
+    files = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for file in files for pid in file.read_text().split()]
 
 
-def serve(descriptor: int, functions: Sequence[Function]) -> NoReturn:
+def serve_workers(descriptor: int, functions: Sequence[Function]) -> NoReturn:
     """Import the functions, report the outcome, then fork and kill workers on request until the parent is gone."""
     parent = os.getppid()
     control = socket.socket(fileno=descriptor)
@@ -221,10 +221,10 @@ class _Workers:
             connection.close()
             os.close(write)
             with open(read, "rb") as opened:
-                told = opened.read()
-            if not told:
+                sent = opened.read()
+            if not sent:
                 raise ChildProcessError("the keeper cannot fork a worker")
-            pid: int = SIZE.unpack(told)[0]
+            pid: int = SIZE.unpack(sent)[0]
             self._keepers[pid] = keeper
             return pid
         try:
@@ -359,8 +359,8 @@ def _answer(
 def _reply(answer: Scores | str, num_children: int) -> bytes:
     """Reply of plain values as JSON: code in this process must not make objects in the trainer."""
     try:
-        made = answer if isinstance(answer, str) else answer.to_json()
-        return json.dumps([made, num_children]).encode()
+        content = answer if isinstance(answer, str) else answer.to_json()
+        return json.dumps([content, num_children]).encode()
     except (TypeError, ValueError) as error:
         return json.dumps([f"its values cannot be sent as JSON: {describe_error(error)}", num_children]).encode()
 

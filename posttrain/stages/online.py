@@ -118,8 +118,8 @@ def open_rollouts(
 def make_act(rollouts: Rollouts, *, curriculum: Curriculum | None = None) -> Act:
     """Make the acting half of the stage's steps, from the first prompt on."""
     inputs, section = rollouts.inputs, rollouts.inputs.section
-    kept = [example.index for example in inputs.examples]
-    prompts = Prompts(section.dataset, inputs.rows, seed=rollouts.sampler.seed, kept=kept)
+    indices = [example.index for example in inputs.examples]
+    prompts = Prompts(section.dataset, inputs.rows, seed=rollouts.sampler.seed, kept=indices)
     return Act(
         sampler=rollouts.sampler,
         rubric=inputs.rubric,
@@ -181,8 +181,8 @@ def one_process(section: OnlineSection) -> str | None:
         "devices of a role of its own (placement)": own > 0,
         "reference.path": section.reference.path is not None,
     }
-    found = [name for name, holds in reasons.items() if holds]
-    return f"{' and '.join(found)} {'work' if len(found) > 1 else 'works'} in one process only" if found else None
+    names = [name for name, holds in reasons.items() if holds]
+    return f"{' and '.join(names)} {'work' if len(names) > 1 else 'works'} in one process only" if names else None
 
 
 def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compared: str = "") -> str:
@@ -192,8 +192,8 @@ def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compare
         f"{prompts}{section.steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
         f"= {section.prompts_per_step * section.group_size}, up to {section.sampling.max_tokens} new tokens each"
     )
-    if isinstance(section, RLSection) and (held := section.env or section.agent) is not None:
-        text += f" turn, {held.max_turns} turns"
+    if isinstance(section, RLSection) and (turns := section.env or section.agent) is not None:
+        text += f" turn, {turns.max_turns} turns"
     count = 0 if inputs is None else sum(len(one.examples) for one in inputs.eval_sets)
     held_out = f"; {count} held-out prompts" if count else ""
     if count and section.evaluate is not None and section.evaluate.samples > 1:
@@ -297,14 +297,14 @@ def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Record:
     """Evaluate on all held-out prompts. Training goes on as if there had been none."""
     inputs, section = rollouts.inputs, rollouts.inputs.section.evaluate
     rollouts.settle()
-    found: dict[str | None, RolloutEvaluation] = {}
+    evaluations: dict[str | None, RolloutEvaluation] = {}
     for held_out in inputs.eval_sets:
         sampler, size = rollouts.eval_sampler(held_out), 1 if section is None else section.samples
         one = run_async(evaluate_prompts(sampler, inputs.rubric, held_out.examples, size, distances))
         _print_errors("evaluation" if held_out.name is None else f"evaluation on {held_out.name}", one)
-        found[held_out.name] = one if section is None else with_at_k(one, section, inputs.section.pass_above)
+        evaluations[held_out.name] = one if section is None else with_at_k(one, section, inputs.section.pass_above)
     forget_prompts(rollouts.cluster.engine)
-    return record_of(found)
+    return record_of(evaluations)
 
 
 def _print_errors(when: str, scored: StepResult | RolloutEvaluation) -> None:

@@ -92,7 +92,7 @@ class RLInputs(RolloutInputs):
         return self.algorithm.loss
 
 
-def roles_of(inputs: RolloutInputs) -> list[str]:
+def roles_beside(inputs: RolloutInputs) -> list[str]:
     """Roles of a stage beside the actor."""
     algorithm = inputs.algorithm if isinstance(inputs, RLInputs) else None
     reference = algorithm is None or algorithm.needs_reference
@@ -204,17 +204,17 @@ def prepare_prompts(
     check_token_ids({"sampling": section.sampling}, tokenizer)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
     overlong: Literal["drop", "error"] = "drop" if section.overlong == "drop" else "error"
-    found = [
+    examples = [
         examples_of(rows, dataset, renderer, limit, Rubric([]), shares, overlong) for dataset, rows, renderer in sources
     ]
     inputs = PromptInputs(
-        examples=found[0][0],
-        eval_examples=[] if section.eval_dataset is None else found[-1][0],
+        examples=examples[0][0],
+        eval_examples=[] if section.eval_dataset is None else examples[-1][0],
         max_tokens=limit,
         make_engine=engine_of(section.rollout),
     )
-    notes = sampled_stop_notes(sources[0][2], found[0][0][0].messages)
-    return inputs, [*(note for _, more in found for note in more), *notes]
+    notes = sampled_stop_notes(sources[0][2], examples[0][0][0].messages)
+    return inputs, [*(note for _, more in examples for note in more), *notes]
 
 
 def examples_of(
@@ -287,12 +287,12 @@ def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: 
 def check_cache(section: OnlineSection | DistillSection, row_shards: int) -> None:
     """Check the KV cache size. ConfigError if `cache_tokens` cannot hold a sequence in each of the `row_shards`
     parts."""
-    given = section.rollout.cache_tokens
+    cache_tokens = section.rollout.cache_tokens
     longest = section.sequence_tokens
-    if given is not None and given < (least := row_shards * least_cache(longest)):
+    if cache_tokens is not None and cache_tokens < (least := row_shards * least_cache(longest)):
         parts = f", in each of {row_shards} parts of the mesh" if row_shards > 1 else ""
         raise ConfigError(
-            f"rollout.cache_tokens={given} must be at least {least}: {_room(section, longest)} in whole blocks "
+            f"rollout.cache_tokens={cache_tokens} must be at least {least}: {_room(section, longest)} in whole blocks "
             f"of {BLOCK} and one block more{parts}"
         )
 

@@ -87,7 +87,7 @@ def _rl() -> StageKind:
         describe=rl.describe,
         run=rl.run,
         one_process=online.one_process,
-        roles=prompts.roles_of,
+        roles=prompts.roles_beside,
     )
 
 
@@ -100,7 +100,7 @@ def _online_preference() -> StageKind:
         describe=online_preference.describe,
         run=online_preference.run,
         one_process=online.one_process,
-        roles=prompts.roles_of,
+        roles=prompts.roles_beside,
     )
 
 

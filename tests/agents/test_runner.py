@@ -20,7 +20,7 @@ from posttrain.agents.runner import Agents
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.types import limit_of
-from posttrain.reward.function import completion_of, env_rewards, prompt_of
+from posttrain.reward.function import completion_argument, env_rewards, prompt_argument
 from posttrain.rl.turns import turn_advantages
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
@@ -135,7 +135,7 @@ def test_histories_are_rows_in_order_of_time(endpoint: Endpoint, tokenizer: Toke
     made = run(endpoint, tokenizer, agent)
     assert [row.messages[0]["content"] for row in made.rows] == ["act", "plan"]
     assert made.answer.text == "3" and made.shown.startswith("assistant: 1") and env_rewards([made]) == [1.0]
-    assert prompt_of(made, text=True) == "plan" and completion_of(made, text=True) == "3"
+    assert prompt_argument(made, text=True) == "plan" and completion_argument(made, text=True) == "3"
     turns = [(row, turn.start < turn.end, turn.reward) for row, turn in made.turns_in_time]
     assert turns == [(1, True, None), (0, True, None), (1, True, 1.0)]
     assert [times[times >= 0].tolist() for times in made.times()] == [[2, 3], [0, 1, 4, 5]]

@@ -9,12 +9,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
+import pytest
 import yaml
 
 from posttrain import cli
@@ -221,3 +223,19 @@ def model_of(tmp_path: Path, **model: Any) -> Any:
     }
     fields |= {"tensorboard": False, "profile": None}
     return StageRun(model=loaded.model, tokenizer=ready.tokenizer, **fields).load_model()
+
+
+def constructions(monkeypatch: pytest.MonkeyPatch, *classes: type) -> Counter[str]:
+    """Numbers of objects that are made of each class from here on."""
+    counts: Counter[str] = Counter()
+
+    def count(cls: type, make: Callable[..., None]) -> None:
+        def counting(self: Any, /, *args: Any, **keywords: Any) -> None:
+            counts[cls.__name__] += 1
+            make(self, *args, **keywords)
+
+        monkeypatch.setattr(cls, "__init__", counting)
+
+    for cls in classes:
+        count(cls, cls.__init__)
+    return counts

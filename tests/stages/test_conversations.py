@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from posttrain.environments.conversation import Environments
+from posttrain.reward.rubric import Rubric
+from posttrain.rl.monitor import Monitor
 from posttrain.runs.replay import MEASURED, replay
-from tests.stages.runs import few_devices, lines, posttrain, rl_stage, weights, write_run
+from tests.stages.runs import constructions, few_devices, lines, posttrain, rl_stage, weights, write_run
 
 ENV = '''
 from posttrain.environments.types import Reply
@@ -69,10 +72,13 @@ def write(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def test_a_run_with_an_environment(tmp_path: Path) -> None:
-    """Turns and rewards are told; a resumed run ends as one that was never stopped; a step is replayed as logged."""
+def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns and rewards are told; a resumed run ends as one that was never stopped; a step is replayed as logged.
+    Nothing is built twice."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    built = constructions(monkeypatch, Rubric, Monitor, Environments)
     assert posttrain("run", write(whole, turn_advantages=True)).code == 0
+    assert built == {"Rubric": 1, "Monitor": 1, "Environments": 1}
     told = [line for line in lines(whole / "out") if "grad_norm" in line]
     for line in told:
         assert 1.5 < line["env/turns"] <= 3 and line["env/errors"] == 0 and line["env/said"] > 1
