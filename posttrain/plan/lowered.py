@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from posttrain.plan.hlo import ProgramText, kernel_names, read_program
-from posttrain.runtime.host_memory import Growth
+from posttrain.runtime.xla import Growth
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from posttrain.rollout.runner import Dispatch, Outcome, Runner, deliver
 from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import Call, Completion, Decode, SamplingParams
-from posttrain.runtime.host_memory import trim_host_memory
 from posttrain.runtime.profiler import span
+from posttrain.runtime.xla import trim_host_memory
 from posttrain.tracking.console import progress_bar
 from posttrain.weights.quantize import Copies
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights

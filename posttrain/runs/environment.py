@@ -15,8 +15,8 @@ from posttrain.kernels import grouped_matmul
 from posttrain.kernels.attention import dispatch
 from posttrain.kernels.attention.call import AttentionCall
 from posttrain.kernels.platform import compute_capability, installed
-from posttrain.runtime.compile_cache import enable_compile_cache
 from posttrain.runtime.files import cache_folder
+from posttrain.runtime.xla import enable_compile_cache
 
 PACKAGES = (
     *("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "qwix", "tokamax"),

@@ -26,8 +26,8 @@ from posttrain.runs.placement import print_placement
 from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.runs.summary import print_summary
 from posttrain.runtime import join, processes
-from posttrain.runtime.compile_cache import enable_compile_cache
 from posttrain.runtime.files import check_writable, digest, write_whole
+from posttrain.runtime.xla import enable_compile_cache
 from posttrain.stages.context import StageRun
 from posttrain.stages.devices import role_devices, training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names

@@ -19,8 +19,8 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.metrics import CompileCounter, peak_memory_gib, tables, to_host
 from posttrain.runtime import processes
-from posttrain.runtime.host_memory import trim_host_memory
 from posttrain.runtime.profiler import span, step_span
+from posttrain.runtime.xla import trim_host_memory
 from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.profile.recorder import StepRecorder
 from posttrain.tracking.sink import Sink

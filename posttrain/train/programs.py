@@ -20,8 +20,7 @@ from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards
 from posttrain.metrics import Metrics
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_router, correction_paths
-from posttrain.runtime.cpu import fast_compile_options
-from posttrain.runtime.host_memory import gc_disabled
+from posttrain.runtime.xla import fast_compile_options, gc_disabled
 from posttrain.train.accumulate import stack_over
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective, TrainSettings

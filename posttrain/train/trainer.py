@@ -27,8 +27,8 @@ from posttrain.mesh import replicated, single_device_mesh
 from posttrain.metrics import Metrics, merge
 from posttrain.models.decoder import Decoder
 from posttrain.runtime import processes
-from posttrain.runtime.host_memory import gc_disabled, trim_host_memory
 from posttrain.runtime.profiler import span
+from posttrain.runtime.xla import gc_disabled, trim_host_memory
 from posttrain.tracking.console import progress_bar
 from posttrain.train.accumulate import concatenated, flatten_micro
 from posttrain.train.objective import TrainSettings

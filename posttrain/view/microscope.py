@@ -131,7 +131,7 @@ def main(arguments: Sequence[str]) -> int:
 
     threading.Thread(target=wait_for_parent, daemon=True).start()
     try:
-        from posttrain.runtime.compile_cache import enable_compile_cache
+        from posttrain.runtime.xla import enable_compile_cache
 
         enable_compile_cache()
         write_token_losses(stage, step, file)

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from posttrain.runtime.compile_cache import enable_compile_cache, prune
+from posttrain.runtime.xla import enable_compile_cache, prune_cache
 
 pytestmark = pytest.mark.fast
 
@@ -45,7 +45,7 @@ def test_the_oldest_programs_go_first(tmp_path: Path) -> None:
     for age, name in enumerate("abcd"):
         (tmp_path / name).write_bytes(bytes(10))
         os.utime(tmp_path / name, (100 + age, 100 + age))
-    prune(tmp_path, 40)
+    prune_cache(tmp_path, 40)
     assert len(list(tmp_path.iterdir())) == 4
-    prune(tmp_path, 39)
+    prune_cache(tmp_path, 39)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["d"]

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import posttrain.kernels  # noqa: F401 - calls what is tested here, before the first use of a device
-from posttrain.runtime.cpu import THREADS_PER_DEVICE, fast_compile_options, reserve_collective_threads
+from posttrain.runtime.xla import THREADS_PER_DEVICE, fast_compile_options, reserve_collective_threads
 
 pytestmark = pytest.mark.fast
 

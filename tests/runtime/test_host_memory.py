@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.runtime.host_memory import gc_disabled, trim_host_memory
+from posttrain.runtime.xla import gc_disabled, trim_host_memory
 
 BLOCK, BLOCKS = 4096, 20_000
 
@@ -69,7 +69,7 @@ import jax
 import jax.numpy as jnp
 
 import posttrain.models.decoder
-from posttrain.runtime.host_memory import trim_host_memory
+from posttrain.runtime.xla import trim_host_memory
 
 
 @jax.jit
