@@ -11,7 +11,7 @@ from jax.sharding import Mesh, Sharding
 
 from posttrain.mesh import param_sharding
 from posttrain.models.decoder import Decoder
-from posttrain.runtime import pathways
+from posttrain.runtime import processes
 from posttrain.weights.state import ModelWeights, Weights
 
 BYTES_AT_ONCE = 1 << 30
@@ -30,7 +30,7 @@ def moved(arrays: Weights, to: Mapping[str, Sharding], *, bytes_at_once: int = B
     """
     done: Weights = {}
     for piece in _pieces(arrays, bytes_at_once):
-        done |= jax.block_until_ready(pathways.copied(piece, {path: to[path] for path in piece}))
+        done |= jax.block_until_ready(processes.copied(piece, {path: to[path] for path in piece}))
     return done
 
 

@@ -110,9 +110,9 @@ def joined(describe: Describe) -> Iterator[None]:
     found = place()
     if found.count == 1:
         if os.environ.get("JAX_PLATFORMS"):  # JAX is imported for it only where someone has chosen a platform
-            from posttrain.runtime import pathways
+            from posttrain.runtime import processes
 
-            pathways.initialize()
+            processes.initialize_pathways()
         yield
         return
     _initialize(found)

@@ -1,8 +1,11 @@
-"""Processes of one run: which one this is, what they agree on, and arrays over the devices of all of them."""
+"""Processes of one run: which one this is, what they agree on, and arrays over the devices of all of them; Pathways, where
+one process controls the devices of all hosts through the package `pathwaysutils`."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import pickle
 from collections.abc import Callable
 from itertools import count as counter
@@ -177,3 +180,30 @@ def _waiting(wait: Callable[[], T]) -> T:
         return wait()
     except jax.errors.JaxRuntimeError as error:
         raise OutsideError(f"{peer()} has vanished ({str(error).splitlines()[0][:200]})", LOST) from error
+
+
+def _through_pathways() -> bool:
+    """Tell whether JAX reaches its devices through the proxy of Pathways."""
+    return "proxy" in os.environ.get("JAX_PLATFORMS", "").split(",")
+
+
+def initialize_pathways() -> None:
+    """Register the proxy with JAX, before it is used; no effect elsewhere. ConfigError without `pathwaysutils`."""
+    if _through_pathways():
+        _pathways("pathwaysutils").initialize()
+
+
+def copied(tree: Any, shardings: Any) -> Any:
+    """Copies of arrays where `shardings` say, also on other devices. Under Pathways they go from device to device, and
+    a plan serves for all transfers of one kind; never by way of the controller."""
+    if _through_pathways():
+        found = _pathways("pathwaysutils.experimental.reshard")
+        return found.reshard(tree, shardings, may_alias=False, cache_resharding_plans=True)
+    return jax.device_put(tree, shardings, may_alias=False)
+
+
+def _pathways(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError("JAX_PLATFORMS=proxy needs the package pathwaysutils; install it in the image") from error

@@ -1,4 +1,4 @@
-"""XLA on this host: settings of XLA:CPU, the cache of compiled programs, and memory (glibc malloc, garbage collector)."""
+"""XLA on this host: settings of XLA:CPU, the cache of compiled programs, and memory (malloc, garbage collector)."""
 
 from __future__ import annotations
 
