@@ -96,7 +96,7 @@ def launch(
     cpu_devices: Annotated[int, typer.Option(min=1, help="Virtual CPU devices of each process.")] = 1,
 ) -> None:
     """Run in several processes on this machine's CPU, as on as many hosts; to try such a run."""
-    from posttrain.launch import launch as recipe
+    from posttrain.runtime.join import launch as recipe
 
     raise typer.Exit(recipe(command, num_processes=processes, cpu_devices=cpu_devices))
 

@@ -32,7 +32,7 @@ LAYERS = (
     {"stages"},
     {"plan"},
     {"runs"},
-    {"export", "view", "launch"},
+    {"export", "view"},
     {"results"},
     {"api", "generate_command", "reward_command", "shell_completion"},
     {"cli"},

@@ -1,5 +1,5 @@
-"""Processes of one run: which one this is, what they agree on, and arrays over the devices of all of them; Pathways, where
-one process controls the devices of all hosts through the package `pathwaysutils`."""
+"""Processes of one run: which one this is, what they agree on, and arrays over the devices of all of them; Pathways,
+where one process controls the devices of all hosts through the package `pathwaysutils`."""
 
 from __future__ import annotations
 
