@@ -13,10 +13,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from posttrain.commands import complete_config, complete_override, generate, print_lines, reward
 from posttrain.errors import ConfigError, RunError, outside_error
-from posttrain.generate_command import generate
-from posttrain.reward_command import print_lines, reward
-from posttrain.shell_completion import complete_config, complete_override
 
 app = typer.Typer(
     no_args_is_help=True,

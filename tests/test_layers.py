@@ -34,7 +34,7 @@ LAYERS = (
     {"runs"},
     {"export", "view"},
     {"results"},
-    {"api", "generate_command", "reward_command", "shell_completion"},
+    {"api", "commands"},
     {"cli"},
     {"__main__", "__init__"},
 )

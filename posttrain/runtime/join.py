@@ -1,5 +1,4 @@
-"""Processes of one run: launched on this machine, joined, and ended together: an error of one ends all of them, with its
-message."""
+"""Processes of one run: launched on this machine, joined, and ended together, all by the error of one."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Command `posttrain generate`: completions of prompts by a model."""
+"""Commands `generate` and `reward` of the command line, and completion of its words in a shell."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,9 @@ from posttrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from posttrain.data.tokenizer import Tokenizer
+    from posttrain.generation import Generated
     from posttrain.models.decoder import Decoder
+
 
 MaxTokens = Annotated[
     int | None,
@@ -63,9 +66,9 @@ def generate(
     prompt_logprobs: PromptLogprobs = False,
 ) -> None:
     """Print completions of each prompt; without a chat template (or with `--no-chat`) after the prompt itself."""
-    loaded, tokenizer = _load(model, adapter, family)
     from posttrain.generation import complete
 
+    loaded, tokenizer = _load(model, adapter, family)
     texts = prompts or [line.rstrip("\n") for line in sys.stdin]
     answers = complete(
         loaded,
@@ -92,11 +95,15 @@ def generate(
         top_logps=logprobs or 0,
         prompt_logps=prompt_logprobs,
     )
-    plain = not messages and (chat is False or tokenizer.chat_template is None)
-    recorded = logprobs is not None or prompt_logprobs
-    for prompt, answer in zip([text for text in texts for _ in range(n)], answers, strict=True):
-        text = f"{prompt}{answer.text}" if plain else answer.text
-        print(json.dumps(answer.record(tokenizer.decode)) if recorded else text)
+    templated = chat is not False and tokenizer.chat_template is not None
+    before = [""] * len(answers) if messages or templated else [text for text in texts for _ in range(n)]
+    _print(answers, before, tokenizer, recorded=prompt_logprobs or logprobs is not None)
+
+
+def _print(answers: Sequence[Generated], before: Sequence[str], tokenizer: Tokenizer, *, recorded: bool) -> None:
+    """Print each answer after the text before it, or as JSON with its probabilities."""
+    for answer, text in zip(answers, before, strict=True):
+        print(json.dumps(answer.record(tokenizer.decode)) if recorded else f"{text}{answer.text}")
 
 
 def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder, Tokenizer]:
@@ -151,3 +158,112 @@ def _biases(texts: list[str]) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in (text.split("=") for text in texts)}
     except ValueError as error:
         raise ConfigError(f"generate: --logit-bias: {error}; write it as TOKEN=NUMBER, such as 13=-5") from error
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines with samples of models, as far as the terminal can show them."""
+    from posttrain.tracking.console import printable
+
+    for line in lines:
+        print(printable(line, sys.stdout.encoding or "utf-8"))
+
+
+def reward(
+    functions: Annotated[
+        list[str] | None, typer.Argument(metavar="FILE:FUNCTION...", help="Such as rewards/gsm8k.py:correct.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="A dataset, as dataset.path.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="A YAML file whose first stage with rewards gives the dataset and functions.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Template of the prompt, as dataset.prompt.")] = None,
+    answer: Annotated[str | None, typer.Option(help="Column with the right answer; by default found by name.")] = None,
+    golden: Annotated[
+        str | None, typer.Option(help="Template of a golden answer, such as '<answer>{answer}</answer>'.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=2, help="Number of rows.")] = 16,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to score all completions once.")] = 5.0,
+    keywords: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Keyword of the functions; repeatable.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Score samples of this model too: a folder or a hub id.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the values as a pytest file, to keep.")] = None,
+) -> None:
+    """Examine reward functions before training: right, wrong, empty and absurd answers. Exit code 1 with findings."""
+    from posttrain.runs import reward_lab as lab
+
+    settings = lab.LabSettings(
+        num_rows=rows,
+        timeout_s=timeout,
+        answer=answer,
+        golden=golden,
+        args=lab.read_args(keywords or []),
+        model=model,
+        write=write,
+    )
+    found = lab.examine(functions or [], lab.dataset_of(data, prompt), config, settings)
+    print_lines(found.lines)
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+Candidates = Iterator[tuple[str, str]]
+"""Completed words, each with its help."""
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """YAML files that the text begins: of the current folder, and below a folder that it names or `configs`."""
+    from posttrain.config.locator import Locator
+
+    folder = incomplete.rpartition("/")[0] or "configs"
+    here = sorted(path.name for path in Path().glob("*.y*ml"))
+    found = Locator(folder).found
+    below = [] if found is None else sorted(found.rglob("*.y*ml"))
+    names = [*here, *(f"{folder}/{path.relative_to(found).as_posix()}" for path in below if found is not None)]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def complete_override(ctx: Any, incomplete: str) -> list[tuple[str, str]]:
+    """`key=value` of the configuration in `ctx`, Typer's context, with its present value or each that it can have.
+
+    Bash splits words at `=`: after one, the values alone. A configuration with a mistake has none.
+    """
+    config, typed = ctx.params.get("config"), list(ctx.params.get("overrides") or [])
+    if not config:
+        return []
+    if typed and typed[-1] == "=":
+        typed.pop()
+    after = typed[-1] if typed and "=" not in typed[-1] else None
+    start = incomplete if after is None else f"{after}={incomplete}"
+    try:
+        found = [(word, text) for word, text in _assignments(config, start) if word.startswith(start)]
+    except ConfigError:
+        return []
+    return found if after is None else [(word.partition("=")[2], text) for word, text in found]
+
+
+def _assignments(config: str, start: str) -> Candidates:
+    from posttrain.config.describe import FieldRow, field_table
+    from posttrain.config.run import SECTIONS, RunConfig
+    from posttrain.config.yaml_file import has_stages, load_config, stage_settings
+
+    loaded = load_config(config)
+
+    def assignments(row: FieldRow, prefix: str, values: dict[str, object]) -> Candidates:
+        name = f"{prefix}{row.name}"
+        if row.type.endswith("section") or not (name.startswith(start) or start.startswith(f"{name}=")):
+            return
+        present = values.get(row.name)
+        shown = str(present).lower() if isinstance(present, bool) else "" if present is None else str(present)
+        for value in row.choices or (shown,):
+            yield f"{name}={value}", row.description
+
+    settings = [stage_settings(loaded, index) for index in range(len(loaded.stages))]
+    for row in field_table(RunConfig):
+        if not row.name.startswith("stages."):
+            yield from assignments(row, "", settings[0])
+    listed, kinds = has_stages(config), [stage.kind for stage in loaded.stages]
+    for index, stage in enumerate(loaded.stages):
+        name = stage.name or (stage.kind if kinds.count(stage.kind) == 1 else str(index))
+        for row in field_table(SECTIONS[stage.kind]):
+            yield from assignments(row, f"stages.{name}." if listed else "", settings[index])
