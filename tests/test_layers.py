@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -140,6 +141,23 @@ def test_no_circles() -> None:
 
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def rows_of_contributing(head: str) -> list[list[str]]:
+    """Cells in code marks, row by row, of the table of CONTRIBUTING with this head."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition(f"{head}\n")[2].partition("\n\n")[0]
+    return [re.findall(r"`([^`]+)`", line) for line in table.splitlines()[1:]]
+
+
+def test_contributing_has_these_layers() -> None:
+    assert [set(names) for names in rows_of_contributing("| layer | |")] == list(LAYERS)
+
+
+def test_contributing_says_where_things_are() -> None:
+    rows = rows_of_contributing("| what | file | name |")
+    assert len(rows) > 15
+    defined = {file: {getattr(node, "name", "") for node in tree_of(ROOT / file).body} for file, _ in rows}
+    assert [(file, name) for file, name in rows if name not in defined[file]] == []
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,9 @@ def test_grpo_by_hand_learns() -> None:
         groups = pt.rl.sample(sampler, examples, 4, step)
         rewards = pt.rl.score(rubric, groups, step).total_PG
         batch = pt.rl.make_batch(groups, pt.rl.standardized(rewards), row_tokens=16)
+        before = trainer.params
         metrics = pt.to_host(trainer.step(batch))
+        assert all(array.is_deleted() for array in before.values()), "a step donates what it replaces"
         engine.update_weights(model, step + 1)
         means.append(float(rewards.mean()))
         assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
