@@ -166,7 +166,7 @@ def build(work: str, steps: int, model: Decoder) -> Bench:
     native = NativeEngine(model, slots=PROMPTS * GROUP, max_length=row, decode_steps=32, tokenizer_decode=None)
     engine = Ending(native, list(lengths))
     cluster = Cluster(trainer, engine, Shared(trainer), reference=Reference(trainer))
-    cluster.sync_weights()
+    cluster.sync_weights(cluster.version)
     tokens = np.random.default_rng(0).integers(FIRST, VOCAB, (steps * PROMPTS, PROMPT)).tolist()
     act = Act(
         sampler=Sampler(

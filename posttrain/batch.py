@@ -230,3 +230,20 @@ def teacher_batch(batch: Batch, number: int) -> Batch:
         return batch
     counts = np.asarray(batch.teacher_weights)[..., number] > 0
     return replace(batch, loss_weight=np.where(counts, batch.loss_weight, 0.0))
+
+
+def own_routing(batch: Batch) -> Batch:
+    """Batch without recorded routing, which is the actor's: the router of the scorer chooses its own experts."""
+    return replace(model_inputs(batch), experts=None)
+
+
+def model_inputs(batch: Batch) -> Batch:
+    """Batch without the arrays that no model reads; they would only cause another compilation."""
+    return Batch(
+        tokens=batch.tokens,
+        positions=batch.positions,
+        segments=batch.segments,
+        loss_weight=batch.loss_weight,
+        parents=batch.parents,
+        experts=batch.experts,
+    )

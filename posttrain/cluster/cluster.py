@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jaxtyping import Float
 
-from posttrain.batch import Batch, TokenStats
-from posttrain.cluster.critic import Critic
-from posttrain.cluster.ledger import Holder, Holding, ledger
-from posttrain.cluster.reference import ReferencePolicy
-from posttrain.cluster.scorers import Scorer, model_inputs, teacher_logps
-from posttrain.cluster.sync import Replica, WeightSync
+from posttrain.batch import Batch, own_routing
+from posttrain.cluster.reference import ReferencePolicy, Scorer, Teachers
+from posttrain.cluster.sync import Replica, WeightSync, local_bytes
+from posttrain.losses.value import values_before
 from posttrain.metrics import Metrics
 from posttrain.rollout.types import RolloutEngine
 from posttrain.runtime.profiler import span
 from posttrain.train.trainer import Trainer
+from posttrain.tree import replace
+
+SHOWN = {"grad_norm": "critic/grad_norm", "update_skipped": "critic/update_skipped"}
+"""Metrics of the critic's trainer that are shown beside those of its loss."""
 
 
-class Role(enum.Enum):
-    ACTOR = "actor"
-    REFERENCE = "reference"
-    TEACHER = "teacher"
-    CRITIC = "critic"
+class Critic:
+    """Values of contexts, learned beside the actor. `warmup`: first versions of the actor's weights in which the critic
+    learns alone."""
+
+    def __init__(self, trainer: Trainer, *, warmup: int):
+        assert trainer.model.config.scalar_head, "a critic has a scalar head"
+        self.trainer, self.warmup = trainer, warmup
+
+    @span("critic/values")
+    def values(self, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """Value before each token of the batch."""
+        scores = jnp.asarray(self.trainer.scores(own_routing(batch)))
+        return np.asarray(values_before(scores, jnp.asarray(batch.segments)))
+
+    @span("critic/update")
+    def step(self, batch: Batch) -> Metrics:
+        """One update of the value loss on a batch with `returns` and `old_values`."""
+        told = self.trainer.step(critic_inputs(batch))
+        return {SHOWN.get(name, name): value for name, value in told.items() if name in SHOWN or "critic/" in name}
+
+    def state(self) -> dict[str, Any]:
+        return {**self.trainer.state(), "step": jnp.int32(self.trainer.step_number)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore arrays and step. A checkpoint without them, from before there was a critic, is refused on reading."""
+        arrays = {name: value for name, value in state.items() if name != "step"}
+        self.trainer.restore(arrays, int(state["step"]))
+
+
+def critic_inputs(batch: Batch) -> Batch:
+    """Batch with what the critic and its loss read."""
+    return replace(own_routing(batch), returns=batch.returns, old_values=batch.old_values)
 
 
 class Cluster:
@@ -47,33 +79,24 @@ class Cluster:
         self.actor = actor
         self.engine = engine
         self.version = 0
-        """Version of the actor's weights: the number of hand-overs to the engine, whatever updates lie between."""
-        self.reference = reference
-        self.critic = critic
+        """Version of the actor's weights: the number of syncs after updates, whatever updates lie between."""
+        self.teachers = Teachers(teachers)
+        self._reference, self._critic = reference, critic
         self._sync = WeightSync(replica, engine)
-        self._teachers = tuple(teachers)
 
-    def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
-        """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
-        with span(f"{role.value}/logps"):
-            if role is Role.ACTOR:
-                return np.asarray(self.stats(batch).logps)
-            if role is Role.TEACHER:
-                return teacher_logps(self._teachers, batch)
-            if self.reference is None:
-                raise ValueError("this cluster has no reference; make it with one")
-            return self.reference.logps(batch)
+    @property
+    def reference(self) -> ReferencePolicy:
+        """Reference policy. ValueError for a cluster without one."""
+        if self._reference is None:
+            raise ValueError("this cluster has no reference; make it with one")
+        return self._reference
 
-    def stats(self, batch: Batch) -> TokenStats:
-        """Token statistics of the batch under the actor's weights."""
-        return self.actor.stats(model_inputs(batch))
-
-    def values(self, batch: Batch) -> Float[np.ndarray, "B T"]:
-        """Critic's value before each token of the batch."""
-        if self.critic is None:
+    @property
+    def critic(self) -> Critic:
+        """Critic. ValueError for a cluster without one."""
+        if self._critic is None:
             raise ValueError("this cluster has no critic; make it with one")
-        with span(f"{Role.CRITIC.value}/values"):
-            return self.critic.values(batch)
+        return self._critic
 
     def update_actor(self, batch: Batch, *, update: bool) -> Metrics:
         """One step of the actor, see `Trainer.step`."""
@@ -81,20 +104,17 @@ class Cluster:
 
     def update_critic(self, batch: Batch) -> Metrics:
         """One update of the critic's value loss; nothing without a critic."""
-        if self.critic is None:
-            return {}
-        with span(f"{Role.CRITIC.value}/update"):
-            return self.critic.step(batch)
+        return {} if self._critic is None else self._critic.step(batch)
 
     @property
     def warming_up(self) -> bool:
         """True while the critic learns alone."""
-        return self.critic is not None and self.version < self.critic.warmup
+        return self._critic is not None and self.version < self._critic.warmup
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Hold optimizer states on the devices for updates, wherever they are between them."""
-        trainers = [self.actor, *([] if self.critic is None else [self.critic.trainer])]
+        trainers = [self.actor, *([] if self._critic is None else [self._critic.trainer])]
         for trainer in trainers:
             trainer.load_optimizer()
         try:
@@ -103,29 +123,65 @@ class Cluster:
             for trainer in trainers:
                 trainer.offload_optimizer()
 
-    def hand_over(self) -> Metrics:
-        """Give the engine the updated weights as a new version, and refresh the reference where that is due."""
-        self.version += 1
-        if self.reference is not None:
-            self.reference.refresh(self.version)
-        return self.sync_weights()
-
-    def sync_weights(self) -> Metrics:
-        """Give the engine the actor's weights under their present version."""
+    def sync_weights(self, version: int) -> Metrics:
+        """Give the engine the actor's weights as this version; a new one refreshes the reference where that is due."""
+        if version > self.version and self._reference is not None:
+            self._reference.refresh(version)
+        self.version = version
         with span("sync"):
-            return self._sync(self.version)
+            return self._sync(version)
 
     def memory(self, phase: str) -> dict[str, float]:
         """Bytes of each role on device and host at the end of a phase, see `ledger`."""
         roles: dict[str, Holder] = {"actor": self.actor.arrays, "optimizer": self.actor.optimizer_arrays}
-        if self.critic is not None:
-            roles["critic"] = self.critic.trainer.arrays
-            roles["critic_optimizer"] = self.critic.trainer.optimizer_arrays
+        if self._critic is not None:
+            roles["critic"] = self._critic.trainer.arrays
+            roles["critic_optimizer"] = self._critic.trainer.optimizer_arrays
         if isinstance(self.engine, Holding):
             roles["rollout"] = self.engine.arrays
-        if self.reference is not None:
-            roles["reference"] = self.reference.arrays
-        for number, teacher in enumerate(self._teachers):
+        if self._reference is not None:
+            roles["reference"] = self._reference.arrays
+        for number, teacher in enumerate(self.teachers.scorers):
             if isinstance(teacher, Holding):
                 roles[f"teacher_{number}"] = teacher.arrays
         return ledger(phase, roles)
+
+
+Holder = Callable[[], Iterable[Array]]
+"""Gives the arrays that a role holds."""
+
+HOST = ("pinned_host", "unpinned_host")
+
+
+@runtime_checkable
+class Holding(Protocol):
+    """Role that tells the arrays that it holds."""
+
+    def arrays(self) -> Iterable[Array]: ...
+
+
+def ledger(phase: str, roles: Mapping[str, Holder]) -> dict[str, float]:
+    """GiB of each role over the devices of this process: `memory/<phase>/<role>_gib`, in host memory
+    `memory/<phase>/<role>_host_gib`, and the peak of the fullest device so far where the platform tells it.
+
+    Arrays that several roles share count for the first one.
+    """
+    counted: set[int] = set()
+    found: dict[str, float] = {}
+    for role, arrays in roles.items():
+        device = host = 0
+        for array in arrays():
+            if id(array) in counted or array.is_deleted():
+                continue
+            counted.add(id(array))
+            if array.sharding.memory_kind in HOST:
+                host += local_bytes(array)
+            else:
+                device += local_bytes(array)
+        found[f"memory/{phase}/{role}_gib"] = device / 2**30
+        if host:
+            found[f"memory/{phase}/{role}_host_gib"] = host / 2**30
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if peaks := [one["peak_bytes_in_use"] for one in stats if one is not None]:
+        found[f"memory/{phase}/peak_gib"] = max(peaks) / 2**30
+    return found

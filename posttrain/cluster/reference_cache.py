@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.batch import Batch
-from posttrain.cluster.scorers import model_inputs
+from posttrain.batch import Batch, model_inputs
 from posttrain.data.pair_examples import ComparisonBatches, NumberedRows, PairExample, PairExamples, all_rows
 from posttrain.data.pipeline import fingerprint, token_fingerprint
 from posttrain.errors import ConfigError

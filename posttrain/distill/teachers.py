@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from posttrain.batch import TopK, rows_per_pass
 from posttrain.cluster.http_teacher import ServedTeacher
-from posttrain.cluster.scorers import FrozenModel
+from posttrain.cluster.reference import FrozenModel
 from posttrain.config import DistillSection, ModelSection, RLSection, TeacherSection
 from posttrain.data.packing import pack, to_batch
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer

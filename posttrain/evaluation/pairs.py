@@ -12,8 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from posttrain.batch import Batch, BatchLoss, ScoreStats, TokenStats
-from posttrain.cluster.scorers import model_inputs
+from posttrain.batch import Batch, BatchLoss, ScoreStats, TokenStats, model_inputs
 from posttrain.data.pair_examples import PairExamples, all_rows
 from posttrain.losses.pairs import PairedSequences, pairs_of, sequences_of
 from posttrain.losses.reward_model import reward_pairs

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from posttrain.cluster.scorers import FrozenModel
+from posttrain.cluster.reference import FrozenModel
 from posttrain.config import Locator
 from posttrain.data.chat import Renderer
 from posttrain.data.format import render_answer

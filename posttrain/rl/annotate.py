@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
-from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.cluster import Cluster
 from posttrain.config.rl import OldLogps
 from posttrain.metrics import Metrics
 from posttrain.rl.algorithms import Algorithm
@@ -36,21 +36,21 @@ def annotated(
     made, entropies, told = [], [], list[Metrics]()
     for part in parts:
         if algorithm.loss.kl_coef > 0 or (algorithm.critic is not None and algorithm.reward_kl is not None):
-            part = replace(part, ref_logps=cluster.logps(Role.REFERENCE, part))
+            part = replace(part, ref_logps=cluster.reference.logps(part))
         if old_logps == "trainer" or algorithm.top_entropy is not None:
-            stats = cluster.stats(part)
+            stats = cluster.actor.stats(part)
             entropies.append(np.asarray(stats.entropy))
             if old_logps == "trainer":
                 part = replace(part, old_logps=np.asarray(stats.logps))
         if old_logps == "sampler":
             part = replace(part, old_logps=part.sampler_logps)
         if teaching is not None:
-            part, found = add_teachers(part, cluster.logps(Role.TEACHER, part), teaching.coef)
+            part, found = add_teachers(part, cluster.teachers.logps(part), teaching.coef)
             told.append(found)
         made.append(part)
     metrics = merged(told) if told else {}
     if algorithm.critic is not None:
-        values = [cluster.values(part) for part in made]
+        values = [cluster.critic.values(part) for part in made]
         made, measured = with_returns(made, values, algorithm.critic.gae, algorithm.reward_kl)
         metrics |= measured
     if algorithm.top_entropy is not None:
@@ -70,7 +70,7 @@ def reward_penalties(
     for start in range(0, len(rows), num_rows):
         batch, where = sample_rows(rows[start : start + num_rows], row_tokens=row_tokens, num_rows=num_rows)
         own = np.asarray(batch.sampler_logps)
-        found = algorithm.reward_kl.of_samples(batch, own, cluster.logps(Role.REFERENCE, batch), where)
+        found = algorithm.reward_kl.of_samples(batch, own, cluster.reference.logps(batch), where)
         np.add.at(of_samples, owners[start : start + num_rows], found)
         total -= float(found.sum()) / algorithm.reward_kl.coef
         count += float((np.asarray(batch.loss_weight) > 0).sum())

@@ -111,7 +111,7 @@ class AsyncLoop:
                 self._call(self._resume())
                 self.settle()
         with learned, timer("sync"):
-            synced = self.on_loop(cluster.hand_over)
+            synced = self.on_loop(lambda: cluster.sync_weights(cluster.version + 1))
             self._call(self._resume())
         told = {"async/queue": float(finished), "async/under_way": float(unfinished)}
         told |= self._times(waited.seconds, learned.seconds)

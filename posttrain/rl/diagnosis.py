@@ -15,9 +15,8 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jaxtyping import Float, Int
 
-from posttrain.batch import Batch, rows_per_pass
-from posttrain.cluster.cluster import Cluster, Role
-from posttrain.cluster.scorers import model_inputs
+from posttrain.batch import Batch, model_inputs, rows_per_pass
+from posttrain.cluster.cluster import Cluster
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.attention import Attention, LatentAttention
 from posttrain.models.config import ModelConfig, MoEConfig, Rope
@@ -142,7 +141,7 @@ def _worst(cluster: Cluster, sampler: Sampler, pairs: Sequence[tuple[Trajectory,
     samples, fresh = [sample for sample, _ in pairs], [mask for _, mask in pairs]
     rows = rows_per_pass(len(samples), None, row_shards(cluster.actor.mesh))
     batch, where = sample_rows(samples, row_tokens=row_tokens, num_rows=rows)
-    logps = cluster.logps(Role.ACTOR, batch)
+    logps = cluster.actor.logps(batch)
     scores = [np.asarray(logps[span.row, span.tokens], np.float64) for span in where]
     gaps = [
         np.where(mask, np.nan_to_num(np.abs(score - np.asarray(sample.logps)), nan=np.inf), 0.0)

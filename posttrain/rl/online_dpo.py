@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from posttrain.batch import Batch, BatchLoss, LossOutput, TokenStats
-from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.cluster import Cluster
 from posttrain.losses.policy import distance_metrics
 from posttrain.metrics import Timer
 from posttrain.rl.act import Act
@@ -106,10 +106,10 @@ async def online_step(cluster: Cluster, act: Act, settings: PairSettings, timer:
             share_prompts=settings.share_prompts,
         )
     with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
-        batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
+        batch = replace(batch, ref_logps=cluster.reference.logps(batch))
     metrics = update(cluster, [batch], [bool(pairs)], 1, 0, timer)
     with timer("sync"):
-        metrics |= cluster.hand_over()
+        metrics |= cluster.sync_weights(cluster.version + 1)
     metrics |= {"frac_ties": 1 - len(pairs) / len(groups_P)}
     metrics |= rollout_metrics(groups_P, acted.rewards, acted.version)
     return StepResult(

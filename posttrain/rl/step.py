@@ -85,7 +85,7 @@ async def rl_step(cluster: Cluster, algorithm: Algorithm, act: Act, settings: St
     held = cluster.memory("rollout")
     result = learn(cluster, algorithm, acted, settings, timer)
     with timer("sync"):
-        synced = cluster.hand_over()
+        synced = cluster.sync_weights(cluster.version + 1)
     return replace(result, metrics={**result.metrics, **synced, **held, **cluster.memory("update")})
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
-from posttrain.cluster.scorers import Scorer, teacher_logps
+from posttrain.cluster.reference import Scorer, Teachers
 from posttrain.config import DistillSection, RLSection
 from posttrain.data.packing import to_batch
 from posttrain.distill.cross_tokenizer import Aligner, teacher_rows
@@ -67,7 +67,7 @@ def distances(
         return np.full((len(groups_P), len(groups_P[0])), np.nan, np.float32)
     batch, where = sample_rows(rows, row_tokens=row_tokens, num_rows=len(rows), shares=shares)
     sampled = np.asarray(batch.loss_weight) > 0
-    gap = np.where(sampled, np.asarray(batch.sampler_logps) - teacher_logps(teachers, batch), 0.0)
+    gap = np.where(sampled, np.asarray(batch.sampler_logps) - Teachers(teachers).logps(batch), 0.0)
     sums, counts = np.zeros((2, sum(map(len, groups_P))))
     np.add.at(sums, owners, [gap[row, tokens].sum() for row, tokens in where])
     np.add.at(counts, owners, [sampled[row, tokens].sum() for row, tokens in where])

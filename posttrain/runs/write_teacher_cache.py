@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from posttrain.cluster.scorers import FrozenModel
+from posttrain.cluster.reference import FrozenModel
 from posttrain.config import DistillSection, RunConfig
 from posttrain.data.pipeline import row_tokenizer
 from posttrain.data.sources import Rows, Sequences

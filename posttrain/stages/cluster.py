@@ -8,11 +8,9 @@ from typing import Any
 
 import jax
 
-from posttrain.cluster.cluster import Cluster
-from posttrain.cluster.critic import Critic
-from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, WithoutAdapter
-from posttrain.cluster.scorers import Scorer
-from posttrain.cluster.sync import Beside, Copied, Gathered, Replica, Shared
+from posttrain.cluster.cluster import Cluster, Critic
+from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, Scorer, WithoutAdapter
+from posttrain.cluster.sync import ColocatedReplica, PerProcessReplica, Replica, ReshardedReplica, Shared
 from posttrain.config import MeshSection, OnlineSection, RLSection, SamplerTensor
 from posttrain.errors import ConfigError
 from posttrain.losses.value import ValueLoss
@@ -68,11 +66,11 @@ def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection)
     try:
         if processes.count() > 1:
             tensor = choose_tensor(trainer, jax.local_device_count(), section.rollout.tensor, QUARTER)
-            return Gathered(trainer, tensor)
+            return PerProcessReplica(trainer, tensor)
         if devices.rollout is None:
-            return Beside(trainer) if section.samples_while_updating else Shared(trainer)
+            return ColocatedReplica(trainer) if section.samples_while_updating else Shared(trainer)
         tensor = choose_tensor(trainer, len(devices.rollout), section.rollout.tensor, HALF)
-        return Copied(trainer, make_mesh(MeshSection(data=-1, fsdp=1, tensor=tensor), devices.rollout))
+        return ReshardedReplica(trainer, make_mesh(MeshSection(data=-1, fsdp=1, tensor=tensor), devices.rollout))
     except ConfigError as error:
         raise ConfigError(f"placement.rollout: {error}") from error
 

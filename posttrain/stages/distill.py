@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.batch import Batch, rows_per_pass
-from posttrain.cluster.scorers import FrozenModel, Scorer, model_inputs
+from posttrain.batch import Batch, model_inputs, rows_per_pass
+from posttrain.cluster.reference import FrozenModel, Scorer
 from posttrain.config import DatasetSection, DistillSection, ModelSection, TeacherSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import Prompts, fingerprint, row_tokenizer, token_fingerprint

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from posttrain.batch import TokenLoss
-from posttrain.cluster.cluster import Cluster
-from posttrain.cluster.critic import Critic
-from posttrain.cluster.scorers import Scorer
+from posttrain.cluster.cluster import Cluster, Critic
+from posttrain.cluster.reference import Scorer
 from posttrain.config import OnlineSection, RLSection
 from posttrain.data.pipeline import Prompts
 from posttrain.evaluation.at_k import Record, prompt_differences

@@ -75,7 +75,7 @@ def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
         held_out = held_out_prompts(rollouts)
         state = RolloutState(act.source, cluster, monitor=inputs.monitor)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
-            cluster.sync_weights()
+            cluster.sync_weights(cluster.version)
             with StepReport(rollouts, training) as report:
                 for _ in training:
                     timer = Timer()

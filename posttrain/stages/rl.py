@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from posttrain.cluster.cluster import Cluster
-from posttrain.cluster.scorers import FrozenModel, Scorer
+from posttrain.cluster.reference import FrozenModel, Scorer
 from posttrain.config import RLSection, UserObject
 from posttrain.config.locator import FORMS
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
@@ -97,7 +97,7 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
         held_out = held_out_prompts(rollouts, _distances(teachers, settings))
         state = RolloutState(act.source, cluster, settings.entropy, ahead, inputs.monitor)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
-            cluster.sync_weights()
+            cluster.sync_weights(cluster.version)
             with StepReport(rollouts, training) as report, nullcontext() if ahead is None else ahead:
                 for _ in training:
                     timer = Timer()

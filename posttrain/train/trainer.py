@@ -19,6 +19,7 @@ from posttrain.batch import (
     ScoreStats,
     TokenLoss,
     TokenStats,
+    model_inputs,
     packing_metrics,
 )
 from posttrain.kernels.platform import platform_of
@@ -227,13 +228,17 @@ class Trainer:
 
     def stats(self, batch: Batch, weights: Weights | None = None) -> TokenStats:
         """Token statistics of host rows as host arrays, under other weights of the same structure if given."""
-        stats = self._stats(batch, self.weights if weights is None else weights)
+        stats = self._stats(model_inputs(batch), self.weights if weights is None else weights)
         assert isinstance(stats, TokenStats), "a reward model has scores instead of log-probabilities"
         return stats
 
+    def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """Log-probabilities of the tokens of host rows that have a weight, as a host array."""
+        return np.asarray(self.stats(batch).logps)
+
     def scores(self, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Reward model scores of host rows as a host array."""
-        stats = self._stats(batch, self.weights)
+        stats = self._stats(model_inputs(batch), self.weights)
         assert isinstance(stats, ScoreStats), "only a reward model has scores"
         return np.asarray(stats.scores)
 

@@ -12,8 +12,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
-from posttrain.cluster.cluster import Cluster
-from posttrain.cluster.critic import Critic
+from posttrain.cluster.cluster import Cluster, Critic
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.sync import Shared
 from posttrain.config import OptimizerSection
@@ -99,7 +98,7 @@ def test_warm_up_leaves_the_actor_alone_and_a_resumed_run_is_the_same(tokenizer:
     assert any((array != start[path]).any() for path, array in params_of(first.trainer).items())
     second.trainer.restore(jax.tree.map(jax.numpy.asarray, state), 1, skipped_updates=1)
     second.cluster.version, second.issued = 1, 3
-    second.cluster.sync_weights()
+    second.cluster.sync_weights(second.cluster.version)
     second.step()
     assert second.cluster.critic.trainer.step_number == first.cluster.critic.trainer.step_number == 2
     for one, other in zip(*(jax.tree.leaves(world.trainer.state()) for world in worlds), strict=True):

@@ -14,11 +14,9 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.cluster import sync
-from posttrain.cluster.cluster import Cluster, Role
-from posttrain.cluster.ledger import local_bytes
+from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import ModelReference, Reference, WithoutAdapter
-from posttrain.cluster.sync import Beside, Copied, Replica, Shared
-from posttrain.cluster.transfer import model_on, moved
+from posttrain.cluster.sync import ColocatedReplica, Replica, ReshardedReplica, Shared, local_bytes, model_on, moved
 from posttrain.config import LoRA, MeshSection, OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
@@ -77,7 +75,7 @@ class World:
             mesh=mesh,
         )
         other = make_mesh(MeshSection(data=2, fsdp=1, tensor=2), devices[4:])
-        self.replica: Replica = Copied(self.trainer, other) if place == "other" else Shared(self.trainer)
+        self.replica: Replica = ReshardedReplica(self.trainer, other) if place == "other" else Shared(self.trainer)
         self.engine = NativeEngine(
             self.replica.model,
             slots=8,
@@ -187,7 +185,7 @@ def test_a_sync_that_moves_nothing_is_told_in_that_step(monkeypatch: pytest.Monk
 def test_a_copy_beside_the_trainer(lora: bool) -> None:
     """Weights for an engine that samples during updates: the trained ones only, of an adapter the adapter."""
     trainer = World("same", lora=lora).trainer
-    beside = Beside(trainer)
+    beside = ColocatedReplica(trainer)
     before = ModelWeights(beside.model).read()
 
     def pointers(array: Any) -> list[int]:
@@ -256,7 +254,7 @@ def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = world.step().batch
     base = np.asarray(trainer.stats(batch, without_adapter(trainer.weights)).logps)
     assert_allclose(WithoutAdapter(trainer).logps(batch), base)
-    start = world.cluster.logps(Role.REFERENCE, batch)
+    start = world.cluster.reference.logps(batch)
     found: dict[str, Any] = {
         "copy": Reference(trainer, refresh_every=2),
         "average": Reference(trainer, refresh_every=1, mixup=0.25, offload=True),
@@ -277,7 +275,7 @@ def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = np.abs(now - own)[sampled].max()
         assert moved_by < 0.9 * whole if "average" in name else abs(moved_by - whole) < 1e-5, name
     assert_allclose(found["average"].logps(batch), found["other average"].logps(batch), atol=1e-5)
-    assert_allclose(world.cluster.logps(Role.REFERENCE, batch), start)
+    assert_allclose(world.cluster.reference.logps(batch), start)
     again = Reference(trainer, refresh_every=1, mixup=0.25)
     again.restore(found["average"].state())
     assert_array_equal(again.logps(batch), found["average"].logps(batch))

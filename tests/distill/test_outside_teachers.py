@@ -18,7 +18,7 @@ import pytest
 from posttrain.batch import Batch, TopK
 from posttrain.cluster import http_teacher as served
 from posttrain.cluster.http_teacher import ServedTeacher, ServedTeacherError
-from posttrain.cluster.scorers import FrozenModel
+from posttrain.cluster.reference import FrozenModel
 from posttrain.config import DistillSection, ModelSection, TeacherSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+from posttrain.batch import model_inputs
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import Reference
-from posttrain.cluster.scorers import model_inputs
-from posttrain.cluster.sync import Beside, Shared
+from posttrain.cluster.sync import ColocatedReplica, Shared
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError
 from posttrain.metrics import Timer
@@ -247,9 +247,9 @@ class Run:
             world.first = jax.tree.map(np.array, world.trainer.state())  # type: ignore[attr-defined]
         self.trainer.restore(jax.tree.map(jnp.array, world.first), 0)  # type: ignore[attr-defined]
         ahead = way.max_staleness > 0 and not way.in_flight
-        replica = Beside(self.trainer) if ahead else Shared(self.trainer)
+        replica = ColocatedReplica(self.trainer) if ahead else Shared(self.trainer)
         self.cluster = Cluster(self.trainer, world.sampler.engine, replica, reference=Reference(self.trainer))
-        self.cluster.sync_weights()
+        self.cluster.sync_weights(self.cluster.version)
         slow = None if delays is None else Slow(**vars(world.sampler), delays=delays, turns=2)
         self.act = acting(world.sampler if slow is None else slow, world.rubric)
         self.loop = AsyncLoop(self.cluster, self.algorithm, self.act, self.settings, way)
@@ -354,7 +354,7 @@ def test_a_run_resumes_from_its_state(world: World, tmp_path: Path, in_flight: b
     world.trainer.restore(state, len(first))
     resumed.act.source.restore(host["source"])
     resumed.cluster.version = host["version"]
-    resumed.cluster.sync_weights()
+    resumed.cluster.sync_weights(resumed.cluster.version)
     resumed.loop.restore(host["ahead"])
     rest = resumed.steps(2)
     numbers = [group[0].group for result in [*first, *rest] for group in result.groups_P]

@@ -14,7 +14,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.sync import Shared
 from posttrain.config import SamplingSection
@@ -237,9 +237,9 @@ def test_recorded_routing_that_is_not_the_samplers_is_named(tokenizer: Tokenizer
     world = World(tokenizer, model, lambda engine: Faulty(engine, made=other_experts), record_routing=True)
     assert world.cause().startswith("routing: the difference disappears with the trainer's own routing")
     batch = world.result.batch
-    own = world.cluster.logps(Role.ACTOR, replace(batch, experts=None))
-    assert_array_equal(world.cluster.logps(Role.REFERENCE, batch), own)
-    assert np.abs(world.cluster.logps(Role.ACTOR, batch) - own).max() > 0.1
+    own = world.cluster.actor.logps(replace(batch, experts=None))
+    assert_array_equal(world.cluster.reference.logps(batch), own)
+    assert np.abs(world.cluster.actor.logps(batch) - own).max() > 0.1
 
 
 def test_a_failed_diagnosis_hides_nothing(tokenizer: Tokenizer) -> None:

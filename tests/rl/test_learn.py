@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.cluster.cluster import Role
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import to_host
 from posttrain.reward.function import Reward
@@ -56,11 +55,11 @@ def test_kl_in_the_reward(tokenizer: Tokenizer) -> None:
     world = with_algorithm(World(tokenizer), "grpo", kl_in="reward", kl_coef=0.05)
     for one in (plain, world):
         shake(one.trainer.model, seed=1, stddev=0.05)
-        one.cluster.sync_weights()
+        one.cluster.sync_weights(one.cluster.version)
     expected, found = plain.step(), world.step()
     batch = expected.batch
     sampled = batch.loss_weight > 0
-    k1 = np.where(sampled, batch.sampler_logps - world.cluster.logps(Role.REFERENCE, batch), 0.0)
+    k1 = np.where(sampled, batch.sampler_logps - world.cluster.reference.logps(batch), 0.0)
     assert_allclose(to_host(found.metrics)["kl"], k1.sum() / sampled.sum(), rtol=1e-5)
     assert np.abs(k1[sampled]).max() > 1e-2
     sums: dict[tuple[int, ...], float] = {}
@@ -83,7 +82,7 @@ def test_only_tokens_of_high_entropy_have_an_advantage(tokenizer: Tokenizer) -> 
     world = with_algorithm(World(tokenizer), "grpo", top_entropy=0.25)
     result = world.step()
     batch, sampled = result.batch, result.batch.loss_weight > 0
-    entropy = np.asarray(world.cluster.stats(batch).entropy)
+    entropy = np.asarray(world.cluster.actor.stats(batch).entropy)
     learned = batch.advantages != 0
     assert 0 < learned.sum() <= np.ceil(0.25 * sampled.sum()) + 1
     assert entropy[learned].min() >= to_host(result.metrics)["entropy/threshold"] - 1e-6
@@ -123,7 +122,7 @@ def test_the_entropy_bonus_follows_its_target(tokenizer: Tokenizer) -> None:
 def test_the_coefficient_of_the_batch_is_that_of_the_loss(tokenizer: Tokenizer) -> None:
     world = World(tokenizer, optimizer=sgd(0.0))
     batch = world.step().batch
-    stats = jax.tree.map(jnp.asarray, world.cluster.stats(batch))
+    stats = jax.tree.map(jnp.asarray, world.cluster.actor.stats(batch))
     own = replace(world.algorithm.loss, entropy_coef=0.02)(stats, batch).loss.value()
     control = EntropyControl(target=100.0, start=0.02, step=0.005)
     found = world.algorithm.loss(stats, control.added_to(batch)).loss.value()

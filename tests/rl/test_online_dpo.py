@@ -12,7 +12,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.sync import Shared
 from posttrain.config import LoRA, SamplingSection
@@ -214,7 +214,7 @@ def test_a_step_is_dpo_on_the_best_and_the_worst_against_the_start(lora: bool, s
     assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-4)
     assert_allclose(metrics["rewards/margins"], np.mean(margins), atol=1e-5)
     assert abs(metrics["loss"] - np.log(2)) > 1e-4
-    assert_allclose(world.cluster.logps(Role.REFERENCE, first.batch), kept, atol=1e-5)
+    assert_allclose(world.cluster.reference.logps(first.batch), kept, atol=1e-5)
     assert programs + 2 >= world.trainer.num_programs
     assert {"reward", "reward_std", "rewards/even/mean", "completions/mean_length", "sampling/kept_mass/mean"} < set(
         metrics

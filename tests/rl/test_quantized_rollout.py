@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.cluster.cluster import Role
 from posttrain.config import LoRA, MeshSection, RolloutQuantize
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.losses.importance import ImportanceSampling
@@ -130,5 +129,5 @@ def test_the_samplers_logps_are_those_of_the_quantised_model() -> None:
     rows, places = np.nonzero(batch.loss_weight > 0)
     expected = logps[rows, places - 1, batch.tokens[rows, places]]
     assert_allclose(batch.sampler_logps[rows, places], expected, atol=2e-4)
-    trainer = world_now.cluster.logps(Role.ACTOR, batch)
+    trainer = world_now.cluster.actor.logps(batch)
     assert_array_equal(trainer, batch.old_logps)

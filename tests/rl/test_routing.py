@@ -13,7 +13,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
-from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.sync import Shared
 from posttrain.config import SamplingSection
@@ -80,7 +80,7 @@ class World:
 
     def gaps(self, batch: Batch) -> np.ndarray:
         """How far the trainer's log-probabilities are from the sampler's."""
-        difference = self.cluster.logps(Role.ACTOR, batch) - batch.sampler_logps
+        difference = self.cluster.actor.logps(batch) - batch.sampler_logps
         return np.abs(difference[np.asarray(batch.loss_weight) > 0])
 
 
@@ -113,9 +113,9 @@ def test_replay_keeps_the_ratio_near_1_where_rounding_changes_the_routing(tokeni
     other = replace(batch, experts=shifted)
     assert world.gaps(other).mean() > 10 * replayed.mean()
     # The reference, here the same weights, has a router of its own.
-    reference = world.cluster.logps(Role.REFERENCE, other)
-    assert_array_equal(reference, world.cluster.logps(Role.ACTOR, replace(batch, experts=None)))
-    assert np.abs(reference - world.cluster.logps(Role.ACTOR, batch)).max() > 1e-3
+    reference = world.cluster.reference.logps(other)
+    assert_array_equal(reference, world.cluster.actor.logps(replace(batch, experts=None)))
+    assert np.abs(reference - world.cluster.actor.logps(batch)).max() > 1e-3
 
 
 def test_experts_are_packed_with_their_tokens() -> None:

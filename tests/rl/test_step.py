@@ -14,7 +14,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
-from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.sync import Shared
 from posttrain.config import LoRA, OptimizerSection, SamplingSection
@@ -134,7 +134,7 @@ def test_first_update_has_ratio_1_and_kl_0_for_every_token(
     outcome = world.step()
     batch, sampled = outcome.batch, outcome.batch.loss_weight > 0
     assert sampled.sum() > 20
-    trainer, reference = world.cluster.logps(Role.ACTOR, batch), world.cluster.logps(Role.REFERENCE, batch)
+    trainer, reference = world.cluster.actor.logps(batch), world.cluster.reference.logps(batch)
     assert_allclose(np.exp(trainer - batch.sampler_logps)[sampled], 1.0, atol=1e-4)
     assert_array_equal(trainer, reference)
     assert world.trainer.num_programs == 2, "the step, and one for the statistics of both roles"
@@ -190,12 +190,12 @@ def test_the_reference_stays_while_the_actor_learns(tokenizer: Tokenizer, lora: 
     optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2 if lora else 2e-2), 100)
     world = World(tokenizer, lora=lora, optimizer=optimizer)
     first = world.step()
-    reference = world.cluster.logps(Role.REFERENCE, first.batch)
+    reference = world.cluster.reference.logps(first.batch)
     rewards = [float(first.rewards.total_PG.mean())]
     for _ in range(11 if lora else 29):
         rewards.append(float(world.step().rewards.total_PG.mean()))
-    assert_array_equal(world.cluster.logps(Role.REFERENCE, first.batch), reference)
-    assert np.abs(world.cluster.logps(Role.ACTOR, first.batch) - reference).max() > 1e-2
+    assert_array_equal(world.cluster.reference.logps(first.batch), reference)
+    assert np.abs(world.cluster.actor.logps(first.batch) - reference).max() > 1e-2
     # An adapter moves a model with random embeddings too slowly to see it here.
     assert lora or np.mean(rewards[-8:]) > np.mean(rewards[:8]) + 0.1
 
@@ -263,7 +263,7 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(tokenizer: Toke
     assert to_host(first)["sampling/logp_difference/limit"] == pytest.approx(EXACT)
     resumed = World(tokenizer, optimizer=sgd(0.1))
     resumed.trainer.restore(jax.tree.map(jnp.copy, stale.trainer.state()), 1)
-    resumed.cluster.sync_weights()
+    resumed.cluster.sync_weights(resumed.cluster.version)
     for world, stddev in ((stale, 0.3), (resumed, 0.002)):
         shake(world.trainer.model, seed=1, stddev=stddev)  # the engine still has the weights of before
         before = params_of(world.trainer)
@@ -280,7 +280,7 @@ def test_the_gate_judges_fresh_tokens_by_mean_outliers_and_maximum(tokenizer: To
     """A veto leaves the weights bitwise; tokens of older weights have a reason to differ."""
     world = World(tokenizer, optimizer=sgd(0.1))
     batch = world.step().batch
-    own = world.cluster.logps(Role.ACTOR, batch)
+    own = world.cluster.actor.logps(batch)
     sampled = np.argwhere(batch.loss_weight > 0)
     draw = np.random.default_rng(0)
 
@@ -316,7 +316,7 @@ def test_the_gate_judges_fresh_tokens_by_mean_outliers_and_maximum(tokenizer: To
         check_agreement(metrics, 1)
         assert to_host(metrics)["update_skipped"] == 0
         assert any((np.asarray(array) != before[path]).any() for path, array in world.trainer.params.items())
-        own = world.cluster.logps(Role.ACTOR, batch)
+        own = world.cluster.actor.logps(batch)
 
 
 @pytest.mark.parametrize("policy", ["skip", "update"])
@@ -377,9 +377,9 @@ def test_later_updates_keep_the_policy_before_the_first_as_the_old_one(tokenizer
     metrics, fresh = to_host(result.metrics), World(tokenizer)
     for part in result.parts:
         sampled = part.loss_weight > 0
-        before = fresh.cluster.logps(Role.ACTOR, part)
+        before = fresh.cluster.actor.logps(part)
         assert_allclose(part.old_logps[sampled], before[sampled], atol=1e-5)
-        assert np.abs(world.cluster.logps(Role.ACTOR, part) - before)[sampled].max() > 1e-2
+        assert np.abs(world.cluster.actor.logps(part) - before)[sampled].max() > 1e-2
     assert metrics["approx_kl"] > 1e-5 and metrics["sampling/logp_difference/stale_mean"] > 1e-3
     assert metrics["sampling/logp_difference/mean"] < 1e-4, "of the tokens of the first update alone"
 

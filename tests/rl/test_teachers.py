@@ -12,8 +12,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.cluster.cluster import Cluster, Role
-from posttrain.cluster.scorers import FrozenModel
+from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.reference import FrozenModel
 from posttrain.cluster.sync import Shared
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.kernels.logits.divergence import Divergence, divergence
@@ -121,6 +121,6 @@ def test_a_teacher_that_is_the_student_changes_no_advantage(tokenizer: Tokenizer
     metrics = {name: metric for name, metric in both.metrics.items() if name.startswith("distill/")}
     assert abs(metrics["distill/kl"].value()) < 1e-4
     sampled = both.batch.loss_weight > 0
-    teacher, actor = (world.cluster.logps(role, both.batch) for role in (Role.TEACHER, Role.ACTOR))
+    teacher, actor = (one.logps(both.batch) for one in (world.cluster.teachers, world.cluster.actor))
     assert_allclose(teacher[sampled], actor[sampled], atol=1e-5)
     assert np.abs(both.batch.advantages).max() > 0.05, "the rewards still count"

@@ -14,7 +14,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.cluster.scorers import FrozenModel
+from posttrain.cluster.reference import FrozenModel
 from posttrain.config import MeshSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer

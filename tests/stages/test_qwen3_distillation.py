@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from posttrain.batch import Batch
-from posttrain.cluster.scorers import FrozenModel
+from posttrain.cluster.reference import FrozenModel
 from posttrain.config import DistillSection, MeshSection, RunConfig
 from posttrain.config.yaml_file import load_config
 from posttrain.distill.teachers import DEFAULT_TOP_K

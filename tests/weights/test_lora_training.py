@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
-from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.sync import Shared
 from posttrain.config import LoRA, MeshSection, OptimizerSection
@@ -89,11 +89,11 @@ def test_the_reference_stays_the_base_where_modules_are_trained_in_full() -> Non
     trainer = trainer_of(model)
     engine = NativeEngine(model, slots=1, max_length=16, decode_steps=4, tokenizer_decode=str, version=0)
     cluster = Cluster(trainer, engine, Shared(trainer), reference=Reference(trainer))
-    before = cluster.logps(Role.REFERENCE, BATCH)
-    assert_array_equal(cluster.logps(Role.ACTOR, BATCH), before)
+    before = cluster.reference.logps(BATCH)
+    assert_array_equal(cluster.actor.logps(BATCH), before)
     trainer.step(BATCH)
-    assert_array_equal(cluster.logps(Role.REFERENCE, BATCH), before)
-    assert np.abs(cluster.logps(Role.ACTOR, BATCH) - before).max() > 1e-3
+    assert_array_equal(cluster.reference.logps(BATCH), before)
+    assert np.abs(cluster.actor.logps(BATCH) - before).max() > 1e-3
 
 
 def losses(trainer: Trainer, steps: int) -> list[float]:
