@@ -179,7 +179,7 @@ def make_batches(
     dataset = DatasetSection(
         path=Locator(str(rows) if named else "rows"), prompt=prompt, completion=completion, system=system, chat=chat
     )
-    loaded = load_rows(dataset) if named else _in_memory(listed(rows))
+    loaded = load_rows(dataset) if isinstance(rows, str | Path) else _in_memory(listed(rows))
     section = SFTSection(
         dataset=dataset,
         batch_rows=batch_rows,

@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from posttrain.config import OnlineSection
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.reward.function import Reward, accepted
+from posttrain.reward.lab.cases import ANSWER_COLUMNS
 from posttrain.reward.types import Rewards
 from posttrain.rl.signs import Sums, TellingPrompts, added, lengths_of, mean_of, part_mean, read_tokens, within_groups
 from posttrain.rollout.trajectory import Group
@@ -73,6 +77,32 @@ class Monitor:
         self._ranges: dict[str, tuple[float, float]] = {}
         self._raised: list[str] = []
         self._tells = TellingPrompts()
+
+    @classmethod
+    def of(cls, section: OnlineSection, rewards: Sequence[Reward]) -> Monitor | None:
+        """Make the monitor of a stage with these rewards; None without a section or rewards. ConfigError for a verifier
+        that cannot be one."""
+        if section.monitor is None:
+            return None
+        verifier, weights = section.monitor.verifier, {reward.name: reward.weight for reward in rewards}
+        if verifier is not None and verifier not in weights:
+            raise ConfigError(
+                f"monitor.verifier: no reward is called {verifier!r}{did_you_mean(verifier, weights)}; there are "
+                f"{', '.join(weights)}"
+            )
+        if verifier is not None and weights[verifier]:
+            raise ConfigError(
+                f"monitor.verifier: the reward {verifier} has weight {weights[verifier]:g}, so training follows it; "
+                "name one with weight 0"
+            )
+        if not weights:
+            return None
+        reads_answer = {reward.name for reward in rewards if _reads_answer(reward)}
+        return cls(
+            verifier=verifier or next((name for name, weight in weights.items() if not weight), None),
+            content={name: weight for name, weight in weights.items() if name in reads_answer},
+            form={name: weight for name, weight in weights.items() if name not in reads_answer},
+        )
 
     def observe(self, groups_P: Sequence[Group], rewards: Rewards) -> tuple[dict[str, float], list[Alarm]]:
         """Metrics of a step, and new alarms."""
@@ -261,3 +291,11 @@ def _worse(monitor: Monitor) -> bool:
 
 Check = Callable[[Monitor, _Step], Alarm | None]
 CHECKS: Sequence[Check] = (_refuted, _longer, _repeats, _copies, _leaks, _form)
+
+
+def _reads_answer(reward: Reward) -> bool:
+    """Tell whether a function reads a column with the right answer."""
+    if reward.timeout_s is None:
+        return False
+    names = accepted(reward.function)
+    return names is not None and bool(names & {*ANSWER_COLUMNS, "reward_model", "state"})

@@ -17,6 +17,7 @@ from posttrain.cluster.cluster import Cluster, Critic
 from posttrain.cluster.reference import Scorer
 from posttrain.config import OnlineSection, RLSection
 from posttrain.data.pipeline import Prompts
+from posttrain.errors import RunError
 from posttrain.evaluation.at_k import Record, prompt_differences
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate_prompts, record_of, with_at_k
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
@@ -25,17 +26,19 @@ from posttrain.losses.sampler_gap import WithSamplerGap
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.reward.rubric import error_lines
+from posttrain.reward.types import Rewards
 from posttrain.rl.act import Act
 from posttrain.rl.async_loop import AsyncLoop
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.diagnosis import diagnose
 from posttrain.rl.entropy import EntropyControl
 from posttrain.rl.metrics import NoRewardGuard, check_agreement
-from posttrain.rl.monitor import Monitor
+from posttrain.rl.monitor import Alarm, Monitor
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepResult
 from posttrain.rl.store import Recorded, TrajectoryStore
+from posttrain.rl.warnings import SignalWarnings
 from posttrain.rollout.trajectory import Group
 from posttrain.runtime import processes
 from posttrain.runtime.event_loop import run_async
@@ -44,15 +47,16 @@ from posttrain.stages.cluster import make_cluster
 from posttrain.stages.context import HeldOut, StageRun, Training
 from posttrain.stages.engine import engine_metrics, forget_prompts, sampler_gate, warm_up
 from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache
-from posttrain.stages.watch import StepWatch
-from posttrain.tracking.console import console, printable
+from posttrain.tracking.console import console, cut, printable
 from posttrain.train.loop import crosses
 from posttrain.train.trainer import Trainer
 
 NUM_SHOWN = 6
+"""Number of samples in a table."""
+SHOWN_CELLS = 300
+"""Maximum number of characters of a sample in an alarm."""
 SAMPLES_EVERY = 10
 """Steps between samples in files, without `samples_every`."""
-"""Number of samples in a table."""
 TRAJECTORIES = "trajectories"
 """Folder of records in that of the stage."""
 MAX_STEPS_WITHOUT_REWARD = 3
@@ -283,6 +287,47 @@ class StepReport:
         rollouts.settle()
         row_tokens = rollouts.inputs.section.sequence_tokens
         return run_async(diagnose(rollouts.cluster, rollouts.sampler, result.groups_P, row_tokens))
+
+
+class StepWatch:
+    """Watch over the steps of a stage: prints warnings and alarms."""
+
+    def __init__(self, section: OnlineSection, monitor: Monitor | None):
+        self._monitor = monitor
+        self._stops = section.monitor is not None and section.monitor.on_alarm == "stop"
+        conversation = isinstance(section, RLSection) and section.converses
+        self._warnings = SignalWarnings(
+            max_tokens=section.sampling.max_tokens, scored=section.scored, converses=conversation
+        )
+
+    def __call__(self, step: int, groups_P: Sequence[Group], rewards: Rewards) -> dict[str, float]:
+        """Observe a step; return the monitor's metrics. RunError for an alarm, if the section says so."""
+        for line in self._warnings.observe(groups_P, rewards):
+            _print_warning(f"WARNING, step {step}: {line}")
+        if self._monitor is None:
+            return {}
+        metrics, alarms = self._monitor.observe(groups_P, rewards)
+        for alarm in alarms:
+            _print_warning(alarm_line(step, alarm, groups_P, rewards))
+        if alarms and self._stops:
+            raise RunError(
+                f"step {step}: reward hacking: {alarms[0].text}; monitor.on_alarm=stop. Change the reward and start "
+                "anew, or set on_alarm: warn"
+            )
+        return metrics
+
+
+def alarm_line(step: int, alarm: Alarm, groups_P: Sequence[Group], rewards: Rewards) -> str:
+    """Alarm in words, with its samples."""
+    shown = [
+        f"{float(rewards.total_PG[p, g]):.3g} for {cut(groups_P[p][g].answer.text, SHOWN_CELLS)!r}"
+        for p, g in alarm.samples
+    ]
+    return f"REWARD HACKING ({alarm.kind}), step {step}: {alarm.text}. Samples: {'; '.join(shown)}"
+
+
+def _print_warning(line: str) -> None:
+    console().print(printable(line, console().encoding), style="bold yellow", markup=False, soft_wrap=True)
 
 
 def _open_store(section: OnlineSection, folder: Path, step: int) -> TrajectoryStore | None:

@@ -37,7 +37,6 @@ from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.rollout.trajectory import Example
 from posttrain.stages.engine import EngineFactory, engine_of
 from posttrain.stages.inputs import Prepared, rows_and_renderer
-from posttrain.stages.watch import monitor_of
 from posttrain.tools.prompts import ToolText
 from posttrain.tools.types import Tool
 
@@ -113,7 +112,7 @@ def prepare_scored(
     if limit + answer > room:
         raise ConfigError(f"max_prompt_tokens={limit} + sampling.max_tokens={answer} must fit {_room(section, room)}")
     rubric = Rubric.of(section)
-    monitor = monitor_of(section, rubric)
+    monitor = Monitor.of(section, rubric.rewards)
     tools, schemas = _tools_and_schemas(section)
     rows, renderer = _rows_with_tools(section, section.dataset, tokenizer)
     _check_columns(rubric, rows.columns)
@@ -305,7 +304,7 @@ def _room(section: OnlineSection | DistillSection, tokens: int) -> str:
 def check_rewards(section: OnlineSection) -> None:
     """Check the rewards and columns of an online stage without its rows."""
     refuse_completions(section)
-    monitor_of(section, Rubric.of(section))
+    Monitor.of(section, Rubric.of(section).rewards)
     if isinstance(section, RLSection):
         tools_of(section.tools, servers=False)
 

@@ -12,7 +12,8 @@ from posttrain.config import RLSection
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
-from posttrain.stages.watch import StepWatch, monitor_of
+from posttrain.rl.monitor import Monitor
+from posttrain.stages.online import StepWatch
 from tests.rl.streams import HACKS
 from tests.stages.runs import lines, posttrain, rl_stage, write_run
 
@@ -50,13 +51,13 @@ def test_the_verifier_is_a_reward_with_weight_0() -> None:
     assert "hacking/false_passes" in metrics(section(), judge=1.0, correct=0.0)
     assert "hacking/false_passes" not in metrics(section(), judge=1.0, correct=1.0)
     with pytest.raises(ConfigError, match="no reward is called 'corect'; did you mean 'correct'"):
-        monitor_of(section(verifier="corect"), rubric(judge=1.0, correct=0.0))
+        Monitor.of(section(verifier="corect"), rubric(judge=1.0, correct=0.0).rewards)
     with pytest.raises(ConfigError, match="the reward judge has weight 1, so training follows it"):
-        monitor_of(section(verifier="judge"), rubric(judge=1.0, correct=0.0))
+        Monitor.of(section(verifier="judge"), rubric(judge=1.0, correct=0.0).rewards)
 
 
 def metrics(given: RLSection, **weights: float) -> dict[str, float]:
-    monitor = monitor_of(given, rubric(**weights))
+    monitor = Monitor.of(given, rubric(**weights).rewards)
     assert monitor is not None
     groups_P, rewards = next(HACKS["verifier"].steps(1, seed=0))
     parts = {"judge": rewards.parts_PG["judge"], "correct": rewards.parts_PG["verifier"]}
