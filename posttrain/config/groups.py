@@ -63,7 +63,7 @@ def check_selection(
 
 class AsyncSection(Section):
     """Asynchronous RL, arXiv:2505.24298: the next groups are sampled and scored while the trainer learns. Steps take
-    groups in the order in which they were begun."""
+    groups in the order in which they were begun. With `refill` a step's waves follow each other ahead of it, too."""
 
     max_staleness: NonNegativeInt = 1
     """Maximum versions of the weights between a token and its update: so many steps of groups are begun ahead. 0: each
@@ -76,12 +76,13 @@ class AsyncSection(Section):
     that the trainer waits."""
 
 
-def check_async(section: AsyncSection, *, old_logps: str, refill: bool, record_routing: bool) -> None:
-    """Check the section against the rest of a stage. ValueError where both cannot be."""
-    if refill:
+def check_async(section: AsyncSection, *, old_logps: str, models_refill: bool, record_routing: bool) -> None:
+    """Check the section against the rest of a stage. ValueError where both cannot be. `models_refill`: reward models
+    tell which groups are replaced."""
+    if models_refill:
         raise ValueError(
-            "asynchronous and refill: which groups are begun would depend on rewards that are not there yet; remove "
-            "one of them"
+            "asynchronous and refill with reward models: they score a step when it is learned from, too late to "
+            "replace groups; score with functions, or remove one of asynchronous and refill"
         )
     stale = section.max_staleness > 0
     if stale and old_logps == "self":

@@ -433,7 +433,7 @@ class RLSection(OnlineSection):
             check_async(
                 self.asynchronous,
                 old_logps=self.old_logps,
-                refill=self.refill is not None,
+                models_refill=self.refill is not None and any(reward.model is not None for reward in self.rewards),
                 record_routing=self.rollout.record_routing,
             )
         others = self.rollout.quantize != "none" or self.samples_ahead

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Bool
@@ -17,6 +17,16 @@ from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rl.source import Source
 from posttrain.rollout.trajectory import Group
 from posttrain.tracking.console import progress_bar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wave:
+    """Groups of a step that were begun together, with their rewards."""
+
+    groups_P: Sequence[Group]
+    rewards: Rewards
+    useful_P: Bool[np.ndarray, " P"] | None
+    """Groups to learn from; None: as the algorithm's filter decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,60 +64,59 @@ class Act:
 
     async def __call__(self, version: int, title: str, timer: Timer) -> Acted:
         waves = [await self._wave(self.groups_per_step, version, title, timer)]
-        useful, metrics = [], dict[str, float]()
-        if self.refill is not None:
-            useful = [self.refill.keep(waves[0][1].total_PG)]
-            while (missing := self.groups_per_step - sum(map(np.sum, useful))) and len(waves) <= self.refill.limit:
-                waves.append(await self._wave(int(missing), version, f"{title}, wave {len(waves)}", timer))
-                useful.append(self.refill.keep(waves[-1][1].total_PG))
-            metrics |= refill_metrics(useful, self.groups_per_step)
-        groups, rewards = (
-            [group for groups, _ in waves for group in groups],
-            Rewards.concatenated([rewards for _, rewards in waves]),
-        )
-        return self.acted(version, groups, rewards, np.concatenate(useful) if useful else None, metrics)
+        while missing := self.missing(waves):
+            waves.append(await self._wave(missing, version, f"{title}, wave {len(waves)}", timer))
+        acted = self.acted(version, waves)
+        return replace(acted, metrics={**acted.metrics, **self.source.metrics()})
 
-    def acted(
-        self,
-        version: int,
-        groups_P: Sequence[Group],
-        rewards: Rewards,
-        useful_P: Bool[np.ndarray, " P"] | None = None,
-        metrics: Mapping[str, float] | None = None,
-    ) -> Acted:
-        """Outcome of a step, with metrics of its groups and of the curriculum beside those that are given."""
-        found = {} if metrics is None else dict(metrics)
-        if self.pass_above is not None and rewards.parts_PG:
-            found |= group_metrics(rewards.total_PG, self.pass_above)
-        return Acted(
-            version=version,
-            groups_P=groups_P,
-            rewards=rewards,
-            weights={reward.name: reward.weight for reward in self.rubric.rewards},
-            useful_P=useful_P,
-            metrics=found | self.source.metrics(),
-        )
-
-    def seen(self, groups_P: Sequence[Group], rewards: Rewards) -> None:
-        """Let the source take note of scored groups."""
+    def observe(self, groups_P: Sequence[Group], rewards: Rewards) -> None:
+        """Let the source take note of scored groups, before others are begun."""
         for group, rewards_G in zip(groups_P, rewards.total_PG, strict=True):
             self.source.seen(group, rewards_G)
 
-    async def _wave(self, count: int, version: int, title: str, timer: Timer) -> tuple[Sequence[Group], Rewards]:
+    def wave(self, groups_P: Sequence[Group], rewards: Rewards) -> Wave:
+        """Tell which of the groups of a wave are useful."""
+        useful_P = None if self.refill is None else self.refill.keep(rewards.total_PG)
+        return Wave(groups_P=groups_P, rewards=rewards, useful_P=useful_P)
+
+    def missing(self, waves: Sequence[Wave]) -> int:
+        """Number of groups of a step's next wave: as many as useful ones are missing; 0 after the last wave."""
+        if self.refill is None or len(waves) > self.refill.limit:
+            return 0
+        return self.groups_per_step - sum(int(np.sum(wave.useful_P)) for wave in waves)
+
+    def acted(self, version: int, waves: Sequence[Wave]) -> Acted:
+        """Outcome of a step, with metrics of its groups and waves."""
+        rewards, metrics = Rewards.concatenated([wave.rewards for wave in waves]), dict[str, float]()
+        useful = [wave.useful_P for wave in waves if wave.useful_P is not None]
+        if useful:
+            metrics |= refill_metrics(useful, self.groups_per_step)
+        if self.pass_above is not None and rewards.parts_PG:
+            metrics |= group_metrics(rewards.total_PG, self.pass_above)
+        return Acted(
+            version=version,
+            groups_P=[group for wave in waves for group in wave.groups_P],
+            rewards=rewards,
+            weights={reward.name: reward.weight for reward in self.rubric.rewards},
+            useful_P=np.concatenate(useful) if useful else None,
+            metrics=metrics,
+        )
+
+    async def _wave(self, count: int, version: int, title: str, timer: Timer) -> Wave:
         """Sample and score `count` groups, each process its share; groups are scored as they end."""
         begun = self.source.take(count, version)
         async with self.rubric.scoring(version) as scoring:
             with timer("rollout"):
-                own_P = await self._all(own_share(begun), title, scoring.add)
+                own_P = await self._sample(own_share(begun), title, scoring.add)
             with (
                 timer("rewards"),
                 progress_bar(f"{title}: rewards", len(self.rubric.rewards), closing=False) as advance,
             ):
                 own = await scoring.result(own_P, advance) if own_P else None
                 groups, rewards = exchanged(own_P, own, begun)
-        self.seen(groups, rewards)
-        return groups, rewards
+        self.observe(groups, rewards)
+        return self.wave(groups, rewards)
 
-    async def _all(self, groups: Sequence[IssuedGroup], title: str, ended: Callable[[Group], None]) -> list[Group]:
+    async def _sample(self, groups: Sequence[IssuedGroup], title: str, ended: Callable[[Group], None]) -> list[Group]:
         with progress_bar(f"{title}: sampling", len(groups) * self.group_size, closing=False) as advance:
             return await collect(self.sampler, groups, self.group_size, advance, ended)

@@ -12,7 +12,7 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.metrics import Timer
 from posttrain.rl.act import Act
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.group_tasks import GroupTasks, Queue, QueuedGroup
+from posttrain.rl.group_tasks import GroupTasks, Queue, new_wave
 from posttrain.rl.queue import packed, unpacked
 from posttrain.rl.step import StepResult, StepSettings, learn
 from posttrain.rollout.types import PausableEngine
@@ -58,14 +58,13 @@ class AsyncLoop:
         self._async = asynchronous
         self._thread = LoopThread("rollouts")
         self._tasks = GroupTasks(
-            act.sampler,
-            act.rubric,
-            act.group_size,
-            act.groups_per_step,
+            act,
+            lambda: cluster.version,
             stall_s=asynchronous.stall_s,
             in_rounds=asynchronous.in_rounds,
+            together=not asynchronous.in_flight,
         )
-        self._restored = Queue()
+        self._restored: Queue = {}
         self._clock = IdleClock()
         self._tasks.on_sampling = lambda sampling: self._clock.set(sampling=sampling)
         self._engine = act.sampler.engine
@@ -100,9 +99,8 @@ class AsyncLoop:
             if way.in_turns:
                 self._call(self._pause())
             with timer("rewards"):
-                groups_P, rewards = self._wait(self._tasks.take(version), "rewards")
-            self._act.seen(groups_P, rewards)
-            acted = self._act.acted(version, groups_P, rewards)
+                waves = self._wait(self._tasks.take(version), "rewards")
+            acted = self._act.acted(version, waves)
             result = learn(cluster, self._algorithm, acted, self._settings, timer)
         with waited, timer("wait_for_rollouts"):
             if way.in_flight:
@@ -110,12 +108,14 @@ class AsyncLoop:
             else:
                 self._call(self._resume())
                 self.settle()
+        # Of every wave that has begun under this version.
+        drawn = self.on_loop(self._act.source.metrics)
         with learned, timer("sync"):
             synced = self.on_loop(lambda: cluster.sync_weights(cluster.version + 1))
             self._call(self._resume())
         told = {"async/queue": float(finished), "async/under_way": float(unfinished)}
         told |= self._times(waited.seconds, learned.seconds)
-        metrics = {**result.metrics, **synced, **held, **cluster.memory("update"), **told}
+        metrics = {**result.metrics, **drawn, **synced, **held, **cluster.memory("update"), **told}
         return replace(result, metrics=metrics)
 
     def settle(self) -> None:
@@ -136,7 +136,7 @@ class AsyncLoop:
         self._call(self._pause())
         queue, turns = self.on_loop(lambda: (self._tasks.queue(), self._tasks.turns()))
         self._call(self._resume())
-        return {"queue": packed(queue if queue.groups else self._restored), "turns": turns}
+        return {"queue": packed(queue or self._restored), "turns": turns}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue with the groups of a state, before the first step."""
@@ -145,12 +145,12 @@ class AsyncLoop:
 
     async def _begin(self) -> None:
         """Begin all groups that the version of the weights allows."""
-        version, source = self._cluster.version, self._act.source
-        restored, self._restored = self._restored, Queue()
-        steps = min(version + 1 + self._async.max_staleness, self._async.num_versions)
-        missing = max(steps * self._act.groups_per_step - source.issued, 0)
-        begun = [QueuedGroup(issued=one, group=None) for one in source.take(missing, version)]
-        self._tasks.begin(Queue(groups=[*restored.groups, *begun], rewards=restored.rewards))
+        version, act = self._cluster.version, self._act
+        queue, self._restored = dict(self._restored), {}
+        first = max([version, *(step + 1 for step in (*queue, *self._tasks.steps))])
+        for step in range(first, min(version + 1 + self._async.max_staleness, self._async.num_versions)):
+            queue[step] = [new_wave(act.source.take(act.groups_per_step, version))]
+        self._tasks.begin(queue)
 
     async def _pause(self) -> None:
         """Let no dispatch run until `_resume`; environments and rewards go on."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.errors import RunError
-from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
+from posttrain.rl.act import Act, Wave
 from posttrain.rl.journal import Journal
 from posttrain.rl.rounds import Rounds
-from posttrain.rl.sampler import IssuedGroup, Sampler, collect
+from posttrain.rl.sampler import IssuedGroup, collect
 from posttrain.rollout.trajectory import Group
 from posttrain.rollout.types import PausableEngine
 
@@ -28,43 +28,75 @@ class QueuedGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queue:
-    """Groups that are ahead, in the order of their numbers, and the rewards of steps that are scored, by step."""
+class QueuedWave:
+    """Groups of a step that were begun together."""
 
-    groups: Sequence[QueuedGroup] = ()
-    rewards: Mapping[int, Rewards] = field(default_factory=dict)
+    groups: Sequence[QueuedGroup]
+    rewards: Rewards | None = None
+    """None: not all groups are scored."""
+    observed: bool = False
+    """True if the source has taken note of the rewards."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """Tasks of the groups of a step."""
+Queue = Mapping[int, Sequence[QueuedWave]]
+"""Waves of groups that are ahead, by step."""
+
+
+def new_wave(issued: Sequence[IssuedGroup]) -> QueuedWave:
+    """Wave of groups of which nothing is sampled."""
+    return QueuedWave(groups=[QueuedGroup(issued=one, group=None) for one in issued])
+
+
+@dataclass(kw_only=True)
+class _Wave:
+    """Tasks of the groups of a wave."""
 
     issued: Sequence[IssuedGroup]
     sampling: Sequence[asyncio.Future[Group]]
     scoring: asyncio.Future[Rewards]
     taken: asyncio.Event
+    observed: bool
+    scored: Wave | None = None
 
     @property
     def tasks(self) -> list[asyncio.Future[Any]]:
         return [*self.sampling, self.scoring]
 
 
+@dataclass(kw_only=True)
+class _Step:
+    """Waves of a step, and the task that begins further ones."""
+
+    waves: list[_Wave]
+    filling: asyncio.Future[None]
+
+    @property
+    def sampling(self) -> list[asyncio.Future[Any]]:
+        """Tasks that sample, or begin what is to be sampled."""
+        return [*(task for wave in self.waves for task in wave.sampling), self.filling]
+
+    @property
+    def tasks(self) -> list[asyncio.Future[Any]]:
+        return [*(task for wave in self.waves for task in wave.tasks), self.filling]
+
+
 class GroupTasks:
     """Groups under way, by step. Every method but `check` is for the thread of the event loop.
 
     Reward functions score groups as they end, reward models those of a step when it is taken. `in_rounds`: samples take
-    their turns together, see `Rounds`; otherwise a journal of their turns is kept.
+    their turns together, see `Rounds`; otherwise a journal of their turns is kept. `version`: that of the weights.
+
+    With `refill`, useful groups that a step lacks are begun in further waves as soon as all of its groups are scored.
+    `together`: steps that were begun at once begin their waves at once, so that nothing depends on time.
     """
 
-    def __init__(
-        self, sampler: Sampler, rubric: Rubric, group_size: int, per_step: int, *, stall_s: float, in_rounds: bool
-    ):
-        self._engine, self._rubric, self._group_size, self._stall_s = sampler.engine, rubric, group_size, stall_s
-        self._per_step = per_step
-        self._waits = any(reward.timeout_s is None for reward in rubric.rewards)
-        self._rounds = Rounds(sampler.engine) if in_rounds else None
-        self.journal = Journal(sampler.engine)
-        self._sampler = replace(sampler, engine=self.journal if self._rounds is None else self._rounds)
+    def __init__(self, act: Act, version: Callable[[], int], *, stall_s: float, in_rounds: bool, together: bool):
+        self._engine, self._rubric, self._group_size = act.sampler.engine, act.rubric, act.group_size
+        self._act, self._version, self._stall_s, self._together = act, version, stall_s, together
+        self._waits = any(reward.timeout_s is None for reward in act.rubric.rewards)
+        self._rounds = Rounds(self._engine) if in_rounds else None
+        self.journal = Journal(self._engine)
+        self._sampler = replace(act.sampler, engine=self.journal if self._rounds is None else self._rounds)
         self._steps: dict[int, _Step] = {}
         self._changed = asyncio.Event()
         self._sampling = 0
@@ -73,51 +105,48 @@ class GroupTasks:
         self._progress = time.monotonic()
 
     def begin(self, queue: Queue) -> None:
-        """Begin the groups of whole steps, or continue them: in their order, before any of them gets a token."""
-        if self._rounds is not None:
-            new = [one.issued.number for one in queue.groups if one.group is None]
-            self._rounds.expect([key for number in new for key in self._keys(number)])
-        for start in range(0, len(queue.groups), self._per_step):
-            groups = queue.groups[start : start + self._per_step]
-            step = groups[0].issued.number // self._per_step
-            sampling = [self._begun(one) for one in groups]
-            scored, taken = queue.rewards.get(step), asyncio.Event()
-            scoring = _task(self._score(step, sampling, taken)) if scored is None else _finished(scored)
-            issued = [one.issued for one in groups]
-            self._steps[step] = _Step(issued=issued, sampling=sampling, scoring=scoring, taken=taken)
-            for task in self._steps[step].tasks:
-                task.add_done_callback(self._done)
+        """Begin the groups of steps, or continue them: in their order, before any of them gets a token."""
+        self._expect([wave for waves in queue.values() for wave in waves])
+        for step, waves in queue.items():
+            begun = [self._begun(step, wave) for wave in waves]
+            self._steps[step] = _Step(waves=begun, filling=_finished(None))
+        if self._act.refill is not None:
+            for steps in [list(queue)] if self._together else [[step] for step in queue]:
+                filling = _task(self._fill(steps))
+                filling.add_done_callback(self._done)
+                for step in steps:
+                    self._steps[step].filling = filling
 
     async def sampled(self) -> None:
-        """Wait until all groups are sampled. The first failure of any group is raised."""
+        """Wait until all groups are sampled, and none is missing. The first failure of any group is raised."""
         await self._until([task for step in self._steps.values() for task in step.sampling])
 
     async def finished(self, step: int) -> None:
         """Wait until a step is sampled and, unless reward models wait for it to be taken, scored."""
         await self._until(self._steps[step].sampling if self._waits else self._steps[step].tasks)
 
-    async def take(self, step: int) -> tuple[list[Group], Rewards]:
-        """Remove a finished step; return its groups with their rewards."""
-        one = self._steps.pop(step)
-        one.taken.set()
-        rewards = await one.scoring
-        return [task.result() for task in one.sampling], rewards
+    async def take(self, step: int) -> list[Wave]:
+        """Remove a finished step; return its waves."""
+        waves = self._steps.pop(step).waves
+        for wave in waves:
+            wave.taken.set()
+            await wave.scoring
+        return [self._scored(wave) for wave in waves]
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """Steps that are begun and not taken."""
+        return sorted(self._steps)
 
     @property
     def counts(self) -> tuple[int, int]:
         """Numbers of sampled groups and of others."""
-        done = [task.done() for step in self._steps.values() for task in step.sampling]
+        done = [task.done() for wave in self._waves() for task in wave.sampling]
         return sum(done), len(done) - sum(done)
 
     def queue(self) -> Queue:
         """All groups as they are now."""
-        steps = sorted(self._steps.items())
-        groups = [
-            QueuedGroup(issued=issued, group=task.result() if task.done() else None)
-            for _, step in steps
-            for issued, task in zip(step.issued, step.sampling, strict=True)
-        ]
-        return Queue(groups=groups, rewards={n: step.scoring.result() for n, step in steps if step.scoring.done()})
+        return {number: [_queued(wave) for wave in self._steps[number].waves] for number in self.steps}
 
     def turns(self) -> dict[str, Any]:
         """State of the journal, with the turns that the engine is at."""
@@ -137,12 +166,12 @@ class GroupTasks:
         keys = None
         if isinstance(self._engine, PausableEngine):
             keys = {call.params.sample_key for call in self._engine.under_way()}
-        for step in list(self._steps.values()):
-            for issued, task in zip(step.issued, step.sampling, strict=True):
+        for wave in self._waves():
+            for issued, task in zip(wave.issued, wave.sampling, strict=True):
                 if not task.done():
                     generating = keys is None or {*self._keys(issued.number)} & keys
                     found.setdefault("the engine" if generating else "its environment", []).append(issued.number)
-                elif not step.scoring.done():
+                elif not wave.scoring.done():
                     found.setdefault("the rewards of its step", []).append(issued.number)
         return "; ".join(
             f"group{'s' if len(numbers) > 1 else ''} {_ranges(numbers)} await{'s' if len(numbers) == 1 else ''} {what}"
@@ -153,7 +182,48 @@ class GroupTasks:
         """Sampling keys of a group's samples."""
         return [self._sampler.params(number, sample).key for sample in range(self._group_size)]
 
-    def _begun(self, one: QueuedGroup) -> asyncio.Future[Group]:
+    def _waves(self) -> list[_Wave]:
+        return [wave for step in list(self._steps.values()) for wave in list(step.waves)]
+
+    def _expect(self, waves: Sequence[QueuedWave]) -> None:
+        if self._rounds is not None:
+            new = [one.issued.number for wave in waves for one in wave.groups if one.group is None]
+            self._rounds.expect([key for number in new for key in self._keys(number)])
+
+    def _begun(self, step: int, wave: QueuedWave) -> _Wave:
+        sampling, taken = [self._sampling_of(one) for one in wave.groups], asyncio.Event()
+        scoring = _task(self._score(step, sampling, taken)) if wave.rewards is None else _finished(wave.rewards)
+        issued = [one.issued for one in wave.groups]
+        begun = _Wave(issued=issued, sampling=sampling, scoring=scoring, taken=taken, observed=wave.observed)
+        for task in begun.tasks:
+            task.add_done_callback(self._done)
+        return begun
+
+    def _scored(self, wave: _Wave) -> Wave:
+        """Outcome of a wave that is scored, of which the source takes note once."""
+        groups_P, rewards = [task.result() for task in wave.sampling], wave.scoring.result()
+        if not wave.observed:
+            self._act.observe(groups_P, rewards)
+            wave.observed = True
+        if wave.scored is None:
+            wave.scored = self._act.wave(groups_P, rewards)
+        return wave.scored
+
+    async def _fill(self, steps: Sequence[int]) -> None:
+        """Begin further waves of steps, at once whenever all of their waves are scored, until no group is missing."""
+        while steps:
+            for step in steps:
+                await self._steps[step].waves[-1].scoring
+            # Nothing awaits from here on: a checkpoint holds both the rewards that are taken note of and the new waves.
+            waves = {step: [self._scored(wave) for wave in self._steps[step].waves] for step in steps}
+            missing = {step: count for step in steps if (count := self._act.missing(waves[step]))}
+            new = {step: new_wave(self._act.source.take(count, self._version())) for step, count in missing.items()}
+            self._expect(list(new.values()))
+            for step, wave in new.items():
+                self._steps[step].waves.append(self._begun(step, wave))
+            steps = list(new)
+
+    def _sampling_of(self, one: QueuedGroup) -> asyncio.Future[Group]:
         if one.group is not None:
             return _finished(one.group)
         self._count(1)
@@ -201,6 +271,15 @@ class GroupTasks:
         self._changed.set()
         if not task.cancelled():
             task.exception()  # retrieved, also where another group's is raised
+
+
+def _queued(wave: _Wave) -> QueuedWave:
+    groups = [
+        QueuedGroup(issued=issued, group=task.result() if task.done() else None)
+        for issued, task in zip(wave.issued, wave.sampling, strict=True)
+    ]
+    rewards = wave.scoring.result() if wave.scoring.done() else None
+    return QueuedWave(groups=groups, rewards=rewards, observed=wave.observed)
 
 
 def _task(coroutine: Any) -> asyncio.Future[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from posttrain.reward.types import RewardError, Rewards
 from posttrain.rl.exchange import fields_of, trajectory_of
-from posttrain.rl.group_tasks import Queue, QueuedGroup
+from posttrain.rl.group_tasks import Queue, QueuedGroup, QueuedWave
 from posttrain.rl.record_format import TOKENS
 from posttrain.rl.sampler import IssuedGroup
 from posttrain.rollout.trajectory import Example, Trajectory, Turn
@@ -22,25 +22,22 @@ State = dict[str, Any]
 def packed(queue: Queue) -> State:
     """State of a queue; numpy arrays stand among JSON. Of groups that are not sampled only their beginning."""
     rows: list[Trajectory] = []
-    groups = [_group(one, rows) for one in queue.groups]
+    steps = [
+        {"step": step, "waves": [_wave_state(wave, rows) for wave in waves]} for step, waves in sorted(queue.items())
+    ]
     arrays: dict[str, np.ndarray] = {}
     if rows:
         for name, dtype in TOKENS.items():
             arrays[name] = np.concatenate([np.asarray(getattr(row, name), dtype) for row in rows])
         if rows[0].experts is not None:
             arrays["experts"] = np.concatenate([row.experts for row in rows if row.experts is not None])
-    rewards = {str(step): _rewards_state(one) for step, one in queue.rewards.items()}
-    return {"groups": groups, "tokens": arrays, "rewards": rewards}
+    return {"steps": steps, "tokens": arrays}
 
 
 def unpacked(state: State, example: Callable[[int], Example]) -> Queue:
     """Queue of a state. `example`: that of a row of the dataset."""
-    rows, groups = Rows(state["tokens"]), []
-    for one in state["groups"]:
-        issued = IssuedGroup(number=one["number"], version=one["version"], example=example(one["row"]))
-        samples = [_sample(fields, issued, rows) for fields in one["samples"] or ()]
-        groups.append(QueuedGroup(issued=issued, group=samples or None))
-    return Queue(groups=groups, rewards={int(step): _rewards(one) for step, one in state["rewards"].items()})
+    rows = Rows(state["tokens"])
+    return {step["step"]: [_wave(wave, rows, example) for wave in step["waves"]] for step in state["steps"]}
 
 
 class Rows:
@@ -55,6 +52,22 @@ class Rows:
         columns: State = {name: self._arrays[name][start : self._start].tolist() for name in TOKENS}
         experts = self._arrays.get("experts")
         return {**columns, "experts": None if experts is None else experts[start : self._start]}
+
+
+def _wave_state(wave: QueuedWave, rows: list[Trajectory]) -> State:
+    groups = [_group(one, rows) for one in wave.groups]
+    rewards = None if wave.rewards is None else _rewards_state(wave.rewards)
+    return {"groups": groups, "rewards": rewards, "observed": wave.observed}
+
+
+def _wave(state: State, rows: Rows, example: Callable[[int], Example]) -> QueuedWave:
+    groups = []
+    for one in state["groups"]:
+        issued = IssuedGroup(number=one["number"], version=one["version"], example=example(one["row"]))
+        samples = [_sample(fields, issued, rows) for fields in one["samples"] or ()]
+        groups.append(QueuedGroup(issued=issued, group=samples or None))
+    rewards = None if state["rewards"] is None else _rewards(state["rewards"])
+    return QueuedWave(groups=groups, rewards=rewards, observed=state["observed"])
 
 
 def _group(one: QueuedGroup, rows: list[Trajectory]) -> State:

@@ -51,6 +51,10 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def world(tokenizer: Tokenizer) -> World:
+    return one_world(tokenizer)
+
+
+def one_world(tokenizer: Tokenizer) -> World:
     """One trainer and one engine, and so one set of programs, for all runs."""
     world = World(tokenizer, optimizer=sgd(0.5), old_logps="trainer")
     world.settings = replace(world.settings, stale=True)

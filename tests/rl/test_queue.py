@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.reward.types import RewardError, Rewards
-from posttrain.rl.group_tasks import Queue, QueuedGroup
+from posttrain.rl.group_tasks import QueuedGroup, QueuedWave, new_wave
 from posttrain.rl.queue import packed, unpacked
 from posttrain.rl.sampler import IssuedGroup
 from posttrain.rollout.trajectory import Trajectory, Turn
@@ -58,19 +58,24 @@ def test_a_queue_survives_a_checkpoint(tmp_path: Path) -> None:
         QueuedGroup(issued=issued[1], group=[other]),
         QueuedGroup(issued=issued[2], group=None),
     ]
+    waves = [QueuedWave(groups=ahead[:1], rewards=rewards, observed=True), QueuedWave(groups=ahead[1:])]
+    queue = {2: waves, 3: [new_wave(issued[:1])]}
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"w": jnp.ones(1)}, {"queue": packed(Queue(groups=ahead, rewards={2: rewards}))})
+        checkpointer.save(1, {"w": jnp.ones(1)}, {"queue": packed(queue)})
         _, host = checkpointer.restore(1, {"w": jnp.ones(1)})
     found = unpacked(host["queue"], asked.__getitem__)
-    assert [one.issued for one in found.groups] == issued
-    assert found.groups[2].group is None and list(found.rewards) == [2]
-    for one, again in zip(ahead[:2], found.groups[:2], strict=True):
+    assert list(found) == [2, 3] and found[3] == queue[3]
+    groups = [one for wave in found[2] for one in wave.groups]
+    assert [one.issued for one in groups] == issued and groups[2].group is None
+    for one, again in zip(ahead[:2], groups[:2], strict=True):
         same(list(one.group or ()), list(again.group or ()))
-    np.testing.assert_array_equal(found.rewards[2].total_PG, rewards.total_PG)
-    assert found.rewards[2].total_PG.dtype == np.float32
+    (first, second), scored = found[2], found[2][0].rewards
+    assert scored is not None and second.rewards is None and first.observed and not second.observed
+    np.testing.assert_array_equal(scored.total_PG, rewards.total_PG)
+    assert scored.total_PG.dtype == np.float32
     for name in ("errors", "metrics", "extras", "notes"):
-        assert getattr(found.rewards[2], name) == getattr(rewards, name)
+        assert getattr(scored, name) == getattr(rewards, name)
 
 
 def test_an_empty_queue() -> None:
-    assert unpacked(packed(Queue()), lambda row: example(row, "")) == Queue(groups=[])
+    assert unpacked(packed({}), lambda row: example(row, "")) == {}

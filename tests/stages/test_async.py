@@ -34,6 +34,9 @@ def low(completion_tokens, **_):
         os.kill(os.getpid(), signal.SIGINT)
     time.sleep(random.random() * {longest_s})
     return [sum(t < 128 for t in c) / len(c) for c in completion_tokens]
+
+def first_is_low(rewards_PG):
+    return rewards_PG[:, 0] < rewards_PG[:, 1:].max(axis=1)
 '''
 ENV = '''
 import random, time
@@ -57,6 +60,10 @@ TALK: dict[str, Any] = {
     "rewards": [],
     "row_tokens": 48,
     "sampling": {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 3)]},
+}
+REFILLED: dict[str, Any] = {
+    "refill": {"limit": 2, "keep": "rewards_of_test.py:first_is_low"},
+    "curriculum": {"pools": [0.0, 0.5, 1.0], "draw": [0.5, 0.5]},
 }
 PLAIN: dict[str, Any] = {
     "rewards": [{"fn": "rewards_of_test.py:low", "isolate": "thread"}],
@@ -131,12 +138,12 @@ def test_in_flight(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("in_flight", [False, True])
-@pytest.mark.parametrize("turns", [{}, TALK], ids=["one turn", "conversations"])
-def test_killed_at_any_time_it_resumes(tmp_path: Path, turns: dict[str, Any], in_flight: bool) -> None:
+@pytest.mark.parametrize("changes", [{}, TALK, REFILLED], ids=["one turn", "conversations", "refill"])
+def test_killed_at_any_time_it_resumes(tmp_path: Path, changes: dict[str, Any], in_flight: bool) -> None:
     """Bitwise without `in_flight`, else with each group once."""
     count, longest_s = 12, 0.05
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    more: dict[str, Any] = {"num_steps": count, "in_flight": in_flight, "longest_s": longest_s, **turns}
+    more: dict[str, Any] = {"num_steps": count, "in_flight": in_flight, "longest_s": longest_s, **changes}
     assert posttrain("run", write(whole, **more)).code == 0
     file = write(killed, **more)
     for wait_s in (0.0, 0.02, 0.05, 0.1, 0.15, 0.2):
@@ -150,8 +157,13 @@ def test_killed_at_any_time_it_resumes(tmp_path: Path, turns: dict[str, Any], in
     process = fork("run", file)
     out, _ = process.communicate(timeout=300.0)
     assert process.returncode == 0, out
-    assert groups(killed / "out") == list(range(2 * count))
+    numbers = groups(killed / "out")
+    if "refill" in changes:
+        assert len(numbers) > 2 * count and len({*numbers}) == len(numbers)
+    else:
+        assert numbers == list(range(2 * count))
     if not in_flight:
+        assert numbers == groups(whole / "out")
         assert weights(killed / "out", "0-rl") == weights(whole / "out", "0-rl")
 
 
@@ -197,7 +209,10 @@ def test_what_follows_from_the_section(tmp_path: Path) -> None:
             "oversample_prompts: unknown field; did you mean .asynchronous.. .write asynchronous: {max_staleness: 1}",
         ),
         (["max_staleness=3"], "max_staleness: unknown field; did you mean 'asynchronous.max_staleness'"),
-        (["refill={limit: 2}"], "asynchronous and refill: which groups are begun would depend on rewards"),
+        (
+            ["refill={limit: 2}", "rewards=[{model: m}]"],
+            "asynchronous and refill with reward models: they score a step",
+        ),
         (["old_logps=self"], "max_staleness=2 with old_logps=self: samples come from older weights"),
         (["asynchronous={max_staleness: 0, in_flight: true}"], "in_flight has no effect with max_staleness=0"),
         (
