@@ -112,7 +112,8 @@ def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder,
         from posttrain.config.locator import Locator
 
         raise ConfigError(f"model {model}: no such folder{Locator(model).suggestion}")
-    from posttrain.data.tokenizer import load_tokenizer, model_end_ids
+    from posttrain.data.tokenizer import load_tokenizer
+    from posttrain.data.tokenizer_files import model_end_ids
     from posttrain.models.hf import add_family
     from posttrain.weights.load import load_model, vocabulary_of
     from posttrain.weights.locate import check_added_tokens, own_tokenizer

@@ -1,4 +1,4 @@
-"""Tokenizers: loading, exact encoding and decoding, and the definition of stop tokens."""
+"""Tokenizers: loading, exact encoding and decoding, and stop tokens."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Locator
-from posttrain.data.byte_tokenizer import BYTE_GENERATION, build_byte_tokenizer
 from posttrain.data.templates import with_arguments
+from posttrain.data.tokenizer_files import (
+    BYTE_GENERATION,
+    CONFIG,
+    COPIED,
+    TEMPLATE,
+    TOKENIZER_FILES,
+    build_byte_tokenizer,
+    config_of,
+    end_files,
+    end_ids,
+    files_of,
+    from_pretrained,
+    json_bytes,
+    portable,
+)
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
-from posttrain.user_code import import_transformers, missing_path
+from posttrain.user_code import missing_path
 
 CONTEXT_TOKENS = 4
 """Tokens before others that decide how these are decoded: one for the space between words, three for the bytes of a
 character."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-COPIED = (
-    *TOKENIZER_FILES,
-    CONFIG,
-    TEMPLATE,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "spiece.model",
-)
-"""Files that a tokenizer is read from, which `save` copies."""
 ADD_ROWS = "give the model rows for added tokens: transformers' model.resize_token_embeddings(len(tokenizer))"
-ANY_CLASS = "PreTrainedTokenizerFast"
-"""Tokenizer class that every version of transformers knows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +113,9 @@ class Tokenizer:
         hf = copy.copy(self.hf)
         hf.chat_template = templates
         several = [{"name": n, "template": t} for n, t in templates.items()] if isinstance(templates, dict) else None
-        config = {**_config_of(self.files), "chat_template": several or templates}
+        config = {**config_of(self.files), "chat_template": several or templates}
         files = {name: content for name, content in self.files.items() if name != TEMPLATE}
-        return replace(self, hf=hf, files={**files, CONFIG: _json_bytes(config)})
+        return replace(self, hf=hf, files={**files, CONFIG: json_bytes(config)})
 
     def at(self, clock: datetime | None) -> Tokenizer:
         """Copy of the tokenizer whose chat template sees a fixed time, such as the start of a run."""
@@ -300,41 +299,6 @@ class Tokenizer:
         return backend
 
 
-def portable(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Tokenizer files in the form that both transformers 4 and 5 read; files of other code are left out.
-
-    transformers 5 writes a class that 4 does not know, lists where 4 takes mappings, and the template apart.
-    """
-    given = _config_of(files)
-    config = {key: value for key, value in given.items() if key not in ("auto_map", "backend", "is_local")}
-    extra = config.pop("extra_special_tokens", None)
-    if isinstance(extra, list):
-        config["additional_special_tokens"] = [*config.get("additional_special_tokens", []), *extra]
-    named = config.pop("model_specific_special_tokens", extra if isinstance(extra, dict) else None)
-    if named:
-        config["extra_special_tokens"] = named
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        config["tokenizer_class"] = ANY_CLASS
-    if CONFIG in files and given == config:
-        return dict(files)
-    if TEMPLATE in files:
-        config["chat_template"] = files[TEMPLATE].decode()
-    return {**{name: content for name, content in files.items() if name != TEMPLATE}, CONFIG: _json_bytes(config)}
-
-
-def _config_of(files: Mapping[str, bytes]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(files[CONFIG]) if CONFIG in files else {"tokenizer_class": ANY_CLASS}
-    return found
-
-
-def _json_bytes(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _files_of(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).is_file()}
-
-
 def _encoded(backend: Any, text: str) -> Any:
     """Encode a text. Raises ConfigError for half of a surrogate pair, which no UTF-8 text can hold."""
     try:
@@ -356,7 +320,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         hf = build_byte_tokenizer()
         with tempfile.TemporaryDirectory() as written:
             hf.save_pretrained(written)
-            return _wrap(hf, "bytes", _files_of(Path(written)), BYTE_GENERATION, {})
+            return _wrap(hf, "bytes", files_of(Path(written)), BYTE_GENERATION, {})
     folder = Path(name).expanduser()
     if folder.exists():
         return _load_folder(folder)
@@ -375,67 +339,17 @@ def _load_folder(folder: Path) -> Tokenizer:
             f"tokenizer: {folder} has no tokenizer.json; it holds {listing or 'nothing'}; "
             "give a folder with tokenizer files, a hub id or 'bytes'"
         )
-    hf = _from_pretrained(str(folder), local_files_only=True)
-    return _wrap(hf, str(folder), _files_of(folder), *_end_files(str(folder)))
+    hf = from_pretrained(str(folder), local_files_only=True)
+    return _wrap(hf, str(folder), files_of(folder), *end_files(str(folder)))
 
 
 def _load_hub(name: str) -> Tokenizer:
     from huggingface_hub import try_to_load_from_cache
 
-    hf = _from_pretrained(name, local_files_only=not hub_is_reachable())
+    hf = from_pretrained(name, local_files_only=not hub_is_reachable())
     cached = {file: try_to_load_from_cache(name, file) for file in COPIED}
     files = {file: Path(path).read_bytes() for file, path in cached.items() if isinstance(path, str)}
-    return _wrap(hf, name, files, *_end_files(name))
-
-
-def model_end_ids(name: str) -> list[int]:
-    """Stop tokens that the files of a model name. `name`: a folder or a hub id."""
-    return end_ids(*_end_files(name))
-
-
-def _end_files(name: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Content of `generation_config.json` and `config.json`; empty for a missing one."""
-    generation, config = (_read(name, file) for file in ("generation_config.json", "config.json"))
-    return generation, config
-
-
-def end_ids(*configs: Mapping[str, Any]) -> list[int]:
-    """Ids under `eos_token_id` of configuration files, also of the text part of a multimodal model; each once."""
-    parts = [part for one in configs for part in (one, one.get("text_config")) if isinstance(part, Mapping)]
-    named = [part.get("eos_token_id") for part in parts]
-    ids = [i for one in named for i in (one if isinstance(one, list | tuple) else [one])]
-    return list(dict.fromkeys(i for i in ids if i is not None))
-
-
-def _read(name: str, file: str) -> Mapping[str, Any]:
-    path = Path(name) / file if Path(name).is_dir() else _download(name, file)
-    if path is None or not path.is_file():
-        return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"tokenizer: {path}:{error.lineno} is not JSON: {error.msg}") from error
-    if not isinstance(fields, Mapping):
-        raise ConfigError(f"tokenizer: {path} must hold a JSON object; it holds a {type(fields).__name__}")
-    return fields
-
-
-def _download(name: str, file: str) -> Path | None:
-    """Path of a file of a hub repository; None if the repository has none."""
-    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, file, local_files_only=not hub_is_reachable()))
-    except LocalEntryNotFoundError as error:
-        if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:
-            return None
-        raise ConfigError(
-            f"tokenizer: the hub cannot be reached, and {file} of {name}, which says where a sequence ends, is not in "
-            "the local cache; connect once, or give a folder"
-        ) from error
-    except EntryNotFoundError:
-        return None
+    return _wrap(hf, name, files, *end_files(name))
 
 
 def _last(tokens: Sequence[int], count: int, skipped: Collection[int]) -> list[int]:
@@ -448,42 +362,6 @@ def _num_common(one: str, other: str) -> int:
     """Number of characters at the beginning that two texts have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _from_pretrained(name: str, *, local_files_only: bool) -> Any:
-    transformers = import_transformers()
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            name, local_files_only=local_files_only, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(_unreadable(name, error, local_files_only=local_files_only)) from error
-    except Exception as error:
-        # The Rust reader raises bare `Exception` for a tokenizer.json that it cannot parse.
-        if type(error) is not Exception:
-            raise
-        raise ConfigError(_unreadable(name, error, local_files_only=local_files_only)) from error
-
-
-def _unreadable(name: str, error: Exception, *, local_files_only: bool) -> str:
-    reason = " ".join(str(error).split())
-    reason = reason if len(reason) <= 200 else f"{reason[:200]}..."
-    if "custom code" in reason:
-        return f"tokenizer: {name} needs Python code of its repository, which is not run; convert it to tokenizer.json"
-    if (Path(name) / "tokenizer.model").is_file() and not (Path(name) / "tokenizer.json").is_file():
-        return (
-            f"tokenizer: {name} has tokenizer.model but no tokenizer.json, and it cannot be converted here; "
-            "pip install sentencepiece protobuf, or give a folder with tokenizer.json"
-        )
-    if Path(name).is_dir():
-        return f"tokenizer: the files in {name} cannot be read ({type(error).__name__}: {reason}); copy them anew"
-    if local_files_only:
-        return (
-            f"tokenizer: no folder {name}; and the hub cannot be reached, nor is {name} in the local cache; "
-            f"give an existing folder, connect to the network, or use 'bytes'{Locator(name).suggestion}"
-        )
-    near = Locator(name).suggestion
-    return f"tokenizer: neither a folder {name} nor a readable tokenizer {name} on the hub ({reason}){near}"
 
 
 def _wrap(

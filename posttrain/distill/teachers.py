@@ -16,7 +16,8 @@ from posttrain.cluster.http_teacher import ServedTeacher
 from posttrain.cluster.reference import FrozenModel
 from posttrain.config import DistillSection, ModelSection, RLSection, TeacherSection
 from posttrain.data.packing import pack, to_batch
-from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.tokenizer_files import TOKENIZER_FILES
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.models.config import ModelConfig

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import NO_ID, TopK
-from posttrain.data.byte_tokenizer import byte_characters
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.data.tokenizer_files import byte_characters
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.softmax import NO_LOGIT
 

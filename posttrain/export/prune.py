@@ -12,7 +12,8 @@ from jaxtyping import Float
 from posttrain.config import DatasetSection, Locator
 from posttrain.data.format import tokenize_example
 from posttrain.data.packing import fill_rows
-from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.tokenizer_files import TOKENIZER_FILES
 from posttrain.errors import ConfigError
 from posttrain.export.proof import prove, proved_folder
 from posttrain.export.readers import Reader, default_reader

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.data.tokenizer_files import TOKENIZER_FILES
 from posttrain.errors import ConfigError
 from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import Reader, default_reader

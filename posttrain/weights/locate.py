@@ -11,7 +11,8 @@ from typing import Any
 from posttrain.config import Locator, ModelSection
 from posttrain.data.files import file_kind
 from posttrain.data.templates import shipped_templates
-from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, end_ids, load_tokenizer, model_end_ids
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.tokenizer_files import TOKENIZER_FILES, end_ids, model_end_ids
 from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig

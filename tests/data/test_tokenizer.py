@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from posttrain.config import ModelSection
 from posttrain.data import tokenizer as tokenizer_module
+from posttrain.data import tokenizer_files
 from posttrain.data.chat import Renderer
-from posttrain.data.tokenizer import Tokenizer, load_tokenizer, portable
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.tokenizer_files import portable
 from posttrain.errors import ConfigError
 from posttrain.export.readers import compare_tokenizers
 from posttrain.weights.locate import run_tokenizer
@@ -258,7 +260,8 @@ def test_errors_say_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(own))
     with pytest.raises(ConfigError, match="needs Python code of its repository, which is not run"):
         load_tokenizer(tmp_path / "model")
-    monkeypatch.setattr(tokenizer_module, "hub_is_reachable", lambda: False)
+    for module in (tokenizer_module, tokenizer_files):
+        monkeypatch.setattr(module, "hub_is_reachable", lambda: False)
     with pytest.raises(ConfigError, match="no folder owner/name; and the hub cannot be reached") as caught:
         load_tokenizer("owner/name")
     assert "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from posttrain.data.byte_tokenizer import FIRST_CONTROL_ID
+from posttrain.data.tokenizer_files import FIRST_CONTROL_ID
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.act import Act
 from posttrain.rl.sampler import Sampler

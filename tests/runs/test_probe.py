@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.data.byte_tokenizer import FIRST_CONTROL_ID
+from posttrain.data.tokenizer_files import FIRST_CONTROL_ID
 from tests.stages.runs import Outcome, few_devices, posttrain, rl_stage, sft_stage, write_run
 
 END = FIRST_CONTROL_ID + 2
