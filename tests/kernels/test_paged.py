@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 
 from posttrain.kernels.attention import paged
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
-from posttrain.kernels.attention.gpu import cudnn_arguments
+from posttrain.kernels.attention.fused import cudnn_arguments
 from posttrain.kernels.attention.paged import heads_apart, ragged_paged_attention, ragged_refusal
 from posttrain.kernels.attention.reference import single_query, visible
 

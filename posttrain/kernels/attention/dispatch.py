@@ -15,10 +15,20 @@ from jaxtyping import Float, Int
 
 from posttrain.config import AttentionKernel
 from posttrain.errors import ConfigError
-from posttrain.kernels.attention import splash
 from posttrain.kernels.attention.blockwise import blockwise
 from posttrain.kernels.attention.call import AttentionCall, MaskInputs, Operands, Variant
-from posttrain.kernels.attention.gpu import cudnn, cudnn_refusal, tokamax, tokamax_refusal
+from posttrain.kernels.attention.fused import (
+    SPLASH_LANES,
+    cudnn,
+    cudnn_refusal,
+    make_splash,
+    splash,
+    splash_layout,
+    splash_padding,
+    splash_refusal,
+    tokamax,
+    tokamax_refusal,
+)
 from posttrain.kernels.attention.reference import single_query, visible, whole
 from posttrain.kernels.platform import (
     HEAD_AXIS,
@@ -55,7 +65,7 @@ class Support:
 SUPPORT: Mapping[str, Support] = {
     "reference": Support(parents=True, other=lambda _: None),
     "blockwise": Support(parents=True, other=lambda _: None),
-    "splash": Support(parents=False, other=splash.splash_refusal),
+    "splash": Support(parents=False, other=splash_refusal),
     "tokamax": Support(parents=True, other=tokamax_refusal),
     "cudnn": Support(parents=True, other=cudnn_refusal),
 }
@@ -163,12 +173,12 @@ def choose(call: AttentionCall) -> str:
     if call.kind != "rows":
         return "reference" if small else "blockwise"
     short = small and call.num_queries <= WHOLE_LENGTH
-    if short and call.platform == "tpu" and call.num_queries < splash.LANES:
+    if short and call.platform == "tpu" and call.num_queries < SPLASH_LANES:
         return "reference"
-    fused = PREFERRED.get(call.platform, ())
-    refusals = {name: SUPPORT[name].refusal(call) for name in fused}
-    chosen = next((name for name in fused if refusals[name] is None), "reference" if short else "blockwise")
-    if call.platform == "tpu" and chosen not in fused:
+    preferred = PREFERRED.get(call.platform, ())
+    refusals = {name: SUPPORT[name].refusal(call) for name in preferred}
+    chosen = next((name for name in preferred if refusals[name] is None), "reference" if short else "blockwise")
+    if call.platform == "tpu" and chosen not in preferred:
         warn_once(
             f"attention: {chosen} XLA code, which is slow on TPU: " + "; ".join(f"{n} {r}" for n, r in refusals.items())
         )
@@ -202,11 +212,11 @@ def run(name: str, operands: Operands, variant: Variant, call: AttentionCall, me
             kernel = partial(blockwise, variant=variant, same_tokens=same, block=block, short=short)
             return kernel(operands) if call.token_shards == 1 else on_devices(kernel, operands, call, mesh)
         case "splash":
-            padding, head_dim = splash.row_padding(call), max(call.head_dim, call.value_dim)
+            padding, head_dim = splash_padding(call), max(call.head_dim, call.value_dim)
             sizes = call.num_keys + padding, call.num_heads // call.head_shards, head_dim
-            tables = splash.make_kernel(*sizes, variant, shards=call.token_shards, interpret=interpret)
-            kernel = partial(splash.splash, variant=variant, padding=padding)
-            return on_devices(kernel, operands, call, mesh, tables, splash.by_tokens(tables, mesh))
+            tables = make_splash(*sizes, variant, shards=call.token_shards, interpret=interpret)
+            kernel = partial(splash, variant=variant, padding=padding)
+            return on_devices(kernel, operands, call, mesh, tables, splash_layout(tables, mesh))
         case "tokamax":
             return on_devices(partial(tokamax, variant=variant), operands, call, mesh)
         case _:
