@@ -93,7 +93,7 @@ def test_padding_and_blocks_of_a_length(length: int, padded: int, block: int) ->
 
 
 @pytest.mark.parametrize(
-    ("length", "head_dim", "window", "keys", "fused"),
+    ("length", "head_dim", "window", "keys", "one_kernel"),
     [
         (4096, 128, None, 1024, True),
         (4096, 128, 512, 512, True),
@@ -104,10 +104,10 @@ def test_padding_and_blocks_of_a_length(length: int, padded: int, block: int) ->
     ],
 )
 def test_key_blocks_of_the_backward_pass(
-    length: int, head_dim: int, window: int | None, keys: int, fused: bool
+    length: int, head_dim: int, window: int | None, keys: int, one_kernel: bool
 ) -> None:
     sizes = fused.splash_blocks(length, head_dim, window)
-    assert (sizes.block_kv_dkv, sizes.use_fused_bwd_kernel) == (keys, fused)
+    assert (sizes.block_kv_dkv, sizes.use_fused_bwd_kernel) == (keys, one_kernel)
     assert keys % (sizes.block_kv_dkv_compute or 0) == 0
 
 
