@@ -21,7 +21,7 @@ import numpy as np
 from posttrain.rollout.blocks import blocks_for
 from posttrain.rollout.programs import DecodedTokens
 from posttrain.rollout.request import Request
-from posttrain.rollout.runner import Outcome, Runner, deliver
+from posttrain.rollout.runner import DispatchOutcome, Runner, deliver
 from posttrain.rollout.sampling import TopLogps
 from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.shapes import Shapes
@@ -43,7 +43,7 @@ def params(number: int, kind: str, vocabulary: int) -> SamplingParams:
     return plain
 
 
-def outcome(plan: Plan, rows: int, vocabulary: int, rng: np.random.Generator) -> Outcome:
+def outcome(plan: Plan, rows: int, vocabulary: int, rng: np.random.Generator) -> DispatchOutcome:
     tokens = rng.integers(0, vocabulary - 1, (STEPS, rows)).astype(np.int32)
     logps = np.full((STEPS, rows), -1.0, np.float32)
     is_plain = all(row.request.params.is_plain for row in plan.decode)
@@ -54,7 +54,7 @@ def outcome(plan: Plan, rows: int, vocabulary: int, rng: np.random.Generator) ->
     chunk = cast(Any, DecodedTokens)(
         tokens=tokens, logps=logps, kept_logps=0 * logps, counts=counts, top=top, experts=None
     )
-    return Outcome(prefilled=[], chunk=chunk)
+    return DispatchOutcome(prefilled=[], chunk=chunk)
 
 
 def measure(kind: str, rows: int, tokens: int, vocabulary: int) -> dict[str, float]:

@@ -48,7 +48,7 @@ class Masked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TemplateInput:
     """Messages and tool descriptions with stand-ins for the control tokens in their texts."""
 
     messages: list[dict[str, Any]]
@@ -240,7 +240,7 @@ class Renderer:
         end = self.tokenizer.end_id
         return tokens if tokens and tokens[-1] in self.tokenizer.stop_ids else [*tokens, end]
 
-    def _spoken(self, conversation: Conversation, text: str, turns: Sequence[int], spans: list[Span]) -> list[Span]:
+    def _spoken(self, conversation: TemplateInput, text: str, turns: Sequence[int], spans: list[Span]) -> list[Span]:
         """Spans of turns with loss, after the check that they hold what the messages do."""
         where = f"chat template of {self.tokenizer.name}"
         apart = len(spans) == len(turns)
@@ -268,7 +268,7 @@ class Renderer:
         """Form of messages that the template takes."""
 
         def render(messages: list[Any]) -> str:
-            shown = Conversation(messages, tools, {}, frozenset())
+            shown = TemplateInput(messages, tools, {}, frozenset())
             return self._render(shown, len(messages), generation_prompt=False)[0]
 
         template = self._template(tools)
@@ -279,7 +279,7 @@ class Renderer:
     def _template(self, tools: list[dict[str, Any]] | None) -> str:
         return self.tokenizer.hf.get_chat_template(tools=tools)
 
-    def _conversation(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> Conversation:
+    def _conversation(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> TemplateInput:
         given = list(tools) if tools else None
         messages = self._form(given).fitted(messages)
         if self.tool_text is not None and given:
@@ -300,9 +300,9 @@ class Renderer:
             if found and (token := next((t for text in _strings(message) for t in pattern.findall(text)), None)):
                 self.remarks.add("control tokens", f"a message of role {message['role']} holds {token!r}; {LITERAL}")
         literals = {character: text for text, character in stand_ins.items()}
-        return Conversation(escaped, _replace(given, self._control, stand_ins) if given else None, literals, silent)
+        return TemplateInput(escaped, _replace(given, self._control, stand_ins) if given else None, literals, silent)
 
-    def _render(self, conversation: Conversation, length: int, *, generation_prompt: bool) -> tuple[str, list[Span]]:
+    def _render(self, conversation: TemplateInput, length: int, *, generation_prompt: bool) -> tuple[str, list[Span]]:
         """Text of the first `length` messages, and the spans that the template marks as generated."""
         import jinja2
 
@@ -326,7 +326,7 @@ class Renderer:
             ) from error
         return texts[0], list(spans[0]) if marks else []
 
-    def _derive_spans(self, conversation: Conversation, text: str, first: int) -> tuple[str, list[Span]]:
+    def _derive_spans(self, conversation: TemplateInput, text: str, first: int) -> tuple[str, list[Span]]:
         """Text, and the span of each assistant turn: what its rendering adds to the prompt before it."""
         last = len(conversation.messages) - 1
         turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant" and i >= first]
@@ -340,7 +340,7 @@ class Renderer:
             spans.append((len(before), len(turn)))
         return text, spans
 
-    def _last_turn(self, conversation: Conversation, text: str) -> tuple[str, str]:
+    def _last_turn(self, conversation: TemplateInput, text: str) -> tuple[str, str]:
         """Prompt of the last turn, as it is for sampling, and the turn.
 
         A template may write earlier text otherwise once the turn is there, such as Mistral's the system message: then
@@ -361,7 +361,7 @@ class Renderer:
             )
         return prompt, text[text.rfind(end) + len(end) :]
 
-    def _after(self, conversation: Conversation, text: str, spans: list[Span], first: int) -> list[Span]:
+    def _after(self, conversation: TemplateInput, text: str, spans: list[Span], first: int) -> list[Span]:
         """Marked spans after the prompt of the first `first` messages."""
         if first == 0:
             return spans
@@ -369,7 +369,7 @@ class Renderer:
         begin = len(self._prefix(conversation, text, first, generation_prompt=reply))
         return [(max(start, begin), stop) for start, stop in spans if stop > begin]
 
-    def _prefix(self, conversation: Conversation, text: str, length: int, *, generation_prompt: bool) -> str:
+    def _prefix(self, conversation: TemplateInput, text: str, length: int, *, generation_prompt: bool) -> str:
         part, _ = self._render(conversation, length, generation_prompt=generation_prompt)
         if not text.startswith(part):
             raise TurnsRewritten(

@@ -18,13 +18,13 @@ from posttrain.data.packing import PackedBatches, Window, common_prefix
 from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
 from posttrain.data.preference import (
     CHOSEN,
-    Answer,
+    TokenizedAnswer,
     is_paired,
     labelled_answers,
     margin,
     mismatched,
-    pair,
-    prompt_of,
+    pair_answers,
+    prompt_tokens,
     steps,
 )
 from posttrain.data.sources import Rows, SequenceCache, Sequences
@@ -122,23 +122,25 @@ class PairExamples:
             masked, roles = steps(self.rows[row], self.dataset, self.renderer)
             return [LabelledSequence.of(masked, np.asarray(roles), False)]
         if self.kind == "pairs":
-            answers = pair(self.rows[row], self.dataset, self.renderer) or []
+            answers = pair_answers(self.rows[row], self.dataset, self.renderer) or []
         else:
             answers = self._single(row, side)
         return [LabelledSequence.of(a.masked, a.role, self.weigh_prompts and a.role == CHOSEN) for a in answers]
 
-    def _single(self, row: int, side: int) -> list[Answer]:
+    def _single(self, row: int, side: int) -> list[TokenizedAnswer]:
         answer = self._labelled_answer(row, side)
         if answer is None or self.kind == "answers":
             return [] if answer is None else [answer]
         # The next row with an answer to another prompt, which is the same in every epoch.
         others = (self._labelled_answer((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
-        other = next((found for found in others if found is not None and prompt_of(found) != prompt_of(answer)), None)
+        other = next(
+            (found for found in others if found is not None and prompt_tokens(found) != prompt_tokens(answer)), None
+        )
         if other is None:
             raise ConfigError("the KL of KTO needs answers to other prompts; give at least two rows with other prompts")
         return [answer, mismatched(answer, other)]
 
-    def _labelled_answer(self, row: int, side: int) -> Answer | None:
+    def _labelled_answer(self, row: int, side: int) -> TokenizedAnswer | None:
         with self.rows.named(row) as values:
             found = labelled_answers(values, self.dataset, self.renderer)
         return found[side] if found else None

@@ -23,7 +23,7 @@ SIDES = ("chosen", "rejected")
 RENAME = "rename yours in the data, or with a function of your own (dataset.path: file.py:function)"
 
 
-class Answer(NamedTuple):
+class TokenizedAnswer(NamedTuple):
     """Tokenized prompt and answer with the answer's role."""
 
     masked: Masked
@@ -45,19 +45,21 @@ def is_paired(columns: Sequence[str], section: DatasetSection) -> bool:
     )
 
 
-def pair(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer] | None:
+def pair_answers(row: Row, section: DatasetSection, renderer: Renderer) -> list[TokenizedAnswer] | None:
     """Chosen and rejected sequence of a row; None if they are equal."""
     if not is_paired(list(row), section):
         raise ConfigError("the row holds one completion with a label; this loss needs pairs: chosen and rejected")
     chosen, rejected = _pair_parts(row, section, renderer)
-    made = [Answer(_render(*side, renderer, row), role) for side, role in ((chosen, CHOSEN), (rejected, REJECTED))]
+    made = [
+        TokenizedAnswer(_render(*side, renderer, row), role) for side, role in ((chosen, CHOSEN), (rejected, REJECTED))
+    ]
     return None if made[0].masked.tokens == made[1].masked.tokens else made
 
 
-def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer]:
+def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> list[TokenizedAnswer]:
     """Desirable or undesirable answer of a row; both answers of a pair."""
     if is_paired(list(row), section):
-        return pair(row, section, renderer) or []
+        return pair_answers(row, section, renderer) or []
     label = _label(row["label"], "column 'label' must be")
     if "messages" in row and "completion" not in row and section.completion is None:
         said = checked_messages(row["messages"], "messages")
@@ -68,15 +70,15 @@ def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> l
     else:
         answer = answer_messages(row, section.completion, "completion")
         sides = spoken(prompt_messages(row, section), answer, "completion", renderer.remarks)
-    return [Answer(_render(*sides, renderer, row), CHOSEN if label else REJECTED)]
+    return [TokenizedAnswer(_render(*sides, renderer, row), CHOSEN if label else REJECTED)]
 
 
-def mismatched(answer: Answer, other: Answer) -> Answer:
+def mismatched(answer: TokenizedAnswer, other: TokenizedAnswer) -> TokenizedAnswer:
     """Combine the prompt of one sequence with the answer of another."""
-    prompt, rest = prompt_of(answer), len(prompt_of(other))
+    prompt, rest = prompt_tokens(answer), len(prompt_tokens(other))
     tokens = prompt + other.masked.tokens[rest:]
     mask = [False] * len(prompt) + other.masked.mask[rest:]
-    return Answer(Masked(tokens, [False, *mask[1:]]), MISMATCHED)
+    return TokenizedAnswer(Masked(tokens, [False, *mask[1:]]), MISMATCHED)
 
 
 def _label(value: Any, rule: str) -> bool:
@@ -139,7 +141,7 @@ def _render(prompt: list[Message], answer: list[Message], renderer: Renderer, ro
     return masked
 
 
-def prompt_of(answer: Answer) -> list[int]:
+def prompt_tokens(answer: TokenizedAnswer) -> list[int]:
     """Tokens before the answer."""
     return answer.masked.tokens[: answer.masked.mask.index(True)]
 

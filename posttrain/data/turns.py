@@ -46,7 +46,7 @@ def check_turns(
 
 
 def _check(renderer: Renderer, prompt: list[Message], role: ReplyRole, tools: Tools, keep_thinking: bool) -> None:
-    replies = reply_of(role)
+    replies = environment_reply(role)
     earlier: list[Message] = [*prompt, stand_in_turn(replies), *replies]
     deltas = [renderer.between(before, replies, tools, last=None) for before in (prompt, earlier)]
     if deltas[0] != deltas[1]:
@@ -59,7 +59,7 @@ def _check(renderer: Renderer, prompt: list[Message], role: ReplyRole, tools: To
                 raise _refusal(renderer, f"{reason} when a {role} message follows", thinks=thinks)
 
 
-def reply_of(role: ReplyRole) -> list[Message]:
+def environment_reply(role: ReplyRole) -> list[Message]:
     """Messages of an environment that answers in this role."""
     if role == "user":
         return [{"role": "user", "content": REPLY}]
@@ -68,7 +68,7 @@ def reply_of(role: ReplyRole) -> list[Message]:
 
 def _turns(renderer: Renderer, role: ReplyRole) -> Iterator[tuple[bool, Message]]:
     """Turns without and with thinking, in the form that the template knows."""
-    plain = stand_in_turn(reply_of(role))
+    plain = stand_in_turn(environment_reply(role))
     template = str(renderer.tokenizer.chat_template)
     yield False, plain
     if "<think>" in template and role == "user":

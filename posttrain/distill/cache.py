@@ -135,7 +135,7 @@ class CacheFolder:
     def _is_of(self, shard: int, tokenize: Callable[[int], Row]) -> bool:
         if not self._index(shard).exists():
             return False
-        return np.array_equal(np.load(self._index(shard))["digests"], digests_of(map(tokenize, self.rows(shard))))
+        return np.array_equal(np.load(self._index(shard))["digests"], row_digests(map(tokenize, self.rows(shard))))
 
     def claim(self) -> None:
         """Claim the folder for writing, or resume. ConfigError for another identity."""
@@ -167,7 +167,7 @@ class CacheFolder:
         self._index(shard).unlink(missing_ok=True)
         np.save(self._records(shard), records)
         index = io.BytesIO()
-        np.savez(index, counts=counts, digests=digests_of(rows))
+        np.savez(index, counts=counts, digests=row_digests(rows))
         write_whole(self._index(shard), index.getvalue())
 
     def _records(self, shard: int) -> Path:
@@ -204,7 +204,7 @@ class TeacherCache:
 
     def places(self, dataset: int, row: int, sequences: Row) -> list[Int[np.ndarray, " T"] | None]:
         """Record number of each token, from 1; 0 without a record. ConfigError for a row that has changed."""
-        if digest(sequences) != self._digests[dataset][row]:
+        if row_digest(sequences) != self._digests[dataset][row]:
             raise ConfigError(
                 f"cache: its tokens are not those that {self._datasets[dataset].folder} was written for; write it anew "
                 "with posttrain distill --cache"
@@ -238,12 +238,12 @@ class TeacherCache:
         return topk
 
 
-def digests_of(rows: Iterable[Row]) -> np.ndarray:
+def row_digests(rows: Iterable[Row]) -> np.ndarray:
     """Hash each row."""
-    return np.asarray([digest(row) for row in rows], np.uint64)
+    return np.asarray([row_digest(row) for row in rows], np.uint64)
 
 
-def digest(row: Row) -> np.uint64:
+def row_digest(row: Row) -> np.uint64:
     """Hash the tokens of a row's sequences and their loss masks; 0 for a row without teacher targets."""
     hashed = hashlib.sha256()
     for sequence in row:
@@ -253,7 +253,7 @@ def digest(row: Row) -> np.uint64:
     return np.frombuffer(hashed.digest()[:8], "<u8")[0] if any(one is not None for one in row) else np.uint64(0)
 
 
-def fill(
+def write_shards(
     cache: CacheFolder,
     shards: Iterable[int],
     tokenize: Callable[[int], Row],

@@ -95,7 +95,7 @@ class Pairs(NamedTuple):
     """All bytes of the first sequence's runs."""
 
 
-def pair(one: Sequence[Run], other: Sequence[Run]) -> Pairs:
+def pair_runs(one: Sequence[Run], other: Sequence[Run]) -> Pairs:
     """Align the runs of both sequences in order. Text that only one of two runs has gets no pair."""
     places: list[tuple[int, int, int, int]] = []
     same_text = single = 0
@@ -211,7 +211,7 @@ class Aligner:
         own_stops, its_stops = self.student.tokenizer.stop_ids, self.teacher.tokenizer.stop_ids
         own_runs = runs(mine.tolist(), own.loss_mask, self.student.pieces, own_stops)
         its_runs = runs(tokens.tolist(), mask, self.teacher.pieces, its_stops)
-        pairs = pair(own_runs, its_runs)
+        pairs = pair_runs(own_runs, its_runs)
         own_end = next((int(mine[run.end]) for run in own_runs if run.end is not None), own_stops[0])
         its_end = next((int(tokens[run.end]) for run in its_runs if run.end is not None), its_stops[0])
         covered, scored = np.zeros(len(mine), np.int32), np.zeros(len(tokens), np.int32)

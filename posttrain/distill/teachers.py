@@ -254,13 +254,13 @@ def outside_teacher(
     if source.section.url is not None:
         return ServedTeacher(source.section, num_ids=ids, k=k)
     if source.section.mesh is not None:
-        mesh = mesh_of(source.section, section.teachers)
+        mesh = teacher_mesh(source.section, section.teachers)
     assert mesh is not None
     teacher = load_teacher(source, model, tokenizer, mesh)
     return FrozenModel(teacher, mesh, temperature=temperature, rows=section.micro_batch_rows, k=k)
 
 
-def mesh_of(teacher: TeacherSection, teachers: Sequence[TeacherSection]) -> Mesh:
+def teacher_mesh(teacher: TeacherSection, teachers: Sequence[TeacherSection]) -> Mesh:
     """Make the mesh of a teacher that has one: the last devices belong to the first such teacher."""
     assert teacher.mesh is not None
     devices = jax.devices()

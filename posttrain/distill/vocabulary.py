@@ -96,7 +96,7 @@ class VocabularyMap:
         ids = np.where(theirs == its[:, None], mine[:, None], self.ids(theirs))
         logps = np.asarray(topk.logps)
         lost = ids == NO_ID
-        ids, logps_of_ids = joined(ids, np.where(lost, np.float32(NO_LOGIT), logps))
+        ids, logps_of_ids = merge_duplicates(ids, np.where(lost, np.float32(NO_LOGIT), logps))
         here = ids == tokens[:, None]
         own = np.where(here, logps_of_ids, NO_LOGIT).max(axis=1).astype(np.float32)
         return TopK(
@@ -116,7 +116,7 @@ def _with(tail: Any, logps: Float[np.ndarray, "N k"], lost: Any, temperature: fl
     return np.where(more > 0, added, tail).astype(np.float32)
 
 
-def joined(
+def merge_duplicates(
     ids: Int[np.ndarray, "N k"], logps: Float[np.ndarray, "N k"]
 ) -> tuple[Int[np.ndarray, "N k"], Float[np.ndarray, "N k"]]:
     """Merge duplicate ids: each stays at its first place with its summed probability; bitwise the same without any."""
@@ -217,7 +217,7 @@ class SharedTokens:
         )
         ids = np.where(gone, NO_ID, ids)
         alone = np.where(gone | (ids != NO_ID), np.float32(NO_LOGIT), logps)
-        ids, logps = joined(ids, np.where(ids == NO_ID, np.float32(NO_LOGIT), logps))
+        ids, logps = merge_duplicates(ids, np.where(ids == NO_ID, np.float32(NO_LOGIT), logps))
         tail = _sum(np.asarray(topk.tail)[begins], more)
         return TopK(
             ids=ids.astype(np.int32),

@@ -24,7 +24,7 @@ from posttrain.stages.context import StageRun
 from posttrain.stages.table import STAGES
 from posttrain.train.checkpoint import Checkpointer, DamagedCheckpoint
 from posttrain.weights.files import find_folder, read_json
-from posttrain.weights.locate import add_family
+from posttrain.weights.locate import add_family_file
 from posttrain.weights.lora import has_lora
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.quantize import is_quantized
@@ -54,7 +54,7 @@ def export(
     """
     output, name = find_stage(run)
     config = load_config(output / CONFIG_NAME)
-    add_family(config.model)
+    add_family_file(config.model)
     tokenizer = tokenizer_of(output, name, config)
     out = output / name / f"export-{to}" if out is None else Path(check_local(out))
     if out.exists():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from posttrain.kernels.logits.chunks import ChunkPlan, chunk_plan, take_tokens, to_tokens
+from posttrain.kernels.logits.chunks import ChunkPlan, chunk_plan, scatter_to_tokens, take_tokens
 from posttrain.kernels.logits.softmax import NO_LOGIT
 
 CHUNK_ELEMENTS = 1 << 22
@@ -151,4 +151,4 @@ def _over_contexts(
 
     inputs = (split(order), jax.tree.map(lambda x: split(take_tokens(x, order)), arrays))
     _, values = jax.lax.scan(body, None, (jnp.arange(len(inputs[0])), *inputs))
-    return to_tokens(jnp.moveaxis(values, 0, 1).reshape(len(order), -1), plan, counts)
+    return scatter_to_tokens(jnp.moveaxis(values, 0, 1).reshape(len(order), -1), plan, counts)

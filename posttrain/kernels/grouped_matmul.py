@@ -220,7 +220,7 @@ def _padded(x: Array, tiles: tuple[int, int, int]) -> Array:
 # --- tokamax ---------------------------------------------------------------------------------------------------------
 
 
-def tokamax(
+def tokamax_ragged_dot(
     x: Float[Array, "M D"],
     w: Float[Array, "E D F"],
     group_sizes: Sizes,
@@ -236,5 +236,5 @@ KERNELS: Mapping[str, Callable[[Array, Array, Array], Array]] = {
     "reference": reference,
     "ragged_dot": ragged_dot,
     "buckets": buckets,
-    "tokamax": tokamax,
+    "tokamax": tokamax_ragged_dot,
 }

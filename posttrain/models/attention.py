@@ -8,8 +8,16 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
-from posttrain.models.forward_state import Context, ForwardState, LayerIndex, StoredKeys, StoredPages, attend, store
-from posttrain.models.layers import FusedLinear, Init, Linear, RMSNorm, fused, normal, param, rms_normed
+from posttrain.models.forward_state import (
+    Context,
+    ForwardState,
+    LayerIndex,
+    StoredKeys,
+    StoredPages,
+    attend,
+    store_keys,
+)
+from posttrain.models.layers import FusedLinear, Init, Linear, RMSNorm, fused_linear, normal, param, rms_normed
 from posttrain.models.rope import apply_rope
 
 
@@ -51,7 +59,7 @@ class Attention(nnx.Module):
 
     def fuse(self, shards: int) -> None:
         """Compute queries, keys and values as one product from now on."""
-        self.fused = nnx.data(fused(self._layers, shards))
+        self.fused = nnx.data(fused_linear(self._layers, shards))
 
     @property
     def _layers(self) -> list[Linear]:
@@ -73,7 +81,7 @@ class Attention(nnx.Module):
             k = apply_rope(k, context.rope[c.rope], interleaved=c.rope.interleaved)
         if c.value_norm:
             v = rms_normed(v, self.norm_eps).astype(v.dtype)
-        return store(k.swapaxes(1, 2), v.swapaxes(1, 2), context, state, index)
+        return store_keys(k.swapaxes(1, 2), v.swapaxes(1, 2), context, state, index)
 
     def _heads(self, x: Float[Array, "B T F"], norm: RMSNorm | None, heads: int) -> Float[Array, "B T N H"]:
         """Split into heads, with the norm over the whole projection or per head."""
@@ -150,7 +158,7 @@ class LatentAttention(nnx.Module):
         values = kv[..., c.nope_dim :]
         state.projected |= {"q": q_nope, "k": kv[..., : c.nope_dim], "v": values}
         if state.cache is not None:
-            store(self._cached(latent, k_rope), None, context, state, index)
+            store_keys(self._cached(latent, k_rope), None, context, state, index)
         segments = context.segments
         stored = StoredKeys(keys.swapaxes(1, 2), values.swapaxes(1, 2), context.positions, segments, segments)
         return self._attend(jnp.concatenate([q_nope, q_rope], axis=-1), stored, context, state)
@@ -167,7 +175,7 @@ class LatentAttention(nnx.Module):
     ) -> Float[Array, "B T N Hv"]:
         c = self.config
         up = self.kv.weight(q_nope.dtype).reshape(c.kv_rank, c.num_heads, c.nope_dim + c.value_dim)
-        stored = store(self._cached(latent, k_rope), None, context, state, index)
+        stored = store_keys(self._cached(latent, k_rope), None, context, state, index)
         assert isinstance(stored, StoredKeys), "ragged paged attention does not support latent attention"
         stored = stored._replace(values=stored.keys[..., : c.kv_rank])
         q_latent = jnp.einsum("btnh,rnh->btnr", q_nope, up[..., : c.nope_dim])

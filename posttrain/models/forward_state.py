@@ -135,7 +135,7 @@ def attend(
     )
 
 
-def store(
+def store_keys(
     keys: Float[Array, "B K T H"],
     values: Float[Array, "B K T Hv"] | None,
     context: Context,

@@ -159,7 +159,7 @@ class FusedLinear(nnx.Module):
         return jnp.concatenate(parts, axis=-1).reshape(*kernels[0].shape[:-1], -1)
 
 
-def fused(layers: Sequence[Linear], shards: int) -> FusedLinear | None:
+def fused_linear(layers: Sequence[Linear], shards: int) -> FusedLinear | None:
     """Fuse layers; None for a single one, and where they are stored differently or do not divide into shards."""
     kinds = {
         (type(k), k.dtype, k.kind if isinstance(k, Quantized) else None) for k in (layer.kernel for layer in layers)
@@ -263,7 +263,7 @@ class MLP(nnx.Module):
 
     def fuse(self, shards: int) -> None:
         """Compute gate and up as one product from now on."""
-        self.fused = nnx.data(fused((self.gate, self.up), shards))
+        self.fused = nnx.data(fused_linear((self.gate, self.up), shards))
 
 
 class ScalarHead(nnx.Module):

@@ -183,7 +183,7 @@ class Experts(Adaptable):
         back = _masked(out, rows)[jnp.argsort(rows.assignment)].reshape(*experts.shape, -1)
         return jnp.sum(back * weights[..., None].astype(back.dtype), axis=1)
 
-    def _outputs(self, x: Float[Array, "C D"], rows: Rows, compute: Compute) -> Float[Array, "C D"]:
+    def _outputs(self, x: Float[Array, "C D"], rows: ExpertRows, compute: Compute) -> Float[Array, "C D"]:
         """Output of each row's expert; undefined in rows that are not used."""
         platform = platform_of(compute.mesh)
 
@@ -250,7 +250,7 @@ def _bound(graph: Any, paths: Iterable[Any], arrays: list[Array]) -> Experts:
     return layer
 
 
-def _masked(x: Float[Array, "C D"], rows: Rows) -> Float[Array, "C D"]:
+def _masked(x: Float[Array, "C D"], rows: ExpertRows) -> Float[Array, "C D"]:
     """0 in rows that are not used, as is the gradient."""
     return jnp.where(rows.used[:, None], x, 0)
 
@@ -379,7 +379,7 @@ TILE = 512
 """A buffer is a multiple of this many rows, the largest row tile of the grouped products."""
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """One row per selected expert of a token, sorted by expert; an assignment i is the choice i % k of token i // k."""
 
     assignment: Int[Array, " C"]
@@ -418,7 +418,7 @@ class Sorted(NamedTuple):
         """Rows of the `num_here` experts from `first`."""
         return jnp.sum(jax.lax.dynamic_slice_in_dim(self.counts, first, num_here, axis=1))
 
-    def rows(self, first: int | Array, num_here: int, start: int | Array, capacity: int) -> Rows:
+    def rows(self, first: int | Array, num_here: int, start: int | Array, capacity: int) -> ExpertRows:
         """Rows `start` to `start + capacity` of the `num_here` experts from `first`, by expert and then by source."""
         sources = self.order.shape[0]
         before = jnp.cumsum(self.counts, axis=1) - self.counts
@@ -433,7 +433,7 @@ class Sorted(NamedTuple):
         place = row + shift.at[run].get(mode="fill", fill_value=0)
         assignment = self.order.reshape(-1).at[place].get(mode="clip")
         per_expert = jnp.clip(ends[sources - 1 :: sources] - start, 0, capacity)
-        return Rows(assignment, run // sources, jnp.diff(per_expert, prepend=0).astype(jnp.int32))
+        return ExpertRows(assignment, run // sources, jnp.diff(per_expert, prepend=0).astype(jnp.int32))
 
 
 def capacity(assignments: int, sources: int) -> int:

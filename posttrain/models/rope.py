@@ -22,7 +22,7 @@ def default_frequencies(theta: float, dim: int) -> np.ndarray:
     return np.float32(1.0) / np.float32(theta) ** exponents
 
 
-def linear(frequencies: np.ndarray, factor: float) -> np.ndarray:
+def linear_interpolation(frequencies: np.ndarray, factor: float) -> np.ndarray:
     """Linear position interpolation, arXiv:2306.15595."""
     return frequencies / np.float32(factor)
 
@@ -138,11 +138,13 @@ def _kinds(kind: str, fields: Fields, hf: Fields, theta: float, head_dim: int, p
             fields.get("factor", float)
         return default_frequencies(theta, dim), 1.0
     if kind == "linear":
-        return linear(default_frequencies(theta, dim), fields.get("factor", float)), 1.0
+        return linear_interpolation(default_frequencies(theta, dim), fields.get("factor", float)), 1.0
     if kind == "proportional":
         # Pairs span the whole head; unrotated ones have frequency 0.
         turned = np.arange(head_dim // 2) < int(part * head_dim // 2)
-        return linear(default_frequencies(theta, head_dim), fields.get("factor", float, 1.0)) * turned, 1.0
+        return linear_interpolation(
+            default_frequencies(theta, head_dim), fields.get("factor", float, 1.0)
+        ) * turned, 1.0
     if kind == "llama3":
         return llama3(
             default_frequencies(theta, dim),

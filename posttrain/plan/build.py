@@ -17,7 +17,7 @@ from posttrain.models import hf
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.decode_weights import DecodeWeights, DecodeWeightsCache, Loaded, choose_placement
-from posttrain.rollout.programs import DecodeRows, Prompts
+from posttrain.rollout.programs import DecodeRows, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import SamplingParams
@@ -74,7 +74,7 @@ class RolloutShapes:
         longest = max_length - max_tokens
         calls = self.runner.examples([Expected(params=params, shortest=longest, longest=longest)], rereads=False)
         self.num_programs = len(calls)
-        prompts = [call for call in calls if isinstance(call, Prompts) and call.context is None]
+        prompts = [call for call in calls if isinstance(call, PromptPieces) and call.context is None]
         rows = [call for call in calls if isinstance(call, DecodeRows)]
         self.prompts = max(prompts, key=lambda call: call.tokens.size)
         """Inputs of the largest prefill call of whole prompts."""

@@ -59,7 +59,7 @@ class Chain:
     """Version of the weights that computed it; only blocks of the current version are shared."""
 
 
-class Blocks:
+class BlockPool:
     """Blocks of one lane (data shard). Sequences with equal prefixes share blocks.
 
     Blocks are reference-counted. A block without users stays in the prefix cache until it is evicted, least recently

@@ -21,7 +21,7 @@ from posttrain.kernels.platform import platform_of
 from posttrain.mesh import RULES, param_sharding
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder, FusedPart
-from posttrain.rollout.lanes import mesh_of
+from posttrain.rollout.lanes import mesh_of_arrays
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes
 
 LOGGER = logging.getLogger("posttrain.rollout")
@@ -48,7 +48,7 @@ def choose_placement(
     of a device (None: unknown, any fits); the trainer's mesh where no weight is split over `fsdp`, and where nothing
     fits. ConfigError for a number that the mesh or the model does not allow.
     """
-    trained = mesh_of(next(iter(arrays.values())).sharding)
+    trained = mesh_of_arrays(next(iter(arrays.values())).sharding)
     on_cpu = platform_of(source.model.compute.mesh if trained is None else trained) == "cpu"
 
     kept = Placement(trained, () if on_cpu else ("attention",))
@@ -205,7 +205,7 @@ class DecodeLayout:
         source, placement = loaded.source, loaded.placement  # not `loaded`, whose arrays would live as long
         mesh = placement.mesh
         lying = {path: array.sharding for path, array in loaded.arrays.items()}
-        trained = mesh_of(next(iter(lying.values())))
+        trained = mesh_of_arrays(next(iter(lying.values())))
         found: list[tuple[Any, list[str | None], list[NamedSharding | None]]] = []
 
         def make(weights: Weights) -> list[Array]:

@@ -17,7 +17,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
 from posttrain.rollout.decode_weights import Loaded, choose_placement, device_memory
 from posttrain.rollout.request import Request
-from posttrain.rollout.runner import Dispatch, Outcome, Runner, deliver
+from posttrain.rollout.runner import Dispatch, DispatchOutcome, Runner, deliver
 from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import Call, Completion, Decode, SamplingParams
@@ -115,7 +115,7 @@ class NativeEngine:
         self._finish(plan, dispatch, outcome)
         return True
 
-    def _finish(self, plan: Plan, dispatch: Dispatch, outcome: Outcome) -> None:
+    def _finish(self, plan: Plan, dispatch: Dispatch, outcome: DispatchOutcome) -> None:
         """Hand the new tokens over, and free what those hold that are done or have failed."""
         with span("rollout/deliver"):
             ended = deliver(dispatch, outcome, self._scheduler.holds, self._decode_text)

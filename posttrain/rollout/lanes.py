@@ -16,7 +16,7 @@ from posttrain.mesh import BATCH_SPEC
 T = TypeVar("T")
 
 
-def mesh_of(placement: Sharding) -> Mesh | None:
+def mesh_of_arrays(placement: Sharding) -> Mesh | None:
     """Return the mesh of arrays on several devices, else None."""
     if not isinstance(placement, NamedSharding) or placement.mesh.size == 1:
         return None

@@ -23,7 +23,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.forward_state import Routing
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decode_weights import DecodeWeights, DecodeWeightsCache, Loaded
-from posttrain.rollout.lanes import by_rows, by_rows_and_vocab, devices_of, mesh_of, on_each_shard
+from posttrain.rollout.lanes import by_rows, by_rows_and_vocab, devices_of, mesh_of_arrays, on_each_shard
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.tree import pytree
@@ -33,7 +33,7 @@ MAX_COMPILERS = 8
 
 
 @pytree
-class Prompts:
+class PromptPieces:
     """Pieces of prompts, up to T tokens in each of N = D n rows, those of lane 0 first."""
 
     tokens: Int[Array, "N T"]
@@ -97,7 +97,9 @@ class DecodedTokens:
     """Experts of the input token of each step, which precedes the token it sampled."""
 
 
-def prefill(model: Decoder, pool: Pool, prompts: Prompts, *, record: bool, mesh: Mesh | None) -> tuple[Pool, Prefilled]:
+def prefill(
+    model: Decoder, pool: Pool, prompts: PromptPieces, *, record: bool, mesh: Mesh | None
+) -> tuple[Pool, Prefilled]:
     """Run pieces of prompts through the decoder, over what the pool holds of them, and put them into it.
 
     The decoder is one of `Decoder.for_decoding`, here and in `decode`.
@@ -218,7 +220,7 @@ class Programs:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def prefill(self, loaded: Loaded, pool: Pool, prompts: Prompts) -> tuple[Pool, Prefilled]:
+    def prefill(self, loaded: Loaded, pool: Pool, prompts: PromptPieces) -> tuple[Pool, Prefilled]:
         return self._program(loaded, pool, prompts)(self._weights.of(loaded), pool, prompts)
 
     def decode(self, loaded: Loaded, pool: Pool, rows: DecodeRows, stop_at: np.int32) -> tuple[Pool, DecodedTokens]:
@@ -238,7 +240,7 @@ class Programs:
         self._weights.forget()
 
     def compile(
-        self, loaded: Loaded, pool: Pool, examples: Sequence[Prompts | DecodeRows], advance: Callable[[int], None]
+        self, loaded: Loaded, pool: Pool, examples: Sequence[PromptPieces | DecodeRows], advance: Callable[[int], None]
     ) -> None:
         """The programs for inputs of these shapes, traced one by one and compiled side by side. `advance(1)` after
         each."""
@@ -258,7 +260,7 @@ class Programs:
         self.rest()
         self.compile_s += time.perf_counter() - start
 
-    def _program(self, loaded: Loaded, pool: Pool, inputs: Prompts | DecodeRows, *rest: np.int32) -> Any:
+    def _program(self, loaded: Loaded, pool: Pool, inputs: PromptPieces | DecodeRows, *rest: np.int32) -> Any:
         key = _key(loaded, inputs)
         if key not in self._compiled:
             start = time.perf_counter()
@@ -267,28 +269,28 @@ class Programs:
             self.num_late += 1
         return self._compiled[key]
 
-    def lower(self, loaded: Loaded, pool: Pool, inputs: Prompts | DecodeRows) -> jax.stages.Lowered:
+    def lower(self, loaded: Loaded, pool: Pool, inputs: PromptPieces | DecodeRows) -> jax.stages.Lowered:
         """Lower the program for these inputs, of weights and a pool that may be shapes."""
         rest = [np.int32(0)] if isinstance(inputs, DecodeRows) else []
         return self._lower(loaded, self._weights.shapes(loaded), pool, inputs, *rest)
 
     def _lower(
-        self, loaded: Loaded, weights: DecodeWeights, pool: Pool, inputs: Prompts | DecodeRows, *rest: np.int32
+        self, loaded: Loaded, weights: DecodeWeights, pool: Pool, inputs: PromptPieces | DecodeRows, *rest: np.int32
     ) -> jax.stages.Lowered:
-        function: Callable[..., Any] = self._prefill if isinstance(inputs, Prompts) else self._decode
+        function: Callable[..., Any] = self._prefill if isinstance(inputs, PromptPieces) else self._decode
         placed = jax.tree.map(lambda x: x.sharding, pool)
         placement = jax.tree.leaves(placed)[0]
-        mesh = mesh_of(placement)
+        mesh = mesh_of_arrays(placement)
         model_of = self._weights.model_of(loaded)
 
         def bound(weights: DecodeWeights, pool: Pool, *args: Any) -> Any:
             return function(model_of(weights), pool, *args, mesh=mesh)
 
-        bound.__name__ = "prefill" if isinstance(inputs, Prompts) else "decode"
+        bound.__name__ = "prefill" if isinstance(inputs, PromptPieces) else "decode"
         program = jax.jit(traced_for(devices_of(placement), bound), donate_argnums=1, out_shardings=(placed, None))
         return program.lower(weights, pool, inputs, *rest)
 
 
-def _key(loaded: Loaded, inputs: Prompts | DecodeRows) -> Hashable:
+def _key(loaded: Loaded, inputs: PromptPieces | DecodeRows) -> Hashable:
     leaves, tree = jax.tree.flatten(inputs)
     return tree, tuple(leaf.shape for leaf in leaves), loaded.layout

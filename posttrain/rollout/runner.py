@@ -17,7 +17,7 @@ from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain, Node, blocks_for
 from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
-from posttrain.rollout.programs import DecodedTokens, DecodeRows, Prefilled, Programs, Prompts, ScoredPrompts
+from posttrain.rollout.programs import DecodedTokens, DecodeRows, Prefilled, Programs, PromptPieces, ScoredPrompts
 from posttrain.rollout.request import Request
 from posttrain.rollout.sampling import Sampling, Tables, TopLogps
 from posttrain.rollout.scheduler import Plan, PromptPiece, Row
@@ -31,7 +31,7 @@ IDLE = Request(prompt=(0,), params=SamplingParams(max_tokens=1, temperature=1.0,
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCall:
-    prompts: Prompts
+    prompts: PromptPieces
     pieces: dict[int, PromptPiece]
     """By row of the call."""
 
@@ -54,7 +54,7 @@ class Dispatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class DispatchOutcome:
     """Results of a dispatch's calls, on the host."""
 
     prefilled: list[Prefilled]
@@ -99,7 +99,7 @@ class Runner:
             decode=self._decode_call(plan) if plan.decode else None,
         )
 
-    def run(self, dispatch: Dispatch) -> Outcome:
+    def run(self, dispatch: Dispatch) -> DispatchOutcome:
         """On the device; returns when everything is on the host."""
         rows = len(dispatch.decode.places) if dispatch.decode is not None else 0
         name = "rollout/prefill" if dispatch.prompts else "rollout/decode"
@@ -114,7 +114,7 @@ class Runner:
             if (decode := dispatch.decode) is not None:
                 pool, chunk = self.programs.decode(dispatch.loaded, pool, decode.rows, decode.stop_at)
             self._pool = None if self._closed else pool
-            return Outcome(**jax.device_get({"prefilled": prefilled, "chunk": chunk}))
+            return DispatchOutcome(**jax.device_get({"prefilled": prefilled, "chunk": chunk}))
 
     def arrays(self) -> list[Array]:
         """Arrays of the KV cache."""
@@ -128,18 +128,20 @@ class Runner:
         self._closed, self._pool = True, None
         self.programs.rest()
 
-    def warm_up(self, loaded: Loaded, inputs: Sequence[Prompts | DecodeRows], advance: Callable[[int], None]) -> None:
+    def warm_up(
+        self, loaded: Loaded, inputs: Sequence[PromptPieces | DecodeRows], advance: Callable[[int], None]
+    ) -> None:
         """Compile the programs for inputs of these shapes. `advance(1)` after each."""
         with self._device:
             if self._pool is None:
                 self._pool = empty_pool(self.pool_shapes(loaded))
             self.programs.compile(loaded, self._pool, inputs, advance)
 
-    def examples(self, expected: Sequence[Expected], *, rereads: bool) -> list[Prompts | DecodeRows]:
+    def examples(self, expected: Sequence[Expected], *, rereads: bool) -> list[PromptPieces | DecodeRows]:
         """Inputs of all shapes that any schedule of such requests may need. `rereads`: see `Expected.reads`."""
         return [*self._example_prompts(expected, rereads), *self._example_rows(expected)]
 
-    def _example_prompts(self, expected: Sequence[Expected], rereads: bool) -> Iterator[Prompts]:
+    def _example_prompts(self, expected: Sequence[Expected], rereads: bool) -> Iterator[PromptPieces]:
         calls = {
             (shape, scored)
             for e in expected
@@ -162,7 +164,7 @@ class Runner:
         for (shape, _), params in sorted(calls.items(), key=lambda call: call[0]):
             yield self._rows(shape, {0: Row(Request(prompt=(0,), params=params), 0, Chain(), 0)})
 
-    def lower(self, loaded: Loaded, inputs: Prompts | DecodeRows) -> jax.stages.Lowered:
+    def lower(self, loaded: Loaded, inputs: PromptPieces | DecodeRows) -> jax.stages.Lowered:
         """Lower the program for inputs of these shapes, of weights that may be shapes."""
         return self.programs.lower(loaded, self.pool_shapes(loaded), inputs)
 
@@ -198,7 +200,7 @@ class Runner:
                 left.append(piece)
         return places, left
 
-    def _prompts(self, shape: PromptShape, places: dict[int, PromptPiece], *, scored: bool) -> Prompts:
+    def _prompts(self, shape: PromptShape, places: dict[int, PromptPiece], *, scored: bool) -> PromptPieces:
         lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
         tokens, following = np.zeros((rows, shape.tokens), np.int32), np.zeros((rows, shape.tokens), np.int32)
         starts, lengths, temperature = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.float32)
@@ -214,7 +216,7 @@ class Runner:
             targets[row, : len(piece.writes)] = [self.blocks if block is None else block for block in piece.writes]
         arrays = {"tokens": tokens, "starts": starts, "lengths": lengths}
         wanted = {"targets": following, "temperature": temperature}
-        return Prompts(
+        return PromptPieces(
             **jax.device_put(arrays | {"targets": targets.reshape(lanes, shape.rows, -1)}),
             context=jax.device_put(context.reshape(lanes, shape.rows, -1)) if shape.context else None,
             scored=ScoredPrompts(**jax.device_put(wanted)) if scored else None,
@@ -290,7 +292,9 @@ class Ended:
     """FloatingPointError for log-probabilities that are not finite; other exceptions are raised by `decode_text`."""
 
 
-def deliver(dispatch: Dispatch, outcome: Outcome, holds: Callable[[Row], bool], decode_text: Decode | None) -> Ended:
+def deliver(
+    dispatch: Dispatch, outcome: DispatchOutcome, holds: Callable[[Row], bool], decode_text: Decode | None
+) -> Ended:
     """Append the new tokens to every request; returns the rows that ended. Rows that `holds` refuses are skipped."""
     for call, found in zip(dispatch.prompts, outcome.prefilled, strict=True):
         _deliver_prompts(call, found, holds)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from posttrain.rollout.blocks import BLOCK, Blocks, Chain, Match, Node, blocks_for, least_cache
+from posttrain.rollout.blocks import BLOCK, BlockPool, Chain, Match, Node, blocks_for, least_cache
 from posttrain.rollout.request import Request
 from posttrain.rollout.types import Completion
 
@@ -96,7 +96,7 @@ class Counts:
 class Lane:
     """Data shard: its share of the slots and its blocks."""
 
-    blocks: Blocks
+    blocks: BlockPool
     running: int = 0
 
 
@@ -120,7 +120,7 @@ class Scheduler:
         self.slots = slots
         self.steps = steps
         self._longest = blocks_for(max_length)
-        self.lanes = [Lane(Blocks(blocks)) for _ in range(lanes)]
+        self.lanes = [Lane(BlockPool(blocks)) for _ in range(lanes)]
         self.running: dict[int, Row] = {}
         """Running rows by request number, in order of arrival."""
         self.waiting: list[Request] = []
@@ -372,7 +372,7 @@ class _Budget:
     left: int
 
 
-def _found(blocks: Blocks, request: Request) -> Match:
+def _found(blocks: BlockPool, request: Request) -> Match:
     """Match a request against the prefix cache: its whole prefix, or full blocks of at least `MIN_SHARED` tokens."""
     if request.unscored:
         return NOTHING

@@ -129,20 +129,20 @@ class Shapes:
     def _prompt_sizes(self, *, later: bool) -> Sequence[int]:
         """Row lengths of first pieces of a sequence, or of later ones."""
         smallest, step = (2 * BLOCK, 4) if later else (BLOCK, 2)
-        return buckets(smallest, min(PROMPT_CHUNK, self.longest), step)
+        return length_buckets(smallest, min(PROMPT_CHUNK, self.longest), step)
 
     def _widths(self, shortest: int, longest: int) -> Sequence[int]:
         """Width buckets of rows of `shortest` to `longest` positions."""
         if shortest > longest:
             return ()
         low, high = self._width(shortest), self._width(longest)
-        return [width for width in buckets(MIN_WIDTH, self.longest) if low <= width <= high]
+        return [width for width in length_buckets(MIN_WIDTH, self.longest) if low <= width <= high]
 
     def _prompt_rows(self, tokens: int) -> int:
         return min(self.slots, -(-PROMPT_CHUNK // (tokens * self.lanes)))
 
     def _width(self, positions: int) -> int:
-        return next(width for width in buckets(MIN_WIDTH, self.longest) if width >= positions)
+        return next(width for width in length_buckets(MIN_WIDTH, self.longest) if width >= positions)
 
 
 def _meets(shortest: int, longest: int, reads: Range) -> bool:
@@ -151,7 +151,7 @@ def _meets(shortest: int, longest: int, reads: Range) -> bool:
 
 
 @cache
-def buckets(smallest: int, largest: int, step: int = 2) -> Sequence[int]:
+def length_buckets(smallest: int, largest: int, step: int = 2) -> Sequence[int]:
     """smallest, step x smallest, ..., and `largest` last.
 
     >>> buckets(16, 100), buckets(128, 100)

@@ -78,7 +78,7 @@ def _kernels(kind: str) -> Iterator[str]:
     )
     grouped = grouped_matmul.GroupedMatmulCall(platform=kind, dtype="bfloat16", tokamax=tokamax)
     yield (
-        f"kernels chosen: attention {dispatch.select('auto', call)} (rows of 4096, heads of 128), "
+        f"kernels chosen: attention {dispatch.select_attention('auto', call)} (rows of 4096, heads of 128), "
         f"grouped_matmul {grouped_matmul.select('auto', grouped)}"
     )
 

@@ -30,7 +30,7 @@ def check_kernels(config: RunConfig, model: ModelConfig, *, here: bool) -> list[
     notes = []
     if config.model.attention != "auto":
         requests = list(_attention_requests(config, model))
-        notes += _check("attention", config.model.attention, dispatch.select, requests, here=here)
+        notes += _check("attention", config.model.attention, dispatch.select_attention, requests, here=here)
     if config.model.grouped_matmul != "auto" and model.mixtures:
         request = grouped_matmul.GroupedMatmulCall(platform="", dtype=_dtype(config), tokamax=True)
         notes += _check("grouped_matmul", config.model.grouped_matmul, grouped_matmul.select, [request], here=here)

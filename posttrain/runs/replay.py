@@ -34,7 +34,7 @@ from posttrain.stages.rl import step_settings
 from posttrain.stages.table import stage_names
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.trainer import Trainer
-from posttrain.weights.locate import add_family
+from posttrain.weights.locate import add_family_file
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights
 
@@ -100,7 +100,7 @@ def replay(
     """
     output, name = find_stage(Path(run))
     config, section = _configured(output, name, changes)
-    add_family(config.model)
+    add_family_file(config.model)
     tokenizer = tokenizer_of(output, name, config)
     recorded = read_record(output / name / TRAJECTORIES, step)
     stage = open_stage(output, name, config, tokenizer, mesh_of(config))

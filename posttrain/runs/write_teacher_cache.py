@@ -9,7 +9,7 @@ from posttrain.cluster.reference import FrozenModel
 from posttrain.config import DistillSection, RunConfig
 from posttrain.data.pipeline import row_tokenizer
 from posttrain.data.sources import Rows, Sequences
-from posttrain.distill.cache import CacheFolder, fill
+from posttrain.distill.cache import CacheFolder, write_shards
 from posttrain.distill.cross_tokenizer import aligned_scorer, aligned_tokenizer
 from posttrain.distill.targets import teacher_shares
 from posttrain.distill.teachers import (
@@ -100,7 +100,7 @@ def _write(
     score = scorer if aligner is None else aligned_scorer(aligner, scorer)
     for folder, shards, reader in left:
         with progress_bar(f"{source.title} into {folder.folder}", sum(len(folder.rows(s)) for s in shards)) as advance:
-            fill(folder, shards, reader, score, advance)
+            write_shards(folder, shards, reader, score, advance)
         size = folder.format.num_bytes
         line = f"{folder.folder}: {folder.num_rows:,} rows, {size} bytes for each token"
         console().print(line, markup=False, soft_wrap=True)

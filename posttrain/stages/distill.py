@@ -38,7 +38,7 @@ from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate_prompts
 from posttrain.evaluation.sequences import Record
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.kernels.logits.divergence import Divergence, packed
+from posttrain.kernels.logits.divergence import Divergence, pack_ids
 from posttrain.mesh import row_shards
 from posttrain.metrics import Metrics
 from posttrain.models.decoder import Decoder
@@ -208,7 +208,7 @@ def terms_of(section: DistillSection, aligners: Mapping[int, Aligner]) -> Terms:
     return Terms(
         divergence=Divergence(beta=section.beta, temperature=section.temperature),
         sampling_temperature=None if sampled == 1.0 else sampled,
-        unshared=packed(shared[0].unshared) if shared else None,
+        unshared=pack_ids(shared[0].unshared) if shared else None,
     )
 
 

@@ -12,21 +12,21 @@ from typing import Any
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tools.readers import (
-    Call,
     Malformed,
     Piece,
     Schemas,
+    WrittenCall,
     call_of,
     json_fault,
+    one_line,
     read_deepseek,
     read_gemma,
     read_hermes,
-    read_json,
+    read_json_value,
     read_llama3,
     read_mistral,
     read_phi,
     read_pythonic,
-    shown,
 )
 from posttrain.tools.types import ParsedTurn, ToolCall
 
@@ -62,10 +62,10 @@ def read_qwen_coder(text: str, schemas: Schemas) -> Iterator[Piece]:
     before, tag, inside = text[position:].partition("<tool_call>")
     yield before
     if tag:
-        yield Malformed(f"a call must begin with <function=name>: {shown(inside)}")
+        yield Malformed(f"a call must begin with <function=name>: {one_line(inside)}")
 
 
-def _tagged_call(name: str, text: str, start: int, schemas: Schemas) -> tuple[Call, int] | Malformed:
+def _tagged_call(name: str, text: str, start: int, schemas: Schemas) -> tuple[WrittenCall, int] | Malformed:
     """Read the parameters of a function, and return the index after its end."""
     properties = schemas.get(name, {}).get("properties", {})
     arguments: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def _tagged_call(name: str, text: str, start: int, schemas: Schemas) -> tuple[Ca
     end = FUNCTION_END.match(text, position)
     if end is None:
         expected = "<parameter=name>, value, </parameter>, and at the end </function>"
-        return Malformed(f"after {name} must come {expected}, got {shown(text[position:])!r}")
+        return Malformed(f"after {name} must come {expected}, got {one_line(text[position:])!r}")
     fault = json_fault(arguments)
     call = call_of({"name": name, "arguments": arguments}, ("arguments",))
     if fault is not None or isinstance(call, Malformed):
@@ -146,14 +146,16 @@ def _no_arguments(recipient: str) -> Malformed:
     return Malformed(f"a call to {recipient} must have its arguments after <|message|>")
 
 
-def _harmony_call(recipient: str, text: str, start: int) -> tuple[Call | Malformed, int]:
+def _harmony_call(recipient: str, text: str, start: int) -> tuple[WrittenCall | Malformed, int]:
     """Read a call whose arguments begin at `start`, and return the index after them."""
-    found = read_json(text, start)
+    found = read_json_value(text, start)
     if isinstance(found, Malformed):
         return found, start
     end = HARMONY_END.search(text, found[1])
     if text[found[1] : len(text) if end is None else end.start()].strip():
-        return Malformed(f"arguments of {recipient} must be one object, got {shown(text[start : start + 320])}"), start
+        return Malformed(
+            f"arguments of {recipient} must be one object, got {one_line(text[start : start + 320])}"
+        ), start
     return call_of({"name": recipient.removeprefix("functions."), "arguments": found[0]}, ("arguments",)), found[1]
 
 
@@ -207,7 +209,7 @@ class Format:
         """
         thought = self._thought(text)
         pieces = self._pieces(text[len(thought) :])
-        calls = [piece for piece in pieces if isinstance(piece, Call)]
+        calls = [piece for piece in pieces if isinstance(piece, WrittenCall)]
         malformed = [piece.line for piece in pieces if isinstance(piece, Malformed)]
         content = "".join(piece for piece in pieces if isinstance(piece, str))
         if calls or malformed:
@@ -239,7 +241,11 @@ class Format:
         if len(parts) > 1:
             mark = next(character for character in map(chr, PRIVATE_USE) if character not in text)
             marked = "".join(f"{part}{mark}{number}{mark}" for number, part in enumerate(parts[:-1])) + parts[-1]
-            calls = [json.dumps(one.arguments, ensure_ascii=False) for one in self._pieces(marked) if type(one) is Call]
+            calls = [
+                json.dumps(one.arguments, ensure_ascii=False)
+                for one in self._pieces(marked)
+                if type(one) is WrittenCall
+            ]
             inside = set(map(int, re.findall(f"{mark}([0-9]+){mark}", "".join(calls))))
             for number in range(len(parts) - 1):
                 if number not in inside:
@@ -281,73 +287,73 @@ def _unescaped(template: str) -> str:
     return template.replace('\\"', '"')
 
 
-def _identifier(call: Call, index: int, of_turn: str) -> str:
+def _identifier(call: WrittenCall, index: int, of_turn: str) -> str:
     if call.id is not None and len(call.id) == ID_CHARACTERS and call.id.isalnum():
         return call.id
     return hashlib.sha256(f"{index} {of_turn}".encode()).hexdigest()[:ID_CHARACTERS]
 
 
-Writer = Callable[[Sequence[Call]], str]
+Writer = Callable[[Sequence[WrittenCall]], str]
 
 
-def write_calls(name: str, calls: Sequence[Call]) -> str:
+def write_calls(name: str, calls: Sequence[WrittenCall]) -> str:
     """Write calls in the format of that name, so that its reader finds them again. Formats with one call in a turn
     (gpt_oss) take one."""
     return WRITERS[name](calls)
 
 
-def _hermes(calls: Sequence[Call]) -> str:
+def _hermes(calls: Sequence[WrittenCall]) -> str:
     return "\n".join(f"<tool_call>\n{_named(call, 'arguments')}\n</tool_call>" for call in calls)
 
 
-def _qwen_coder(calls: Sequence[Call]) -> str:
+def _qwen_coder(calls: Sequence[WrittenCall]) -> str:
     return "\n".join(f"<tool_call>\n<function={call.name}>\n{_tags(call)}</function>\n</tool_call>" for call in calls)
 
 
-def _tags(call: Call) -> str:
+def _tags(call: WrittenCall) -> str:
     texts = {key: value if isinstance(value, str) else _json(value) for key, value in call.arguments.items()}
     return "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
 
 
-def _llama3(calls: Sequence[Call]) -> str:
+def _llama3(calls: Sequence[WrittenCall]) -> str:
     return "; ".join(_named(call, "parameters") for call in calls)
 
 
-def _mistral(calls: Sequence[Call]) -> str:
+def _mistral(calls: Sequence[WrittenCall]) -> str:
     return f"[TOOL_CALLS]{_list(calls)}"
 
 
-def _phi(calls: Sequence[Call]) -> str:
+def _phi(calls: Sequence[WrittenCall]) -> str:
     return f"<|tool_call|>{_list(calls)}<|/tool_call|>"
 
 
-def _deepseek(calls: Sequence[Call]) -> str:
+def _deepseek(calls: Sequence[WrittenCall]) -> str:
     written = [f"<｜tool▁call▁begin｜>{c.name}<｜tool▁sep｜>{_json(c.arguments)}<｜tool▁call▁end｜>" for c in calls]
     return f"<｜tool▁calls▁begin｜>{''.join(written)}<｜tool▁calls▁end｜>"
 
 
-def _gpt_oss(calls: Sequence[Call]) -> str:
+def _gpt_oss(calls: Sequence[WrittenCall]) -> str:
     (call,) = calls
     return f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>{_json(call.arguments)}"
 
 
-def _gemma(calls: Sequence[Call]) -> str:
+def _gemma(calls: Sequence[WrittenCall]) -> str:
     return "```tool_code\n" + "\n".join(map(_python, calls)) + "\n```"
 
 
-def _pythonic(calls: Sequence[Call]) -> str:
+def _pythonic(calls: Sequence[WrittenCall]) -> str:
     return f"[{', '.join(map(_python, calls))}]"
 
 
-def _python(call: Call) -> str:
+def _python(call: WrittenCall) -> str:
     return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
 
 
-def _list(calls: Sequence[Call]) -> str:
+def _list(calls: Sequence[WrittenCall]) -> str:
     return f"[{', '.join(_named(call, 'arguments') for call in calls)}]"
 
 
-def _named(call: Call, key: str) -> str:
+def _named(call: WrittenCall, key: str) -> str:
     return _json({"name": call.name, key: call.arguments})
 
 

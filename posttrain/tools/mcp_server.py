@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 from posttrain.config import ToolSection
 from posttrain.errors import ConfigError, RunError
 from posttrain.runtime.event_loop import LoopThread
-from posttrain.tools.types import argument_error, cut, failed
+from posttrain.tools.types import argument_error, failed, truncate
 
 START_S = 60.0
 """Seconds that a server has to start and to list its tools."""
@@ -121,7 +121,7 @@ class McpServer:
             text = "\n".join(map(_block_text, result.content))
             if result.isError:
                 return failed(text.removeprefix("Error: "), self._max_chars)
-            return cut(text, self._max_chars)
+            return truncate(text, self._max_chars)
         return failed(f"{name}: the server of the tool ended", self._max_chars)
 
     async def _ended(self, serving: _Serving, name: str) -> str:

@@ -12,7 +12,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.tools.formats import format_name, write_calls
-from posttrain.tools.readers import Call
+from posttrain.tools.readers import WrittenCall
 
 PROBE = "posttrain_probe_of_tools"
 RESULTS = {"gemma": "```tool_output\n{}\n```"}
@@ -52,7 +52,7 @@ class ToolText:
 
     def _described(self, message: Message, tools: Tools) -> Message:
         schemas = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        form = write_calls(self._format, [Call("NAME", {"ARGUMENT": "VALUE"})])
+        form = write_calls(self._format, [WrittenCall("NAME", {"ARGUMENT": "VALUE"})])
         text = f"You can call these functions:\n{schemas}\nTo call functions, write only calls, in this form:\n{form}"
         content = message.get("content", "")
         return {**message, "content": f"{content}\n\n{text}" if message["role"] == "system" else f"{text}\n\n{content}"}
@@ -77,6 +77,6 @@ class ToolText:
         if not calls:
             return message
         functions: list[Mapping[str, Any]] = [call["function"] for call in calls]
-        written = write_calls(self._format, [Call(one["name"], dict(one["arguments"])) for one in functions])
+        written = write_calls(self._format, [WrittenCall(one["name"], dict(one["arguments"])) for one in functions])
         content = message.get("content", "")
         return {"role": message["role"], "content": f"{content}\n{written}" if content else written}

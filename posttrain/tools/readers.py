@@ -20,7 +20,7 @@ SHOWN = 80
 
 
 @dataclass(frozen=True)
-class Call:
+class WrittenCall:
     """Tool call as written."""
 
     name: str
@@ -36,7 +36,7 @@ class Malformed:
     line: str
 
 
-Piece = str | Call | Malformed
+Piece = str | WrittenCall | Malformed
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of the parameters, by the name of the tool."""
 JSON_SPACE = re.compile(r"[ \t\n\r]*")
@@ -48,18 +48,18 @@ def skip_space(text: str, start: int) -> int:
     return start if found is None else found.end()
 
 
-def read_json(text: str, start: int) -> tuple[Any, int] | Malformed:
+def read_json_value(text: str, start: int) -> tuple[Any, int] | Malformed:
     """Read the JSON value that begins at `start`, after white space, and return the index after it."""
     begin = skip_space(text, start)
     try:
         value, end = DECODER.raw_decode(text, begin)
     except json.JSONDecodeError as error:
-        near = shown(text[begin : begin + 4 * SHOWN])
+        near = one_line(text[begin : begin + 4 * SHOWN])
         return Malformed(f"{error.msg} at character {error.pos - begin} of the call: {near}")
     except (ValueError, RecursionError):
-        return Malformed(f"not JSON: {shown(text[begin : begin + 4 * SHOWN])}")
+        return Malformed(f"not JSON: {one_line(text[begin : begin + 4 * SHOWN])}")
     fault = json_fault(value)
-    return (value, end) if fault is None else Malformed(f"{fault}: {shown(text[begin:end])}")
+    return (value, end) if fault is None else Malformed(f"{fault}: {one_line(text[begin:end])}")
 
 
 def json_fault(value: Any) -> str | None:
@@ -98,24 +98,24 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def call_of(value: Any, keys: Sequence[str]) -> Call | Malformed:
+def call_of(value: Any, keys: Sequence[str]) -> WrittenCall | Malformed:
     """Read a call of the form {"name": ..., KEY: {...}}, KEY one of `keys`, the first of them that is there.
 
     Without any of them the call has no arguments.
     """
     if not isinstance(value, dict):
-        return Malformed(f"a call must be an object with a name, got {shown(value)}")
+        return Malformed(f"a call must be an object with a name, got {one_line(value)}")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return Malformed(f'a call must have a text as "name", got {shown(value)}')
+        return Malformed(f'a call must have a text as "name", got {one_line(value)}')
     arguments: Any = next((value[key] for key in keys if key in value), {})
     if not isinstance(arguments, dict):
-        return Malformed(f'"{keys[0]}" of {name} must be an object, got {shown(arguments)}')
+        return Malformed(f'"{keys[0]}" of {name} must be an object, got {one_line(arguments)}')
     given = value.get("id")
-    return Call(name, arguments, given if isinstance(given, str) else None)
+    return WrittenCall(name, arguments, given if isinstance(given, str) else None)
 
 
-def calls_of(value: Any, keys: Sequence[str]) -> Iterator[Call | Malformed]:
+def calls_of(value: Any, keys: Sequence[str]) -> Iterator[WrittenCall | Malformed]:
     """Read a call or a list of calls."""
     if isinstance(value, list):
         yield from (call_of(item, keys) for item in value)
@@ -123,7 +123,7 @@ def calls_of(value: Any, keys: Sequence[str]) -> Iterator[Call | Malformed]:
         yield call_of(value, keys)
 
 
-def shown(value: Any) -> str:
+def one_line(value: Any) -> str:
     """Text in one line of limited length."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = " ".join(text[: 4 * SHOWN].split())
@@ -195,12 +195,12 @@ def read_deepseek(text: str, schemas: Schemas) -> Iterator[Piece]:
     while begin >= 0:
         start = begin + len(DEEPSEEK_CALL)
         call, stop = _headed(text, start, DEEPSEEK_HEAD, DEEPSEEK_FORM)
-        end = DEEPSEEK_END.match(text, stop) if isinstance(call, Call) else None
+        end = DEEPSEEK_END.match(text, stop) if isinstance(call, WrittenCall) else None
         if end is not None:
             yield call
             stop = end.end()
         else:
-            near = shown(text[stop : stop + SHOWN])
+            near = one_line(text[stop : stop + SHOWN])
             yield call if isinstance(call, Malformed) else Malformed(f"{DEEPSEEK_FORM}: {near!r}")
             stop = _after(text, start, "<｜tool▁call▁end｜>", DEEPSEEK_CALL)
         begin = text.find(DEEPSEEK_CALL, stop)
@@ -222,7 +222,7 @@ def _tagged(text: str, opening: str, closing: str) -> Iterator[Piece]:
     while (begin := text.find(opening, position)) >= 0:
         yield text[position:begin]
         start = begin + len(opening)
-        found = read_json(text, start)
+        found = read_json_value(text, start)
         if isinstance(found, Malformed):
             yield found
         else:
@@ -246,7 +246,7 @@ def _after(text: str, start: int, closing: str, opening: str) -> int:
 
 def _list(text: str, start: int) -> Iterator[Piece]:
     """List of calls, and the text after it."""
-    found = read_json(text, start)
+    found = read_json_value(text, start)
     if isinstance(found, Malformed):
         yield found
         return
@@ -258,7 +258,7 @@ def _separated(text: str) -> Iterator[Piece]:
     """JSON calls one after another, separated by semicolons, commas or white space."""
     position = 0
     while position < len(text):
-        found = read_json(text, position)
+        found = read_json_value(text, position)
         if isinstance(found, Malformed):
             yield found
             return
@@ -277,18 +277,18 @@ def _named(text: str) -> Iterator[Piece]:
         yield call
         again = text.find("[TOOL_CALLS]", position)
         rest = text[position : again if again >= 0 else len(text)]
-        if isinstance(call, Call) and rest.strip():
+        if isinstance(call, WrittenCall) and rest.strip():
             yield rest
         position = again + len("[TOOL_CALLS]")
 
 
-def _headed(text: str, start: int, pattern: re.Pattern[str], form: str) -> tuple[Call | Malformed, int]:
+def _headed(text: str, start: int, pattern: re.Pattern[str], form: str) -> tuple[WrittenCall | Malformed, int]:
     """Read a call whose name stands before the JSON of its arguments, and return the index after it. `form`: that of a
     call, for one without such a head."""
     head = pattern.match(text, start)
     if head is None:
-        return Malformed(f"{form}: {shown(text[start : start + SHOWN])!r}"), start
-    found = read_json(text, head.end())
+        return Malformed(f"{form}: {one_line(text[start : start + SHOWN])!r}"), start
+    found = read_json_value(text, head.end())
     if isinstance(found, Malformed):
         return found, head.end()
     groups = head.groupdict()
@@ -317,7 +317,7 @@ def read_gemma(text: str, schemas: Schemas) -> Iterator[Piece]:
         closed = bool(fence["end"]) or body.rstrip().endswith("```")
         body = body if fence["end"] else body.rstrip().removesuffix("```")
         if not closed:
-            yield Malformed(f"the fence of a call must end with ```: {shown(body)}")
+            yield Malformed(f"the fence of a call must end with ```: {one_line(body)}")
         elif OBJECT.match(body):
             yield from _json(body)
         else:
@@ -347,7 +347,7 @@ def python_calls(source: str, schemas: Schemas) -> Iterator[Piece]:
             tree = ast.parse(source.strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         place = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        yield Malformed(f"not Python{place}: {shown(source)}")
+        yield Malformed(f"not Python{place}: {one_line(source)}")
         return
     for statement in tree.body:
         if isinstance(statement, ast.Expr | ast.Assign):
@@ -357,7 +357,7 @@ def python_calls(source: str, schemas: Schemas) -> Iterator[Piece]:
 
 
 def _json(text: str) -> Iterator[Piece]:
-    found = read_json(text, 0)
+    found = read_json_value(text, 0)
     if isinstance(found, Malformed):
         yield found
         return
@@ -379,7 +379,7 @@ def _calls(node: ast.expr, schemas: Schemas) -> Iterator[Piece]:
         yield Malformed("only calls with literal arguments can be made")
 
 
-def _call(name: str, node: ast.Call, schemas: Schemas) -> Call | Malformed:
+def _call(name: str, node: ast.Call, schemas: Schemas) -> WrittenCall | Malformed:
     name = name.removesuffix(".call") if name not in schemas else name
     order = list(schemas.get(name, {}).get("properties", {}))
     if not name or len(node.args) > len(order) or any(key.arg is None for key in node.keywords):
@@ -396,7 +396,7 @@ def _call(name: str, node: ast.Call, schemas: Schemas) -> Call | Malformed:
             f"arguments of {name} must be literals: numbers, texts, lists, dictionaries, True, False, None"
         )
     fault = json_fault(arguments)
-    return Call(name, arguments) if fault is None else Malformed(f"{name}: {fault}")
+    return WrittenCall(name, arguments) if fault is None else Malformed(f"{name}: {fault}")
 
 
 def _dotted(node: ast.expr) -> str:

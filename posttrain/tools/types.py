@@ -73,7 +73,7 @@ class FailedCall(str):
 
 def failed(reason: str, max_chars: int) -> FailedCall:
     """Make the text of a failed call, one line of at most `max_chars` characters."""
-    return FailedCall(cut(f"Error: {' '.join(reason.split())}", max_chars))
+    return FailedCall(truncate(f"Error: {' '.join(reason.split())}", max_chars))
 
 
 def result_text(value: Any, max_chars: int) -> str:
@@ -82,11 +82,11 @@ def result_text(value: Any, max_chars: int) -> str:
     TypeError or ValueError for a value that has no form in JSON.
     """
     if isinstance(value, str):
-        return cut(value, max_chars)
-    return cut(json.dumps(value, ensure_ascii=False, allow_nan=False), max_chars)
+        return truncate(value, max_chars)
+    return truncate(json.dumps(value, ensure_ascii=False, allow_nan=False), max_chars)
 
 
-def cut(text: str, max_chars: int) -> str:
+def truncate(text: str, max_chars: int) -> str:
     """Cut a text to `max_chars` characters, followed by a line that says so. Text that is no Unicode is replaced."""
     text = text.encode("utf-8", "replace").decode()
     if len(text) <= max_chars:

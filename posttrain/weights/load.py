@@ -33,7 +33,7 @@ from posttrain.tracking.console import progress_bar
 from posttrain.weights import peft_load
 from posttrain.weights.files import GENERATION, Checkpoint, check_digests, find_folder, read_json
 from posttrain.weights.lora import attach_lora, planned_scales
-from posttrain.weights.peft_save import refusal
+from posttrain.weights.peft_save import peft_refusal
 from posttrain.weights.pieces import ParameterReader
 from posttrain.weights.quantize import (
     Errors,
@@ -220,7 +220,7 @@ def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> 
     if quantize != "none":
         outline = quantized_outline(outline, quantize)
     nnx.eval_shape(lambda model: attach_lora(model, lora, seed=0), outline)
-    return refusal(outline, planned_scales(outline, lora), dora=lora.dora, dropout=lora.dropout)
+    return peft_refusal(outline, planned_scales(outline, lora), dora=lora.dora, dropout=lora.dropout)
 
 
 def check_adapter(config: ModelConfig, adapter: str | Path, wrapper: hf.Wrapper | None, *, reward: bool) -> list[str]:

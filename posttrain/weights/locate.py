@@ -76,7 +76,7 @@ def trained_model_files(section: ModelSection, tokenizer: Tokenizer | None) -> M
 
     `tokenizer`: its size is the default vocabulary of `init`.
     """
-    add_family(section)
+    add_family_file(section)
     if section.path is not None:
         try:
             path = section.path.resolved
@@ -186,7 +186,7 @@ def _end_ids(section: ModelSection) -> list[int]:
         raise ConfigError(f"model.path: {str(error).removeprefix('tokenizer: ')}") from error
 
 
-def add_family(section: ModelSection) -> None:
+def add_family_file(section: ModelSection) -> None:
     """Register the model's family from `model.family`, if set."""
     if section.family is None:
         return

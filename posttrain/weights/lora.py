@@ -134,7 +134,7 @@ def attach_lora(model: Decoder, lora: LoRA, *, seed: int, mesh: Mesh | None = No
     all_sites = sites(model)
     plans = _plans(lora, all_sites, model.config.num_layers)
     saved = _saved(lora, model, {all_sites[path].param for path in plans})
-    attach(model, plans, dora=lora.dora, dropout=lora.dropout, rslora=lora.rslora, seed=seed, mesh=mesh)
+    attach_adapters(model, plans, dora=lora.dora, dropout=lora.dropout, rslora=lora.rslora, seed=seed, mesh=mesh)
     ModelWeights(model).set_saved(saved)
 
 
@@ -227,7 +227,7 @@ def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
     return saved
 
 
-def attach(
+def attach_adapters(
     model: Decoder,
     plans: Mapping[str, AdapterPlan],
     *,
@@ -309,10 +309,10 @@ def has_lora(model: Decoder) -> bool:
     return any(isinstance(node, Adapter) for _, node in nnx.iter_graph(model))
 
 
-def merge(model: Decoder) -> dict[str, Adapter]:
+def merge_lora(model: Decoder) -> dict[str, Adapter]:
     """Merge every adapter into its matrix, in float32, and detach it; `unmerge` with the result reverts this.
 
-    Raises ConfigError for adapters on quantized matrices: use `merged`, which dequantizes.
+    Raises ConfigError for adapters on quantized matrices: use `merged_lora`, which dequantizes.
 
     Exact up to rounding in the matrix's dtype: 2^-24 relative in float32, 2^-9 in bfloat16 each way, in which small
     adapters may vanish.
@@ -330,7 +330,7 @@ def merge(model: Decoder) -> dict[str, Adapter]:
 
 
 def unmerge(model: Decoder, detached: Mapping[str, Adapter]) -> None:
-    """Subtract the adapters returned by `merge` from their matrices and attach them again."""
+    """Subtract the adapters returned by `merge_lora` from their matrices and attach them again."""
     all_sites = sites(model)
     for path, adapter in detached.items():
         site = all_sites[path]
@@ -353,8 +353,8 @@ def _mapped(method: Callable[[Adapter, Array], Array], graph: Any, state: Any, k
     return one((state, kernel)) if kernel.ndim == 2 else jax.lax.map(one, (state, kernel))
 
 
-def merged(model: Decoder) -> Decoder:
-    """Copy of the model with adapters merged and matrices dequantized, exact up to the rounding of `merge`.
+def merged_lora(model: Decoder) -> Decoder:
+    """Copy of the model with adapters merged and matrices dequantized, exact up to the rounding of `merge_lora`.
 
     The original is unchanged; parameters without an adapter are shared.
     """
@@ -365,7 +365,7 @@ def merged(model: Decoder) -> Decoder:
             plain = nnx.Param(_merged_layers(site.name, *nnx.split(site.owner)), dims=site.matrix.get_metadata("dims"))
             setattr(site.owner, site.name, plain)
             site.owner.adapters.pop(site.name, None)
-    merge(copy)
+    merge_lora(copy)
     ModelWeights(copy).set_saved(())
     return copy
 

@@ -25,7 +25,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.names import CheckpointTensor
 from posttrain.runtime import processes
 from posttrain.weights.files import find_folder, read_json
-from posttrain.weights.lora import AdapterPlan, Site, attach, base_tensors, has_lora, module_of, sites
+from posttrain.weights.lora import AdapterPlan, Site, attach_adapters, base_tensors, has_lora, module_of, sites
 from posttrain.weights.peft_experts import expert_parameters, in_memory, shape_of, unstack, wrappers
 from posttrain.weights.pieces import Gather
 from posttrain.weights.quantize import plain_arrays
@@ -157,7 +157,7 @@ def absent_targets(outline: Decoder, path: str | Path) -> list[str]:
 
 def _attach(model: Decoder, found: _AdapterFiles, mesh: Mesh | None) -> None:
     config = found.config
-    attach(
+    attach_adapters(
         model,
         found.plans,
         dora=bool(config.get("use_dora")),

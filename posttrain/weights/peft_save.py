@@ -52,7 +52,7 @@ def save_adapter(model: Decoder, path: str | Path, *, base: str | None = None) -
         save_file(exported.tensors, new / WEIGHTS, metadata={"format": "pt"})
 
 
-def refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora: bool, dropout: float) -> str | None:
+def peft_refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora: bool, dropout: float) -> str | None:
     """Return why PEFT cannot represent an adapter with these scales per layer and parameter path; None if it can.
 
     The model may be abstract, and without the adapter.
@@ -97,7 +97,7 @@ class _Export:
         self.rslora, self.dora = first.rslora, first.lora_magnitude is not None
         self.dropout = max(adapter.dropout for adapter in self.adapters.values())
         self.scales = {p: np.atleast_1d(np.asarray(a.lora_scale[...])).tolist() for p, a in self.adapters.items()}
-        if reason := refusal(model, self.scales, dora=self.dora, dropout=self.dropout):
+        if reason := peft_refusal(model, self.scales, dora=self.dora, dropout=self.dropout):
             raise ConfigError(f"save_adapter: {reason}; use save_model, which merges")
         self.every = base_tensors(model)
         self.suffixes = per_expert_suffixes(self.every)

@@ -26,7 +26,7 @@ from posttrain.models.layers import Adaptable
 from posttrain.models.quant import Quantized, dequantized, quantized, quantized_shape, squared_error
 from posttrain.runtime import processes
 from posttrain.tracking.console import console
-from posttrain.weights.lora import Site, merge, sites
+from posttrain.weights.lora import Site, merge_lora, sites
 from posttrain.weights.pieces import ParameterReader, Sources, write
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
@@ -171,7 +171,7 @@ class Copies:
             copy = source.bind(arrays)
             if self.kind != "none":
                 quantize_model(copy, self.kind)
-            merge(copy)
+            merge_lora(copy)
             return copy
 
         outline = ModelWeights(nnx.eval_shape(lambda: copied(source.read())))

@@ -12,7 +12,7 @@ from posttrain.config import DatasetSection, PreferenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import standard_row
 from posttrain.data.pair_examples import ComparisonBatches, PairExamples, all_rows
-from posttrain.data.preference import labelled_answers, margin, pair, steps
+from posttrain.data.preference import labelled_answers, margin, pair_answers, steps
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
@@ -27,7 +27,7 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "Hi?"), ("ass
 
 def answers(row: dict[str, Any], renderer: Renderer = PLAIN, **dataset: Any) -> list[tuple[str, str, int]]:
     """Prompt, answer and role of each sequence, as text."""
-    found = pair(standard_row(row)[0], DATASET.model_copy(update=dataset), renderer)
+    found = pair_answers(standard_row(row)[0], DATASET.model_copy(update=dataset), renderer)
     assert found is not None
     texts = []
     for masked, role in found:
@@ -51,7 +51,7 @@ def test_implicit_prompt_of_texts() -> None:
     one_longer = {"chosen": "a b c", "rejected": "a b"}
     assert answers(one_longer) == [("a", " b c", 1), ("a", " b", -1)]
     with pytest.raises(ConfigError, match="whole texts without a prompt"):
-        pair(row, DATASET, CHAT)
+        pair_answers(row, DATASET, CHAT)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_answers_that_bring_the_system_message() -> None:
 
 
 def test_same_answers_are_left_out() -> None:
-    assert pair({"prompt": "a", "chosen": "b", "rejected": "b"}, DATASET, PLAIN) is None
+    assert pair_answers({"prompt": "a", "chosen": "b", "rejected": "b"}, DATASET, PLAIN) is None
 
 
 def test_single_answers() -> None:
@@ -134,7 +134,7 @@ def test_steps() -> None:
 )
 def test_what_is_wrong_with_a_pair(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        pair(row, DATASET, CHAT)
+        pair_answers(row, DATASET, CHAT)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.data.turns import REPLY, check_turns, reply_of
+from posttrain.data.turns import REPLY, check_turns, environment_reply
 from posttrain.errors import ConfigError
 from tests.environments.helpers import TOOLS, template_names, with_template
 
@@ -61,7 +61,7 @@ def test_the_end_of_a_turn_is_written_once(shared: Path) -> None:
     assert {end, other} <= {*tokenizer.stop_ids}
     reply = f"\n<|im_start|>user\n{REPLY}<|im_end|>\n<|im_start|>assistant\n"
     for last, expected in ((end, reply), (other, f"<|im_end|>{reply}"), (17, f"<|im_end|>{reply}")):
-        tokens = renderer.between(PROMPT, reply_of("user"), last=last)
+        tokens = renderer.between(PROMPT, environment_reply("user"), last=last)
         assert tokenizer.decode(tokens, skip_special_tokens=False) == expected
 
 

@@ -17,7 +17,7 @@ from posttrain.data.format import tokenize_example
 from posttrain.data.packing import sequence
 from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.distill.cross_tokenizer import Aligner, Run, groups, pair, runs
+from posttrain.distill.cross_tokenizer import Aligner, Run, groups, pair_runs, runs
 from posttrain.distill.vocabulary import SharedTokens, Vocabulary, VocabularyMap, back_of
 from posttrain.tree import replace
 from tests.often import often
@@ -59,7 +59,7 @@ def test_pairs_begin_with_the_same_text(
     whole = before + text + after
     shifted = np.concatenate([[0], other + len(before), [len(whole)]])
     a, b = run_of(text, one, 3, 3 + len(one) - 1), run_of(whole, shifted, 7, 7 + len(shifted) - 1)
-    found = pair([a], [b])
+    found = pair_runs([a], [b])
     for mine, its in zip(found.one, found.other, strict=True):
         if mine == a.end:
             assert its == b.end and whole.endswith(text)
@@ -82,7 +82,7 @@ def test_pairs_begin_with_the_same_text(
 def test_texts_that_overlap_in_part(one: bytes, other: bytes, pairs: dict[int, int]) -> None:
     """Single bytes. What repeats itself has no sure place, and texts that share less than a half are not looked at."""
     a, b = (run_of(text, np.arange(len(text) + 1), 0, None) for text in (one, other))
-    found = pair([a], [b])
+    found = pair_runs([a], [b])
     assert dict(zip(found.one.tolist(), found.other.tolist(), strict=True)).items() >= pairs.items()
     assert bool(pairs) == bool(found.same_text) and found.same_text in (0, 10)
 

@@ -14,7 +14,7 @@ import pytest
 from posttrain.batch import NO_ID, Batch, TopK
 from posttrain.data.sources import Sequences
 from posttrain.distill import cache as teacher_cache
-from posttrain.distill.cache import CacheFolder, RecordFormat, TeacherCache, fill
+from posttrain.distill.cache import CacheFolder, RecordFormat, TeacherCache, write_shards
 from posttrain.distill.targets import TeacherTargets, teacher_shares
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.divergence import Divergence, divergence
@@ -111,7 +111,7 @@ def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) ->
         return sequences_of(row)
 
     with pytest.raises(KeyboardInterrupt):
-        fill(cache, cache.shards, stopped, score, done.append)
+        write_shards(cache, cache.shards, stopped, score, done.append)
     assert done == [4] and cache.missing() == [1, 2]
     with pytest.raises(ConfigError, match="lacks 2 of 3 shards"):
         TeacherCache([cache])
@@ -121,11 +121,11 @@ def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) ->
         asked.append(row)
         return sequences_of(row)
 
-    fill(cache, cache.missing(), counted, score, done.append)
+    write_shards(cache, cache.missing(), counted, score, done.append)
     assert asked == list(range(4, 10)) and sum(done) == 10
 
     other = CacheFolder(tmp_path / "other", {**IDENTITY, "data": "e"}, 2)
-    fill(other, other.shards, sequences_of, score, done.append)
+    write_shards(other, other.shards, sequences_of, score, done.append)
     whole = TeacherCache([cache, other])
     rows = [(0, 9), (0, 1), (1, 1), (0, 4)]
     places = np.zeros((len(rows) + 1, 8), np.int64)
@@ -149,7 +149,7 @@ def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) ->
 def test_shards_of_rows_that_changed_are_written_anew(tmp_path: Path, small_shards: None) -> None:
     """And no others; one that is being written anew does not count until it is whole."""
     cache = CacheFolder(tmp_path, IDENTITY, 10)
-    fill(cache, cache.unfit(sequences_of), sequences_of, score, lambda _: None)
+    write_shards(cache, cache.unfit(sequences_of), sequences_of, score, lambda _: None)
     assert cache.unfit(sequences_of) == [] == cache.missing()
 
     def changed(row: int) -> Any:
@@ -161,9 +161,9 @@ def test_shards_of_rows_that_changed_are_written_anew(tmp_path: Path, small_shar
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fill(cache, [1], changed, stopped, lambda _: None)
+        write_shards(cache, [1], changed, stopped, lambda _: None)
     assert cache.unfit(changed) == [1]
-    fill(cache, [1], changed, score, lambda _: None)
+    write_shards(cache, [1], changed, score, lambda _: None)
     assert cache.unfit(changed) == [] and cache.unfit(sequences_of) == [1]
     (sequence,) = changed(5)
     (places,) = TeacherCache([cache]).places(0, 5, [sequence])
@@ -199,7 +199,7 @@ def test_arrays_of_a_row(tmp_path: Path, small_shards: None) -> None:
     caches = []
     for name in ("small", "large"):
         folder = CacheFolder(tmp_path / name, IDENTITY, 10)
-        fill(folder, folder.shards, sequences_of, score, lambda _: None)
+        write_shards(folder, folder.shards, sequences_of, score, lambda _: None)
         caches.append(TeacherCache([folder]))
     taught = TeacherTargets(["small", "large"], "t", caches)
     _, none, arrays = taught.arrays(0, 4, {"t": "large"}, sequences_of(4))

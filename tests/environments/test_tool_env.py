@@ -22,7 +22,7 @@ from posttrain.runtime.user_calls import UserCalls
 from posttrain.tools.formats import make_format, write_calls
 from posttrain.tools.function import FunctionTool
 from posttrain.tools.prompts import ToolText
-from posttrain.tools.readers import Call
+from posttrain.tools.readers import WrittenCall
 from tests.environments.helpers import Script, with_template
 
 
@@ -105,7 +105,9 @@ def test_conversations_with_tools_over_real_templates(shared: Path, name: str) -
     kind = CONVERSATIONS[name]
     tokenizer = with_template(shared, name)
     renderer, end = Renderer(tokenizer, True, ToolText(tokenizer, kind)), tokenizer.stop_ids[-1]
-    calls = [Call("double", {"number": 4}), Call("double", {"number": 5})][: 1 if kind == "gpt_oss" else 2]
+    calls = [WrittenCall("double", {"number": 4}), WrittenCall("double", {"number": 5})][
+        : 1 if kind == "gpt_oss" else 2
+    ]
     written = write_calls(kind, calls)
     broken = BROKEN.get(kind, write_calls(kind, calls[:1]).replace('"number"', '"number').replace('": 4', "4"))
     final = "<|channel|>final<|message|>Eight." if kind == "gpt_oss" else "Eight."

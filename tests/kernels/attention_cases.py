@@ -13,7 +13,7 @@ import numpy as np
 from posttrain.kernels.attention import blockwise, fused
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
 from posttrain.kernels.attention.fused import cudnn_arguments, tokamax
-from posttrain.kernels.attention.reference import visible, whole
+from posttrain.kernels.attention.reference import full_attention, visible
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 384, 4, 2, 8, 12
 LENGTHS = ((200, 150), (384,))
@@ -67,7 +67,7 @@ def rows(lengths: tuple[tuple[int, ...], ...] = LENGTHS, length: int = LENGTH, k
 def reference(operands: Operands, variant: Variant) -> jax.Array:
     q, k, v, places, sinks = operands
     mask = visible(*places, variant.window)
-    return whole(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
+    return full_attention(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
 
 
 def padded_splash(operands: Operands, variant: Variant, *, interpret: bool = True) -> jax.Array:

@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import AttentionKernel
 from posttrain.kernels.attention.call import AttentionCall
-from posttrain.kernels.attention.dispatch import attention, block_size, choose, even_block, select
+from posttrain.kernels.attention.dispatch import attention, block_size, choose_attention, even_block, select_attention
 from posttrain.kernels.platform import log_choice, warn_once
 from tests.kernels.attention_cases import CASES, HEADS, Case, Rows, rows
 from tests.often import often
@@ -311,8 +311,8 @@ PREFILL: dict[str, Any] = {"num_queries": 512, "same_tokens": False}
 )
 def test_choice(changes: dict[str, Any], kernel: str) -> None:
     request = replace(ROWS_2048, **changes)
-    assert choose(request) == select("auto", request) == kernel
-    assert select(kernel, request) == kernel  # type: ignore[arg-type]
+    assert choose_attention(request) == select_attention("auto", request) == kernel
+    assert select_attention(kernel, request) == kernel  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_choice(changes: dict[str, Any], kernel: str) -> None:
 )
 def test_a_kernel_that_cannot_serve(kernel: AttentionKernel, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        select(kernel, replace(ROWS_2048, **changes))
+        select_attention(kernel, replace(ROWS_2048, **changes))
 
 
 def test_a_named_kernel_is_refused_where_it_is_called() -> None:
@@ -350,10 +350,10 @@ def test_a_named_kernel_is_refused_where_it_is_called() -> None:
 def test_slow_attention_on_tpu_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     for changes in ({}, {"num_queries": 100, "num_keys": 100}, DECODE, {"platform": "cpu"}):
-        choose(replace(ROWS_2048, **changes))
+        choose_attention(replace(ROWS_2048, **changes))
     assert caplog.messages == []
     for _ in range(2):
-        choose(replace(ROWS_2048, head_shards=3))
+        choose_attention(replace(ROWS_2048, head_shards=3))
     (message,) = caplog.messages
     assert "blockwise XLA code, which is slow on TPU: splash splits heads over devices: mesh.tensor=3" in message
 

@@ -95,10 +95,13 @@ def test_splash_on_a_mesh() -> None:
         tokamax=False,
         compute_capability=None,
     )
-    assert dispatch.choose(request) == "splash"
+    assert dispatch.choose_attention(request) == "splash"
     sharding = NamedSharding(mesh, PartitionSpec())
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given)
-    assert kernels(gradient(lambda given: dispatch.run("splash", given, case.variant, request, mesh)), given) == 2
+    assert (
+        kernels(gradient(lambda given: dispatch.run_attention("splash", given, case.variant, request, mesh)), given)
+        == 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from posttrain.batch import NO_ID, Batch, TopK
 from posttrain.distill.vocabulary import SharedTokens, back_of
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.kernels.logits.divergence import Divergence, divergence, packed
+from posttrain.kernels.logits.divergence import Divergence, divergence, pack_ids
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.losses.distill import DistillLoss
 from posttrain.tree import replace
@@ -79,7 +79,7 @@ def stats_of(c: Case, logits: Any, beta: float, k: int = OTHERS) -> Any:
     """Whole hidden states are logits; those in the place of a token stand before it."""
     tokens = np.concatenate([[0, 1], c.tokens])[None].astype(np.int32)
     hidden = jnp.zeros((1, tokens.shape[1], OWN), jnp.float32).at[0, 1:-1].set(logits)
-    terms = Terms(divergence=Divergence(beta=beta, temperature=1.0), unshared=packed(c.shared.unshared))
+    terms = Terms(divergence=Divergence(beta=beta, temperature=1.0), unshared=pack_ids(c.shared.unshared))
     ones = np.ones_like(tokens)
     return token_stats(
         lambda x: x, hidden, tokens, ones, temperature=1.0, vocab_size=OWN, terms=terms, teachers=[said_of(c, k)]

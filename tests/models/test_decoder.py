@@ -216,13 +216,13 @@ def test_tables_of_rope_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("kernel", get_args(AttentionKernel))
 def test_the_run_chooses_the_kernel_of_attention(kernel: AttentionKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name through the model's settings; what cannot serve here says why."""
-    ran, run = set[str](), dispatch.run
+    ran, run = set[str](), dispatch.run_attention
 
     def recorded(name: str, *arguments: Any) -> Any:
         ran.add(name)
         return run(name, *arguments)
 
-    monkeypatch.setattr(dispatch, "run", recorded)
+    monkeypatch.setattr(dispatch, "run_attention", recorded)
     model = tiny_model(num_layers=2, windows=(None, WINDOW))
     tokens = np.random.default_rng(0).integers(0, 512, (1, 128))
     model.compute = replace(model.compute, attention="reference")

@@ -19,7 +19,7 @@ from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.quant import Quantized
 from posttrain.rl.metrics import check_agreement
 from posttrain.rollout.engine import NativeEngine
-from posttrain.weights.lora import attach_lora, merged
+from posttrain.weights.lora import attach_lora, merged_lora
 from posttrain.weights.quantize import Copies, quantize_model
 from posttrain.weights.state import ModelWeights
 from tests.rl.test_step import ROW, World, sgd
@@ -36,7 +36,7 @@ def test_a_copy_is_the_merged_model_quantised_and_costs_one_program() -> None:
     shake(model, seed=1)
     copies = Copies("int8")
     outline, arrays = copies(model)
-    alone = merged(model)
+    alone = merged_lora(model)
     quantize_model(alone, "int8")
     expected = ModelWeights(alone).read()
     assert arrays.keys() == expected.keys()
@@ -121,7 +121,7 @@ def test_the_samplers_logps_are_those_of_the_quantised_model() -> None:
     world = quantized_world("int8")
     outcome = world.step()
     world_now = quantized_world("int8")  # the weights before the update
-    alone = merged(world_now.trainer.model)
+    alone = merged_lora(world_now.trainer.model)
     quantize_model(alone, "int8")
     batch = outcome.batch
     logits = forward(alone, batch.tokens, batch.positions, batch.segments)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from posttrain.rollout.blocks import BLOCK, Blocks, Chain
+from posttrain.rollout.blocks import BLOCK, BlockPool, Chain
 
 pytestmark = pytest.mark.fast
 
 WORDS = tuple(range(100, 100 + 4 * BLOCK))
 
 
-def written(blocks: Blocks, tokens: Sequence[int], *, partial: bool = True) -> Chain:
+def written(blocks: BlockPool, tokens: Sequence[int], *, partial: bool = True) -> Chain:
     """A chain that holds these tokens, after what it could share."""
     chain = blocks.start(blocks.match(tokens, len(tokens)))
     assert blocks.extend(chain, len(tokens))
@@ -23,7 +23,7 @@ def written(blocks: Blocks, tokens: Sequence[int], *, partial: bool = True) -> C
 
 
 def test_equal_beginnings_share_full_blocks_and_copy_the_last() -> None:
-    blocks = Blocks(12)
+    blocks = BlockPool(12)
     first = written(blocks, WORDS[:40])
     match = blocks.match(WORDS[:40], 40)
     assert ([node.block for node in match.full], match.length) == (list(first.blocks[:2]), 40)
@@ -43,7 +43,7 @@ def test_equal_beginnings_share_full_blocks_and_copy_the_last() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 40])
 def test_a_match_ends_where_tokens_differ(length: int) -> None:
-    blocks = Blocks(12)
+    blocks = BlockPool(12)
     written(blocks, WORDS[:40])
     match = blocks.match([*WORDS[:length], 7, 7, 7], length + 3)
     assert match.length == length
@@ -53,7 +53,7 @@ def test_a_match_ends_where_tokens_differ(length: int) -> None:
 
 def test_an_owner_goes_on_in_the_block_that_others_found() -> None:
     """Its content grows; who copies it reads the beginning only."""
-    blocks = Blocks(12)
+    blocks = BlockPool(12)
     owner = written(blocks, WORDS[:20])
     follower = blocks.start(blocks.match(WORDS[:20], 20))
     blocks.record(owner, WORDS, 28, partial=False)
@@ -66,7 +66,7 @@ def test_an_owner_goes_on_in_the_block_that_others_found() -> None:
 
 def test_equal_blocks_become_one() -> None:
     """Two that sampled the same tokens side by side."""
-    blocks = Blocks(12)
+    blocks = BlockPool(12)
     one, other = Chain(), Chain()
     for chain in (one, other):
         assert blocks.extend(chain, 40)
@@ -78,7 +78,7 @@ def test_equal_blocks_become_one() -> None:
 
 
 def test_the_least_recently_used_is_forgotten_first_and_ends_before_beginnings() -> None:
-    blocks = Blocks(6)
+    blocks = BlockPool(6)
     for start in (0, 1):
         blocks.leave(written(blocks, WORDS[start : start + 40]))
     assert blocks.available == 6
@@ -97,7 +97,7 @@ def test_the_least_recently_used_is_forgotten_first_and_ends_before_beginnings()
 
 
 def test_new_weights_make_everything_unknown_but_take_nothing_away() -> None:
-    blocks = Blocks(8)
+    blocks = BlockPool(8)
     gone, old = written(blocks, WORDS[:40]), written(blocks, WORDS[5:45])
     blocks.leave(gone)
     blocks.forget()

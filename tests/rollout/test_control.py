@@ -19,7 +19,7 @@ from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rollout import scheduler
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.runner import Dispatch, Outcome
+from posttrain.rollout.runner import Dispatch, DispatchOutcome
 from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights
@@ -194,7 +194,7 @@ def test_one_bad_row_fails_alone(engine: NativeEngine, monkeypatch: pytest.Monke
     expected = engine.generate_all(prompts, parameters)
     healthy, emptied = engine._runner.run, []
 
-    def run_one_bad(dispatch: Dispatch) -> Outcome:
+    def run_one_bad(dispatch: Dispatch) -> DispatchOutcome:
         outcome = healthy(dispatch)
         if dispatch.decode is None or outcome.chunk is None:
             return outcome

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from posttrain.rollout.decode_weights import Loaded, Placement
 from posttrain.rollout.paged import empty_pool
-from posttrain.rollout.programs import DecodeRows, Prompts, decode, prefill
+from posttrain.rollout.programs import DecodeRows, PromptPieces, decode, prefill
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected, Shapes
 from posttrain.weights.state import ModelWeights
@@ -28,11 +28,11 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     return Runner(Shapes(4, 1, 256, 8), blocks=32, record=False, vocab_size=512)
 
 
-def examples(runner: Runner) -> list[Prompts | DecodeRows]:
+def examples(runner: Runner) -> list[PromptPieces | DecodeRows]:
     return runner.examples([Expected(params=params())], rereads=True)
 
 
-def lowered(runner: Runner, example: Prompts | DecodeRows) -> str:
+def lowered(runner: Runner, example: PromptPieces | DecodeRows) -> str:
     model = tiny_model(num_layers=4, windows=(None, 5), head_dim=128, dtype=jnp.bfloat16)
     source = ModelWeights(model)
     loaded = Loaded.of(source, source.read(), 0, Placement(None, fuse=("attention",)))
@@ -41,7 +41,7 @@ def lowered(runner: Runner, example: Prompts | DecodeRows) -> str:
 
     def program(weights: object, pool: object, inputs: object) -> object:
         bound = source.bind(weights).for_decoding(fuse=("attention",))  # type: ignore[arg-type]
-        if isinstance(inputs, Prompts):
+        if isinstance(inputs, PromptPieces):
             return prefill(bound, pool, inputs, record=False, mesh=None)  # type: ignore[arg-type]
         return decode(bound, pool, inputs, jnp.int32(0), steps=8, record=False, mesh=None)  # type: ignore[arg-type]
 
@@ -61,6 +61,6 @@ def test_decoding_reads_pages_in_place(runner: Runner) -> None:
 
 
 def test_prompts_use_the_kernel_of_training(runner: Runner) -> None:
-    prompts = [example for example in examples(runner) if isinstance(example, Prompts)]
+    prompts = [example for example in examples(runner) if isinstance(example, PromptPieces)]
     long = next(example for example in prompts if example.context is None and example.tokens.shape[1] >= 128)
     assert lowered(runner, long).count("stablehlo.custom_call @tpu_custom_call") == 2

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.tools.formats import FORMATS, Format, format_name, make_format, write_calls
-from posttrain.tools.readers import Call
+from posttrain.tools.readers import WrittenCall
 from posttrain.tools.types import ToolFormat
 from posttrain.user_code import import_transformers
 
@@ -140,7 +140,7 @@ def test_calls_that_a_writer_writes_are_read(kind: str, calls: list[tuple[str, d
     calls = [(f"f_{name}", {f"x_{key}": value for key, value in given.items()}) for name, given in calls]
     calls = calls[:1] if kind == "gpt_oss" else calls
     schemas = {called: schema_of(called, arguments)["function"]["parameters"] for called, arguments in calls}
-    parsed = Format(kind, schemas).parse(write_calls(kind, [Call(*call) for call in calls]))
+    parsed = Format(kind, schemas).parse(write_calls(kind, [WrittenCall(*call) for call in calls]))
     assert [(call.name, call.arguments) for call in parsed.calls] == calls
     assert (list(parsed.malformed), parsed.content) == ([], "")
 
@@ -262,7 +262,7 @@ def test_time_is_linear(kind: str) -> None:
     """Marks of a collapsed policy, alone and after the beginning of a call, on the event loop of all samples: 20 times
     as many may take 40 times as long. A quadratic reader takes 400 times, and minutes."""
     reader = Format(kind, {})
-    written = write_calls(kind, [Call("f", {"x": "y"})])
+    written = write_calls(kind, [WrittenCall("f", {"x": "y"})])
     took = []
     for size in (10_000, 200_000):
         begin = time.process_time()
@@ -296,7 +296,7 @@ def test_the_end_of_thinking_is_in_no_argument(text: str, calls: int) -> None:
     """`{call}` has a text with </think>; thinking may begin in the prompt."""
     for kind in ("hermes", "deepseek", "qwen_coder"):
         given = {"x": "y</think>z"}
-        parsed = Format(kind, {}).parse(text.replace("{call}", write_calls(kind, [Call("f", given)])))
+        parsed = Format(kind, {}).parse(text.replace("{call}", write_calls(kind, [WrittenCall("f", given)])))
         assert [call.arguments for call in parsed.calls] == [given] * calls, kind
 
 

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 from posttrain.batch import NO_ID, Batch, TopK
 from posttrain.distill.vocabulary import SharedTokens, back_of
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.kernels.logits.divergence import Divergence, packed
+from posttrain.kernels.logits.divergence import Divergence, pack_ids
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.policy import GMPO, GRPO, PPO, PolicyLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
@@ -102,7 +102,7 @@ CASES: dict[str, Case] = {
     "live and best ids": Case(DistillLoss(0.0), divergence(0.0), teachers=1, said=best_ids),
     "gold": Case(
         DistillLoss(0.3, uld=0.7),
-        Terms(divergence=Divergence(beta=0.4, temperature=1.0), unshared=packed(SHARED.unshared)),
+        Terms(divergence=Divergence(beta=0.4, temperature=1.0), unshared=pack_ids(SHARED.unshared)),
         said=merged_ids,
     ),
     "value": Case(ValueLoss(clip=0.2)),

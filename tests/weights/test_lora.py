@@ -20,8 +20,8 @@ from posttrain.weights.lora import (
     attach_lora,
     count_parameters,
     has_lora,
-    merge,
-    merged,
+    merge_lora,
+    merged_lora,
     parameter_rows,
     sites,
     unmerge,
@@ -64,7 +64,7 @@ def test_applied_is_merged_and_off_is_base(kind: str) -> None:
     applied = with_adapter(weights.read())
     assert np.abs(applied - base).max() > 1.0
     assert_array_equal(with_adapter(without_adapter(weights.read())), fresh)
-    alone = merged(model)
+    alone = merged_lora(model)
     assert has_lora(model) and not has_lora(alone) and count_parameters(alone).share == 1.0
     assert_allclose(plain(ModelWeights(alone).read()), applied, atol=3e-5 * np.abs(applied).max())
 
@@ -98,7 +98,7 @@ def test_norms_are_computed_once_for_decoding() -> None:
 def test_merging_in_place_and_back(kind: str) -> None:
     model = trained(model_of(kind), KINDS[kind])
     before, applied = ModelWeights(model).read(), forward(model, TOKENS)
-    detached = merge(model)
+    detached = merge_lora(model)
     assert not has_lora(model)
     assert_allclose(forward(model, TOKENS), applied, atol=3e-5 * np.abs(applied).max())
     unmerge(model, detached)
@@ -114,7 +114,7 @@ def test_merging_bfloat16_adds_in_float32() -> None:
     assert site.adapter is not None
     arrays = (site.matrix, site.adapter.lora_a, site.adapter.lora_b)
     w, a, b = (np.asarray(x[...], np.float32) for x in arrays)
-    detached = merge(model)
+    detached = merge_lora(model)
     assert site.matrix[...].dtype == jnp.bfloat16
     assert_allclose(np.asarray(site.matrix[...], np.float32), w + 5.0 / 3.0 * a @ b, rtol=2.0**-8)
     unmerge(model, detached)
@@ -133,7 +133,7 @@ def test_dora_trains_norms_apart_from_directions() -> None:
     moved = w + 2.0 * a @ b
     direction = moved / np.linalg.norm(moved, axis=-2, keepdims=True)
     exact = direction * (np.linalg.norm(w, axis=-2) + magnitude)[:, None]
-    merge(model)
+    merge_lora(model)
     assert_allclose(site.matrix[...], exact, atol=2e-6)
 
 
@@ -141,7 +141,7 @@ def test_saved_merged(tmp_path: Path) -> None:
     model = trained(model_of("everything with dora"), KINDS["everything with dora"])
     save_model(model, tmp_path / "out")
     loaded = load_model(tmp_path / "out")
-    expected = ModelWeights(merged(model)).read()
+    expected = ModelWeights(merged_lora(model)).read()
     for path, value in ModelWeights(loaded).read().items():
         assert_allclose(value, expected[path], rtol=2e-6, atol=1e-7, err_msg=path)
 

@@ -26,7 +26,7 @@ from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
-from posttrain.weights.lora import attach_lora, merged, sites
+from posttrain.weights.lora import attach_lora, merged_lora, sites
 from posttrain.weights.state import ModelWeights
 from tests.tiny import forward
 from tests.weights.adapted import DENSE, KINDS, MOE, TOKENS, model_of, trained
@@ -182,7 +182,7 @@ def test_adapters_on_sharded_models(kind: str) -> None:
             assert w.addressable_shards[0].data.shape[-1] == w.shape[-1] // 2
     one, eight = (losses(trainer_of(model, mesh=m), 3) for model, m in ((alone, None), (spread, mesh)))
     assert_allclose(eight, one, rtol=2e-5)
-    together = merged(spread)
-    assert_allclose(forward(together, TOKENS), forward(merged(alone), TOKENS), atol=2e-3)
+    together = merged_lora(spread)
+    assert_allclose(forward(together, TOKENS), forward(merged_lora(alone), TOKENS), atol=2e-3)
     for path, w in ModelWeights(together).read().items():
         assert w.sharding.is_equivalent_to(theirs[path].sharding, w.ndim), path

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from posttrain.config import LoRA
 from posttrain.models.decoder import Decoder
 from posttrain.weights.load import load_model
-from posttrain.weights.lora import base_tensors, has_lora, merged
+from posttrain.weights.lora import base_tensors, has_lora, merged_lora
 from posttrain.weights.peft_experts import expert_parameters, shape_of
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.pieces import Gather
@@ -107,7 +107,7 @@ def peft_name(path: str, layer: int) -> str:
 
 
 def test_merged(golden: Golden) -> None:
-    alone = merged(golden.model)
+    alone = merged_lora(golden.model)
     assert not has_lora(alone)
     base = dict(hf_tensors(load_model(golden.base)))
     deltas = {name: np.linalg.norm(tensor - base[name]) for name, tensor in hf_tensors(alone)}
@@ -234,7 +234,7 @@ def test_layout_of_experts(name: str, order: str, tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": [], "target_parameters": parameters}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     model = load_model(GOLDENS / "models" / name, adapter=tmp_path)
-    new, old = (Gather(ModelWeights(m).read()) for m in (merged(model), base))
+    new, old = (Gather(ModelWeights(m).read()) for m in (merged_lora(model), base))
     for key, delta in deltas.items():
         assert_allclose(new.tensor(experts[key]) - old.tensor(experts[key]), delta, atol=1e-5)
     save_adapter(model, tmp_path / "again")
@@ -284,7 +284,7 @@ def test_routers_take_what_files_bring(name: str, router: str, tmp_path: Path) -
     }
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     model = load_model(GOLDENS / "models" / name, adapter=tmp_path)
-    assert_allclose(dict(hf_tensors(merged(model)))[key], wide + 1.5 * b @ a, atol=1e-5)
+    assert_allclose(dict(hf_tensors(merged_lora(model)))[key], wide + 1.5 * b @ a, atol=1e-5)
     save_adapter(model, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["target_parameters"] == [
         f"model.{module}.weight"
@@ -308,7 +308,7 @@ def test_fused_modules_take_an_adapter_apart(tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["qkv_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     model = load_model(GOLDENS / "models" / "phi3", adapter=folder)
-    new = dict(hf_tensors(merged(model)))["model.layers.1.self_attn.qkv_proj.weight"]
+    new = dict(hf_tensors(merged_lora(model)))["model.layers.1.self_attn.qkv_proj.weight"]
     assert_allclose(new, wide + 1.5 * b @ a, atol=1e-5)
     save_adapter(model, tmp_path / "again")
     stored = load_file(tmp_path / "again" / "adapter_model.safetensors")

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from posttrain.config import LoRA
 from posttrain.errors import ConfigError
 from posttrain.weights.load import load_model
-from posttrain.weights.lora import has_lora, merged
+from posttrain.weights.lora import has_lora, merged_lora
 from posttrain.weights.peft_load import absent_targets
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.save import hf_tensors, save_model
@@ -96,7 +96,7 @@ def test_added_tokens_resize_the_embedding(rows: int, trained: bool, tmp_path: P
     assert (model.config.vocab_size, model.config.num_tokens) == (rows, rows - 2)
     assert ModelWeights(model).saved() == ({"embed.embedding", "head.kernel"} if trained else set())
     save_adapter(model, tmp_path / "again")
-    save_model(merged(model), tmp_path / "merged")
+    save_model(merged_lora(model), tmp_path / "merged")
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["vocab_size"] == rows
     plain = dict(hf_tensors(load_model(tmp_path / "merged")))
     for key, table in tables.items():

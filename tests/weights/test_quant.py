@@ -25,7 +25,7 @@ from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import check_lora, init_model, load_model
-from posttrain.weights.lora import attach_lora, count_parameters, merge, merged
+from posttrain.weights.lora import attach_lora, count_parameters, merge_lora, merged_lora
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.quantize import error_rows, quantizable, quantize_model
 from posttrain.weights.save import hf_tensors, save_model
@@ -183,7 +183,7 @@ def test_saved_is_what_the_model_computes_and_so_is_its_adapter(lora: LoRA, llam
     tolerance = 1e-4 * float(np.abs(expected).max())
     assert_allclose(forward(saved, TOKENS), expected, atol=tolerance)
     assert ModelWeights(saved).read().keys() == ModelWeights(llama).read().keys()
-    alone = merged(model)
+    alone = merged_lora(model)
     for path, array in ModelWeights(alone).read().items():
         assert_allclose(array, ModelWeights(saved).read()[path], atol=1e-6, err_msg=path)
     assert_array_equal(forward(model, TOKENS), expected)
@@ -306,7 +306,7 @@ def test_refusals() -> None:
         attach_lora(model, LoRA(rank=2, targets=("attention",), modules_to_save=("up_proj",)), seed=0)
     attach_lora(model, LoRA(rank=2, targets=("attention",), modules_to_save=("lm_head", "norm")), seed=0)
     with pytest.raises(ConfigError, match=r"merge: .*attention.k is quantized, which a merge cannot undo; use merged"):
-        merge(model)
+        merge_lora(model)
     with pytest.raises(ConfigError, match=r"hf_tensors: the model is quantized; give merged\(model\)"):
         next(hf_tensors(model))
     narrow = tiny_config(intermediate_size=35)

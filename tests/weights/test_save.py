@@ -23,7 +23,7 @@ from posttrain.mesh import make_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.weights import pieces, save
 from posttrain.weights.load import init_model, load_model
-from posttrain.weights.lora import merged, sites
+from posttrain.weights.lora import merged_lora, sites
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
 from tests.models.checkpoints import GOLDENS, LLAMA, assert_same
@@ -243,7 +243,7 @@ def test_saving_fetches_one_expert_at_a_time(tmp_path: Path, monkeypatch: pytest
     save_model(model, tmp_path / "out")
     largest = max(tensor.nbytes for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
     assert max(sizes) <= max(largest, expert)
-    assert_same(merged(model) if adapted else model, load_model(tmp_path / "out"))
+    assert_same(merged_lora(model) if adapted else model, load_model(tmp_path / "out"))
 
 
 def test_code_of_the_source_is_not_announced(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from posttrain.kernels.attention.fused import (
     tokamax,
     tokamax_refusal,
 )
-from posttrain.kernels.attention.reference import single_query, visible, whole
+from posttrain.kernels.attention.reference import full_attention, single_query, visible
 from posttrain.kernels.platform import (
     HEAD_AXIS,
     TOKEN_AXIS,
@@ -146,10 +146,10 @@ def attention(
         ),
         token_shards(mesh),
     )
-    name = select(kernel, call)
+    name = select_attention(kernel, call)
     log_choice("attention", name, call.kind, call.platform)
     operands = Operands(q, k, v, MaskInputs(q_positions, k_positions, q_segments, k_segments, q_parents), sinks)
-    return run(name, operands, Variant(window=window, scale=scale, soft_cap=soft_cap), call, mesh)
+    return run_attention(name, operands, Variant(window=window, scale=scale, soft_cap=soft_cap), call, mesh)
 
 
 def _call(call: AttentionCall, token_shards: int) -> AttentionCall:
@@ -165,7 +165,7 @@ def supports_parents(kernel: str, platform: str) -> bool:
     return all(SUPPORT[name].parents for name in names)
 
 
-def choose(call: AttentionCall) -> str:
+def choose_attention(call: AttentionCall) -> str:
     """Select the kernel for "auto"."""
     small = call.num_logits <= WHOLE_LOGITS
     if call.kind == "decode":
@@ -185,11 +185,11 @@ def choose(call: AttentionCall) -> str:
     return chosen
 
 
-def select(kernel: str, call: AttentionCall) -> str:
+def select_attention(kernel: str, call: AttentionCall) -> str:
     """Validate or select the kernel. Raises ConfigError listing the alternatives if the requested kernel cannot
     serve."""
     if kernel == "auto":
-        return choose(call)
+        return choose_attention(call)
     if kernel not in SUPPORT:
         raise ConfigError(f"attention: unknown kernel {kernel!r}; use one of {', '.join(get_args(AttentionKernel))}")
     refusal = SUPPORT[kernel].refusal(call)
@@ -199,28 +199,28 @@ def select(kernel: str, call: AttentionCall) -> str:
     return kernel
 
 
-def run(name: str, operands: Operands, variant: Variant, call: AttentionCall, mesh: Mesh | None) -> Array:
+def run_attention(name: str, operands: Operands, variant: Variant, call: AttentionCall, mesh: Mesh | None) -> Array:
     interpret = call.platform == "cpu"
     match name:
         case "reference":
             kernel: Kernel = partial(_reference, variant=variant)
-            return kernel(operands) if call.token_shards == 1 else on_devices(kernel, operands, call, mesh)
+            return kernel(operands) if call.token_shards == 1 else attend_on_devices(kernel, operands, call, mesh)
         case "blockwise":
             even = even_block(call)
             block, short = block_size(call) if even is None else even, even is not None
             same = call.same_tokens and call.token_shards == 1
             kernel = partial(blockwise, variant=variant, same_tokens=same, block=block, short=short)
-            return kernel(operands) if call.token_shards == 1 else on_devices(kernel, operands, call, mesh)
+            return kernel(operands) if call.token_shards == 1 else attend_on_devices(kernel, operands, call, mesh)
         case "splash":
             padding, head_dim = splash_padding(call), max(call.head_dim, call.value_dim)
             sizes = call.num_keys + padding, call.num_heads // call.head_shards, head_dim
             tables = make_splash(*sizes, variant, shards=call.token_shards, interpret=interpret)
             kernel = partial(splash, variant=variant, padding=padding)
-            return on_devices(kernel, operands, call, mesh, tables, splash_layout(tables, mesh))
+            return attend_on_devices(kernel, operands, call, mesh, tables, splash_layout(tables, mesh))
         case "tokamax":
-            return on_devices(partial(tokamax, variant=variant), operands, call, mesh)
+            return attend_on_devices(partial(tokamax, variant=variant), operands, call, mesh)
         case _:
-            return on_devices(partial(cudnn, variant=variant), operands, call, mesh)
+            return attend_on_devices(partial(cudnn, variant=variant), operands, call, mesh)
 
 
 def block_size(call: AttentionCall) -> int:
@@ -257,10 +257,10 @@ def _reference(operands: Operands, *, variant: Variant) -> Array:
     mask = visible(*mask_inputs, variant.window)
     if q.shape[1] == 1:
         return single_query(q, k, v, mask[:, 0], scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
-    return whole(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
+    return full_attention(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
 
 
-def on_devices(
+def attend_on_devices(
     kernel: Callable[..., Array],
     operands: Operands,
     call: AttentionCall,

@@ -28,7 +28,7 @@ def visible(
     return mask if window is None else mask & (distance < window)
 
 
-def whole(
+def full_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S Hv"],

@@ -74,7 +74,7 @@ def chunk_plan(counts: Bool[Array, "B T"], chunk: int) -> ChunkPlan:
     return ChunkPlan(order=order, back=jnp.argsort(order, axis=1), num_chunks=num_chunks)
 
 
-def to_tokens(x: Array, plan: ChunkPlan, counts: Bool[Array, "B Tc"]) -> Array:
+def scatter_to_tokens(x: Array, plan: ChunkPlan, counts: Bool[Array, "B Tc"]) -> Array:
     """Move context values from plan order to the tokens that they predict; 0 where not in `counts`."""
     x = take_tokens(x, plan.back)[:, : counts.shape[1]]
     rest = (1,) * (x.ndim - 2)

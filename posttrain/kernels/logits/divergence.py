@@ -207,7 +207,9 @@ def span_terms(
     terms = {
         NAMED: jnp.sum(outcome_terms(log_s, log_t, beta), axis=-1),
         LEFT: jax.nn.logsumexp(others, axis=-1),
-        SORTED: _sorted_distance(log_p, first, jnp.where(named, NO_LOGIT, logps), unpacked(unshared, vocab), sharding),
+        SORTED: _sorted_distance(
+            log_p, first, jnp.where(named, NO_LOGIT, logps), unpack_ids(unshared, vocab), sharding
+        ),
     }
     if beta != 0:
         terms[NAMED_KL] = jnp.sum(outcome_terms(log_s, log_t, 0.0), axis=-1)
@@ -243,12 +245,12 @@ def span_divergence(
     }
 
 
-def packed(ids: Bool[np.ndarray, " V"]) -> bytes:
+def pack_ids(ids: Bool[np.ndarray, " V"]) -> bytes:
     """Pack a mask over vocabulary ids into bytes, to be a static (hashable) argument."""
     return np.packbits(ids).tobytes()
 
 
-def unpacked(ids: bytes, vocab_size: int) -> Bool[np.ndarray, " V"]:
+def unpack_ids(ids: bytes, vocab_size: int) -> Bool[np.ndarray, " V"]:
     """Unpack a mask over ids; model rows without a token come after those with one."""
     known = np.unpackbits(np.frombuffer(ids, np.uint8)).astype(bool)[:vocab_size]
     return np.pad(known, (0, vocab_size - len(known)))

@@ -18,7 +18,14 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import HostArray, TokenStats, TopK
 from posttrain.kernels.logits.chunk_stats import INNER, PLAIN, Chunk, Stats, Terms, chunk_gradient, chunk_stats
-from posttrain.kernels.logits.chunks import ChunkPlan, chunk_length, chunk_plan, predicting, take_tokens, to_tokens
+from posttrain.kernels.logits.chunks import (
+    ChunkPlan,
+    chunk_length,
+    chunk_plan,
+    predicting,
+    scatter_to_tokens,
+    take_tokens,
+)
 from posttrain.kernels.logits.divergence import NAMED, SPAN_TERMS, check_token_groups, span_divergence
 from posttrain.kernels.logits.vocab_sharding import (
     HeadFunction,
@@ -108,7 +115,7 @@ class _Problem(NamedTuple):
 
     def statistics(self, stats: Stats, teachers: Sequence[Teacher | TopK], vocab_size: int) -> TokenStats:
         constants = {name: jax.lax.stop_gradient(stats[name]) for name in CONSTANTS if name in stats}
-        stats = {name: to_tokens(x, self.plan, self.counts) for name, x in {**stats, **constants}.items()}
+        stats = {name: scatter_to_tokens(x, self.plan, self.counts) for name, x in {**stats, **constants}.items()}
         kind = self.static.terms.divergence
         if NAMED in stats and kind is not None and isinstance(teachers[0], TopK):
             stats |= span_divergence(stats, teachers[0], kind.beta, vocab_size)

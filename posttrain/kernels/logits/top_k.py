@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
-from posttrain.kernels.logits.chunks import chunk_length, chunk_plan, take_tokens, to_tokens
+from posttrain.kernels.logits.chunks import chunk_length, chunk_plan, scatter_to_tokens, take_tokens
 from posttrain.kernels.logits.softmax import NO_LOGIT
 from posttrain.kernels.logits.vocab_sharding import VocabSharding, head_function
 
@@ -59,7 +59,7 @@ def top_k(
     shapes = jax.eval_shape(chunk_top_k, jnp.int32(0))
     zeros = jax.tree.map(lambda s: jnp.zeros((rows, plan.order.shape[1], *s.shape[2:]), s.dtype), shapes)
     result = jax.lax.fori_loop(0, plan.num_chunks, body, zeros)
-    return jax.tree.map(lambda x: to_tokens(x, plan, counts), result)
+    return jax.tree.map(lambda x: scatter_to_tokens(x, plan, counts), result)
 
 
 def _best(

@@ -42,7 +42,7 @@ class VocabSharding(NamedTuple):
     @classmethod
     def of(cls, mesh: Mesh | None) -> VocabSharding:
         """Layout on the devices of `mesh`, of which at most `MAX_PARTS` of `fsdp` share one vocabulary."""
-        return cls(None if mesh is None else grouped(mesh))
+        return cls(None if mesh is None else grouped_mesh(mesh))
 
     @property
     def splits(self) -> bool:
@@ -186,7 +186,7 @@ class VocabSharding(NamedTuple):
 ONE_DEVICE = VocabSharding(None)
 
 
-def grouped(mesh: Mesh) -> Mesh:
+def grouped_mesh(mesh: Mesh) -> Mesh:
     """The same devices in the same order, with `fsdp` as `GROUP_AXIS` x `fsdp` where it is more than `MAX_PARTS`.
 
     As it is if `fsdp` has no divisor of at least half of that: with few parts each device would hold most of the head.
