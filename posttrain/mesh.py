@@ -34,6 +34,12 @@ TILES = "_tiles"
 VOCAB = "vocab"
 """Dimension that an axis need not divide: it is then stored whole, and the loss pads it to split its logits."""
 
+HEAD_AXIS = "tensor"
+"""Mesh axis that splits attention heads."""
+
+TOKEN_AXIS = "context"
+"""Mesh axis that splits the tokens of a row."""
+
 BATCH_SPEC = PartitionSpec(ROW_AXES)
 """Batch rows are sharded over `ROW_AXES`. Their tokens are not; the model splits its activations."""
 
@@ -61,9 +67,22 @@ def single_device_mesh() -> Mesh:
     return make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
 
 
-def row_shards(mesh: Mesh | AbstractMesh) -> int:
+def row_axes(mesh: Mesh | AbstractMesh | None) -> tuple[str, ...]:
+    """Axes of the mesh that shard the rows of a batch."""
+    return () if mesh is None else tuple(axis for axis in ROW_AXES if axis in mesh.axis_names)
+
+
+def row_shards(mesh: Mesh | AbstractMesh | None) -> int:
     """Number of shards of a batch's rows."""
-    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in row_axes(mesh))
+
+
+def head_shards(mesh: Mesh | None) -> int:
+    return mesh.shape[HEAD_AXIS] if mesh is not None and HEAD_AXIS in mesh.axis_names else 1
+
+
+def token_shards(mesh: Mesh | None) -> int:
+    return mesh.shape[TOKEN_AXIS] if mesh is not None and TOKEN_AXIS in mesh.axis_names else 1
 
 
 def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[int]) -> NamedSharding:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from posttrain.kernels.platform import row_axes, row_shards
+from posttrain.mesh import row_axes, row_shards
 
 SLICE_AXIS, COPY_AXIS = "fsdp", "data"
 """Mesh axes that split D of the table, and that hold copies of all of it."""

@@ -1,24 +1,16 @@
-"""Platform facts for kernel selection: devices, installed packages, mesh axes of rows and heads."""
+"""Platform facts for kernel selection: devices and installed packages."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import logging
-import math
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
-
-from posttrain.config import ROW_AXES
-
-HEAD_AXIS = "tensor"
-"""Mesh axis that splits attention heads."""
-TOKEN_AXIS = "context"
-"""Mesh axis that splits the tokens of a row."""
 
 T = TypeVar("T")
 
@@ -63,22 +55,6 @@ def has_fp8(mesh: Mesh | None) -> bool:
     capability = compute_capability(mesh)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     return "TPU7" in device.device_kind if capability is None else capability >= 8.9
-
-
-def row_axes(mesh: Mesh | None) -> tuple[str, ...]:
-    return () if mesh is None else tuple(axis for axis in ROW_AXES if axis in mesh.axis_names)
-
-
-def row_shards(mesh: Mesh | None) -> int:
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in row_axes(mesh))
-
-
-def head_shards(mesh: Mesh | None) -> int:
-    return mesh.shape[HEAD_AXIS] if mesh is not None and HEAD_AXIS in mesh.axis_names else 1
-
-
-def token_shards(mesh: Mesh | None) -> int:
-    return mesh.shape[TOKEN_AXIS] if mesh is not None and TOKEN_AXIS in mesh.axis_names else 1
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
-from posttrain.kernels.platform import HEAD_AXIS, TOKEN_AXIS, row_axes, row_shards
+from posttrain.mesh import HEAD_AXIS, TOKEN_AXIS, row_axes, row_shards
 from posttrain.models.config import BlockConfig
 
 Axes = tuple[str, ...]

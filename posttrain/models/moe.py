@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from posttrain.batch import RouterStats
 from posttrain.errors import ConfigError
 from posttrain.kernels.grouped_matmul import grouped_matmul
-from posttrain.kernels.platform import TOKEN_AXIS, platform_of, row_axes, token_shards
-from posttrain.mesh import param_sharding, row_shards
+from posttrain.kernels.platform import platform_of
+from posttrain.mesh import TOKEN_AXIS, param_sharding, row_axes, row_shards, token_shards
 from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex
 from posttrain.models.layers import MLP, Adaptable, Init, Linear, gated, normal, param

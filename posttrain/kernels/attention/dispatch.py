@@ -30,19 +30,8 @@ from posttrain.kernels.attention.fused import (
     tokamax_refusal,
 )
 from posttrain.kernels.attention.reference import full_attention, single_query, visible
-from posttrain.kernels.platform import (
-    HEAD_AXIS,
-    TOKEN_AXIS,
-    compute_capability,
-    head_shards,
-    installed,
-    log_choice,
-    platform_of,
-    row_axes,
-    row_shards,
-    token_shards,
-    warn_once,
-)
+from posttrain.kernels.platform import compute_capability, installed, log_choice, platform_of, warn_once
+from posttrain.mesh import HEAD_AXIS, TOKEN_AXIS, head_shards, row_axes, row_shards, token_shards
 
 Kernel: TypeAlias = Callable[[Operands], Float[Array, "B T N Hv"]]
 

@@ -13,7 +13,8 @@ from jaxtyping import Float
 
 from posttrain.kernels.attention.call import AttentionCall, Operands, Variant
 from posttrain.kernels.attention.reference import visible
-from posttrain.kernels.platform import TOKEN_AXIS, tokamax_library
+from posttrain.kernels.platform import tokamax_library
+from posttrain.mesh import TOKEN_AXIS
 
 SPLASH_LANES = 128
 """Alignment of row lengths and blocks."""

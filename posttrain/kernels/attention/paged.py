@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 
 from posttrain.kernels.attention.call import Variant
 from posttrain.kernels.attention.reference import single_query
-from posttrain.kernels.platform import HEAD_AXIS, head_shards, log_choice, platform_of, row_axes
+from posttrain.kernels.platform import log_choice, platform_of
+from posttrain.mesh import HEAD_AXIS, head_shards, row_axes
 
 LANES = 128
 """Alignment of the head dimension, as a TPU pads it anyway."""

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
 from posttrain.kernels.logits.softmax import NO_LOGIT
-from posttrain.kernels.platform import row_axes
+from posttrain.mesh import row_axes
 
 STORAGE_AXES = ("tensor", "fsdp")
 """Mesh axes that split the stored head: over them it is resharded by an all-to-all."""
