@@ -1,4 +1,4 @@
-"""Tables for those who come from another framework: what stands in their last column is a field or a name of this one."""
+"""Tables for those who come from another framework: the last column holds fields and names of this one."""
 
 from __future__ import annotations
 
