@@ -30,7 +30,7 @@ from posttrain.runtime.files import check_writable
 from posttrain.stages.devices import num_training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.train.objective import used_once
-from posttrain.train.optimizers import Optimizer, make_optimizer
+from posttrain.train.optimizers import make_optimizer, state_bytes
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, unreachable
 from posttrain.weights.lora import attach_lora, has_lora
@@ -156,7 +156,7 @@ def training_size(
     trainable, dims = weights.trainable(), weights.dims()
     parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
     optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, 1, seed=0)
-    states = {path: _state_bytes(optimizer, path, arrays[path]) for path in trainable}
+    states = state_bytes(optimizer, {path: arrays[path] for path in trainable})
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
     once = used_once(weights, jnp.dtype(config.model.compute_dtype or config.model.dtype))
     gradient = {
@@ -194,11 +194,6 @@ def model_outline(config: RunConfig, files: ModelFiles) -> Decoder:
         return decoder
 
     return nnx.eval_shape(changed, outline) if lora is not None or scored else outline
-
-
-def _state_bytes(optimizer: Optimizer, path: str, parameter: jax.ShapeDtypeStruct) -> int:
-    leaves = jax.tree.leaves(jax.eval_shape(optimizer.init, {path: parameter}))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape)
 
 
 def _axes(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> list[str]:

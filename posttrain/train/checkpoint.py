@@ -27,7 +27,7 @@ from posttrain.tree import digests, path_str
 T = TypeVar("T")
 Tree = TypeVar("Tree")
 
-FORMAT = 3
+FORMAT = 4
 """Format of the host part; checkpoints of another format are rejected."""
 FILE_BYTES = 32 << 20
 """Size of a checkpoint's files: the writer holds what it has compressed until a file is full. With Orbax's default, 2

@@ -68,6 +68,11 @@ def stored_moment(value: Float[Array, ...], like: Moment, bits: UInt[Array, ...]
     return value if like.dtype == jnp.float32 else stochastic_bfloat16(value, bits)
 
 
+def is_low(parameter: Any) -> bool:
+    """Tell whether an array holds floating-point numbers of less than 32 bits."""
+    return jnp.issubdtype(parameter.dtype, jnp.floating) and parameter.dtype.itemsize < 4
+
+
 def stochastic_bfloat16(x: Float[Array, ...], bits: UInt[Array, ...]) -> Float[Array, ...]:
     """Round float32 to one of the two nearest bfloat16 numbers, to the nearer one more often: E[rounded] = x.
 
@@ -82,6 +87,11 @@ def random_words(key: Array, shape: tuple[int, ...]) -> tuple[UInt[Array, ...], 
     """Two arrays of random numbers below 2^16, the same for any sharding."""
     words = jax.random.bits(key, shape, jnp.uint32)
     return words & jnp.uint32(WORD - 1), words >> 16
+
+
+def to_nearest(shape: tuple[int, ...]) -> UInt[Array, ...]:
+    """Numbers in place of random ones that round to the nearest."""
+    return jnp.full(shape, WORD // 2, jnp.uint32)
 
 
 def _encoded(value: Float[Array, ...], like: Blocks, bits: UInt[Array, ...]) -> Blocks:

@@ -1,12 +1,13 @@
-"""AdamW with schedules, master weights or stochastic rounding of low-precision parameters, and gradient clipping."""
+"""Optimisers: optax transformations on float32 values, with schedules, moments in fewer bits, float32 masters and
+stochastic rounding."""
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,19 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.config import OptimizerSection
+from posttrain.config import MomentType, OptimizerSection
 from posttrain.train.low_precision import (
+    Blocks,
     Moment,
     empty_moment,
+    is_low,
     moment_value,
     random_words,
     stochastic_bfloat16,
     stored_moment,
+    to_nearest,
 )
-from posttrain.tree import map_with_path
+from posttrain.tree import map_with_path, path_str
 from posttrain.weights.state import Weights
 
 Tree = TypeVar("Tree")
@@ -31,22 +35,24 @@ Tree = TypeVar("Tree")
 UNDECAYED = ("bias", "scale", "correction", "sinks")
 """Last path components excluded from weight decay: biases, norm scales, router bias corrections, attention sinks."""
 
+NON_NEGATIVE = frozenset(
+    {
+        "ScaleByAdamState.nu",
+        "ScaleByAmsgradState.nu",
+        "ScaleByAmsgradState.nu_max",
+        "ScaleByBeliefState.nu",
+        "ScaleByRmsState.nu",
+        "ScaleByRStdDevState.nu",
+        "ScaleByRssState.sum_of_squares",
+        "ScaleByAdaDeltaState.e_g",
+        "ScaleByAdaDeltaState.e_x",
+        "FactoredState.v",
+    }
+)
+"""Fields of optax's states whose numbers are never negative: their 8-bit codes have no sign. Every other field has."""
+
 Prepare = Callable[[Array], Array]
 """Function that makes an accumulated gradient the mean, clipped one in float32."""
-
-
-@runtime_checkable
-class Optimizer(Protocol):
-    """Update rule. It returns parameters, not differences, and reads each gradient where it is used: no second tree of
-    either exists."""
-
-    def init(self, params: Any) -> Any: ...
-
-    def update(
-        self, gradients: Weights, state: Any, params: Weights, prepare: Prepare, usable: Array | None
-    ) -> tuple[Weights, Any]:
-        """Updated parameters and state; those given, bitwise, where `usable` is False. None: it is True."""
-        ...
 
 
 def decay_mask(params: Any) -> Any:
@@ -64,171 +70,302 @@ def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule:
 
     With warm-up the first step has rate 0, as in Hugging Face's `get_*_schedule_with_warmup`.
     """
-    peak, warmup, kind = section.learning_rate, section.warmup_steps, section.schedule
+    peak, warmup, length = section.learning_rate, section.warmup_steps, max(1, num_steps - section.warmup_steps)
 
-    def schedule(step: Any) -> Float[Array, ""]:
-        step = jnp.asarray(step, jnp.float32)
-        done = jnp.clip((step - warmup) / max(1, num_steps - warmup), 0.0, 1.0)
-        if kind == "constant":
-            factor = jnp.ones(())
-        elif kind == "linear":
-            factor = 1.0 - done
-        else:
-            # (1 + cos(pi x)) / 2 without cancellation near the end.
-            factor = jnp.cos(0.5 * jnp.pi * done) ** 2
-        return peak * jnp.where(step < warmup, step / max(1, warmup), factor)
+    def warming(step: Any) -> Float[Array, ""]:
+        # Not optax's linear schedule, whose rates from 0 on are differences from the peak.
+        return peak * (jnp.asarray(step, jnp.float32) / warmup)
 
-    return schedule
+    def cosine(step: Any) -> Float[Array, ""]:
+        # (1 + cos(pi x)) / 2 without the cancellation of optax's near the end.
+        done = jnp.minimum(jnp.asarray(step, jnp.float32) / length, 1.0)
+        return peak * jnp.cos(0.5 * jnp.pi * done) ** 2
+
+    schedules: dict[str, optax.Schedule] = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, length),
+        "cosine": cosine,
+    }
+    after = schedules[section.schedule]
+    return optax.join_schedules([warming, after], [warmup]) if warmup else after
 
 
 def make_optimizer(section: OptimizerSection, num_steps: int, seed: int | None = None) -> Optimizer:
-    """AdamW of the section, with its schedule. Raises ValueError without the `seed` that stochastic rounding needs.
+    """Optimiser of the section, with its schedule. Raises ValueError without the `seed` that stochastic rounding needs.
 
     Clipping is done by the trainer with `clipped`, since the gradient norm is also a metric.
     """
-    adam = AdamW(section=section, schedule=make_schedule(section, num_steps), seed=seed)
-    if adam.rounds and seed is None:
-        raise ValueError("make_optimizer: give seed: moments in 16 or 8 bits and stochastic_rounding draw random bits")
-    return adam
+    rate = make_schedule(section, num_steps)
+    betas = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps}
+    decay = {"weight_decay": section.weight_decay, "mask": decay_mask}
+    return Optimizer(
+        transformation=optax.adamw(rate, **betas, **decay) if section.weight_decay else optax.adam(rate, **betas),
+        elementwise=True,
+        moments=section.moments,
+        stochastic_rounding=section.stochastic_rounding,
+        seed=seed,
+    )
 
 
-class AdamState(NamedTuple):
-    """State of `AdamW`, by path."""
+class OptimizerState(NamedTuple):
+    """State of `Optimizer`."""
 
     updates: Array
     """Number of updates so far."""
-    mu: dict[str, Moment]
-    nu: dict[str, Moment]
+    inner: Any
+    """State of the transformation for all parameters, with its moments as they are stored."""
     masters: dict[str, Array]
-    """float32 master weights of low-precision parameters; none with stochastic rounding."""
+    """float32 master weights of low-precision parameters, by path; none with stochastic rounding."""
 
 
-class Slot(NamedTuple):
-    """One parameter with its state."""
+class Group(NamedTuple):
+    """Parameters that are updated together, with their state."""
 
-    param: Array
-    mu: Moment
-    nu: Moment
-    master: Array | None
-
-
-class Rates(NamedTuple):
-    """Scalars of one update."""
-
-    learning_rate: Array
-    corrections: tuple[Array, Array]
-    """1 - beta^count of both moments."""
+    params: Weights
+    inner: Any
+    masters: dict[str, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """AdamW, arXiv:1711.05101, in float32 on master weights of low-precision parameters, so that updates below their
-    rounding accumulate.
+class Optimizer:
+    """Update rule: any optax transformation, on float32 gradients, states, and master weights of low-precision
+    parameters, so that updates below their rounding accumulate.
 
-    `section.moments` stores the moments of matrices in fewer bits, and `section.stochastic_rounding` the parameters
-    without masters. All of these are rounded stochastically: with beta2 = 0.999 a second moment changes by less than
-    half the distance of two bfloat16 numbers, and would never decay. The random bits are a function of seed, number of
-    the update, path and layer.
+    It returns parameters, not differences, and reads each gradient where it is used. `moments` stores what the state
+    has in the shape of a matrix in fewer bits, and `stochastic_rounding` the parameters without masters. Both are
+    rounded stochastically: with beta2 = 0.999 a second moment changes by less than half the distance of two bfloat16
+    numbers, and would never decay. The random bits are a function of `seed`, number of the update, path and layer.
+    `elementwise`: the transformation updates each element on its own. Stacks of matrices are then rounded layer by
+    layer, so that there is no second tree of gradients or parameters; otherwise it gets all of them in float32.
     """
 
-    section: OptimizerSection
-    schedule: optax.Schedule
-    seed: int | None
+    transformation: optax.GradientTransformation
+    elementwise: bool = False
+    moments: MomentType = "float32"
+    stochastic_rounding: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds and self.seed is None:
+            raise ValueError("optimizer: give seed: moments in 16 or 8 bits and stochastic_rounding draw random bits")
 
     @property
     def rounds(self) -> bool:
-        return self.section.moments != "float32" or self.section.stochastic_rounding
+        return self.moments != "float32" or self.stochastic_rounding
 
-    def init(self, params: Weights) -> AdamState:
-        low = {} if self.section.stochastic_rounding else {path: p for path, p in params.items() if _is_low(p)}
-        return AdamState(
-            updates=jnp.zeros((), jnp.int32),
-            mu={path: self._empty(path, p, signed=True) for path, p in params.items()},
-            nu={path: self._empty(path, p, signed=False) for path, p in params.items()},
-            masters={path: p.astype(jnp.float32) for path, p in low.items()},
-        )
+    def init(self, params: Weights) -> OptimizerState:
+        """State before the first update. ValueError for a state that is not `elementwise`, or cannot be saved."""
+        full = {path: p.astype(jnp.float32) for path, p in params.items()}
+        inner = jax.tree.map(jnp.asarray, self.transformation.init(full))
+        self._check(inner, params)
+        low = {} if self.stochastic_rounding else {path: full[path] for path, p in params.items() if is_low(p)}
+        return OptimizerState(jnp.zeros((), jnp.int32), self._empty(inner, params), low)
 
-    def _empty(self, path: str, param: Any, *, signed: bool) -> Moment:
-        small = param.ndim < 2 or not decays(path)
-        return empty_moment(param, "float32" if small else self.section.moments, signed=signed)
+    def _check(self, inner: Any, params: Weights) -> None:
+        for place in _places(inner, params):
+            leaf, shape = place.leaf, params[place.path].shape if place.path else ()
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+                raise ValueError(
+                    f"optimizer: {place.name} of its state is {leaf.dtype}, and a checkpoint holds numbers; keep "
+                    "jax.random.key_data of a key"
+                )
+            counts = place.path is not None or jnp.issubdtype(leaf.dtype, jnp.integer)
+            if self.elementwise and (leaf.shape != shape or not counts):
+                whose = "all parameters together" if place.path is None else f"{place.path} {list(shape)}"
+                raise ValueError(
+                    f"optimizer.elementwise: {place.name} of its state, {leaf.dtype}{list(leaf.shape)}, belongs to "
+                    f"{whose}, and not to single elements; remove elementwise"
+                )
+
+    def _empty(self, inner: Any, params: Weights) -> Any:
+        """State as it is stored: what has a matrix's shape in fewer bits."""
+
+        def stored(place: Place) -> Moment:
+            param = params.get(place.path or "")
+            if param is None or not self._is_stored(place, param):
+                return place.leaf
+            like = empty_moment(param, self.moments, signed=place.field not in NON_NEGATIVE)
+            return stored_moment(place.leaf, like, to_nearest(param.shape))
+
+        leaves = [stored(place) for place in _places(inner, params)]
+        return jax.tree.unflatten(jax.tree.structure(inner), leaves)
+
+    def _is_stored(self, place: Place, param: Array) -> bool:
+        assert place.path is not None
+        small = self.moments == "float32" or param.ndim < 2 or not decays(place.path)
+        return not small and place.leaf.shape == param.shape and jnp.issubdtype(place.leaf.dtype, jnp.floating)
 
     def update(
-        self, gradients: Weights, state: AdamState, params: Weights, prepare: Prepare, usable: Array | None
-    ) -> tuple[Weights, AdamState]:
+        self, gradients: Weights, state: OptimizerState, params: Weights, prepare: Prepare, usable: Array | None
+    ) -> tuple[Weights, OptimizerState]:
+        """Updated parameters and state; those given, bitwise, where `usable` is False. None: it is True."""
         step = state.updates + 1
-        betas = self.section.beta1, self.section.beta2
-        rates = Rates(self.schedule(state.updates), (1 - betas[0] ** step, 1 - betas[1] ** step))
         key = None if self.seed is None else jax.random.fold_in(jax.random.key(self.seed), step)
-        slots = {}
-        for path, param in params.items():
-            slot = Slot(param, state.mu[path], state.nu[path], state.masters.get(path))
-            own = None if key is None else jax.random.fold_in(key, zlib.crc32(path.encode()))
+        keys = {} if key is None else {path: jax.random.fold_in(key, zlib.crc32(path.encode())) for path in params}
 
-            def one(slot: Slot, gradient: Array, key: Array | None, path: str = path) -> Slot:
-                new = self._updated(slot, prepare(gradient), rates, key, decays(path))
-                return new if usable is None else jax.tree.map(lambda n, o: jnp.where(usable, n, o), new, slot)
+        def one(group: Group, gradients: Weights, keys: dict[str, Array]) -> Group:
+            new = self._updated(group, {path: prepare(g) for path, g in gradients.items()}, keys)
+            return new if usable is None else jax.tree.map(lambda n, o: jnp.where(usable, n, o), new, group)
 
-            slots[path] = self._by_layer(one, slot, gradients[path], own)
-        new_state = AdamState(
-            updates=step if usable is None else jnp.where(usable, step, state.updates),
-            mu={path: slot.mu for path, slot in slots.items()},
-            nu={path: slot.nu for path, slot in slots.items()},
-            masters={path: slot.master for path, slot in slots.items() if slot.master is not None},
-        )
-        return {path: slot.param for path, slot in slots.items()}, new_state
+        whole = Group(params, state.inner, state.masters)
+        # Rounding takes temporaries as large as it reads.
+        stacks = [path for path, g in gradients.items() if self.elementwise and self.rounds and g.ndim > 2]
+        rest = [path for path in params if path not in stacks]
+        parts = [one(_part(whole, rest), {path: gradients[path] for path in rest}, keys)] if rest else []
+        parts += [_by_layer(one, _part(whole, [path]), gradients[path], keys[path]) for path in stacks]
+        new = _joined(whole, parts)
+        updates = step if usable is None else jnp.where(usable, step, state.updates)
+        return new.params, OptimizerState(updates, new.inner, new.masters)
 
-    def _by_layer(self, one: Callable[..., Slot], slot: Slot, gradient: Array, key: Array | None) -> Slot:
-        """Update a stack of matrices layer by layer in place, since rounding takes temporaries as large as it reads."""
-        if key is None or not self.rounds or gradient.ndim < 3:
-            return one(slot, gradient, key)
+    def _updated(self, group: Group, gradients: Weights, keys: dict[str, Array]) -> Group:
+        full = {path: group.masters.get(path, p).astype(jnp.float32) for path, p in group.params.items()}
+        values = self._values(group.inner, group.params)
+        changes, inner = self.transformation.update(gradients, values, full)
+        new = {path: full[path] + changes[path] for path in full}
+        halves = {path: jax.random.split(key) for path, key in keys.items()} if self.rounds else {}
+        params = {}
+        for path, before in group.params.items():
+            if self.stochastic_rounding and is_low(before):
+                params[path] = stochastic_bfloat16(new[path], random_words(halves[path][1], before.shape)[0])
+            else:
+                params[path] = new[path].astype(before.dtype)
+        inner = self._stored(inner, group, {path: half[0] for path, half in halves.items()})
+        return Group(params, inner, {path: new[path] for path in group.masters})
 
-        def layer(index: Array, stack: Slot) -> Slot:
-            here = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), (stack, gradient))
-            new = one(*here, jax.random.fold_in(key, index))
-            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), stack, new)
+    def _values(self, inner: Any, params: Weights) -> Any:
+        """State in float32."""
+        if self.moments == "float32":
+            return inner
+        places = list(_places(inner, params))
+        leaves = [moment_value(place.leaf) if _has_shape(place, params) else place.leaf for place in places]
+        return jax.tree.unflatten(jax.tree.structure(inner, is_leaf=_is_blocks), leaves)
 
-        return jax.lax.fori_loop(0, gradient.shape[0], layer, slot)
-
-    def _updated(self, slot: Slot, gradient: Array, rates: Rates, key: Array | None, decayed: bool) -> Slot:
-        section, (first, second) = self.section, rates.corrections
-        full = slot.param.astype(jnp.float32) if slot.master is None else slot.master
-        mu = (1 - section.beta1) * gradient + section.beta1 * moment_value(slot.mu)
-        nu = (1 - section.beta2) * jnp.square(gradient) + section.beta2 * moment_value(slot.nu)
-        change = (mu / first) / (jnp.sqrt(nu / second) + section.eps)
-        if decayed and section.weight_decay:
-            change += section.weight_decay * full
-        new = full - rates.learning_rate * change
-        if not self.rounds:
-            return Slot(new.astype(slot.param.dtype), mu, nu, None if slot.master is None else new)
-        assert key is not None
-        keys = jax.random.split(key)
-        for_mu, for_nu = random_words(keys[0], gradient.shape)
-        if slot.master is None and _is_low(slot.param):
-            param = stochastic_bfloat16(new, random_words(keys[1], gradient.shape)[0])
-        else:
-            param = new.astype(slot.param.dtype)
-        master = None if slot.master is None else new
-        return Slot(param, stored_moment(mu, slot.mu, for_mu), stored_moment(nu, slot.nu, for_nu), master)
+    def _stored(self, inner: Any, group: Group, keys: dict[str, Array]) -> Any:
+        """New state as the old one is stored. ValueError for another structure, which would recompile each step."""
+        before, after = list(_places(group.inner, group.params)), list(_places(inner, group.params))
+        if [place.name for place in before] != [place.name for place in after]:
+            raise ValueError("optimizer: its update returns a state of another structure than its init")
+        used, leaves = dict.fromkeys(group.params, 0), []
+        for old, new in zip(before, after, strict=True):
+            if self.moments == "float32" or not _has_shape(old, group.params):
+                leaves.append(jnp.asarray(new.leaf).astype(old.leaf.dtype))
+                continue
+            assert old.path is not None
+            pair, half = divmod(used[old.path], 2)
+            used[old.path] += 1
+            key = jax.random.fold_in(keys[old.path], pair) if pair else keys[old.path]
+            leaves.append(stored_moment(new.leaf, old.leaf, random_words(key, new.leaf.shape)[half]))
+        return jax.tree.unflatten(jax.tree.structure(group.inner, is_leaf=_is_blocks), leaves)
 
 
-@dataclass(frozen=True)
-class OptaxOptimizer:
-    """Any optax transformation as an `Optimizer`, without master weights."""
+def _by_layer(one: Callable[..., Group], group: Group, gradient: Array, key: Array) -> Group:
+    """Update a stack of matrices layer by layer in place."""
+    (path,) = group.params
+    start, structure = jax.tree.flatten(group)
 
-    transformation: optax.GradientTransformation
+    def layer(index: Array, stack: list[Array]) -> list[Array]:
+        def here(x: Array) -> Array:
+            return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
-    def init(self, params: Weights) -> Any:
-        return self.transformation.init(params)
+        # Every layer has the counts from before the update.
+        own = [here(x) if before.ndim else before for x, before in zip(stack, start, strict=True)]
+        layers, keys = jax.tree.unflatten(structure, own), {path: jax.random.fold_in(key, index)}
+        new = jax.tree.leaves(one(layers, {path: here(gradient)}, keys))
+        pairs = zip(stack, new, strict=True)
+        return [jax.lax.dynamic_update_index_in_dim(x, y, index, 0) if x.ndim else y for x, y in pairs]
 
-    def update(
-        self, gradients: Weights, state: Any, params: Weights, prepare: Prepare, usable: Array | None
-    ) -> tuple[Weights, Any]:
-        updates, new_state = self.transformation.update(jax.tree.map(prepare, gradients), state, params)
-        sums = {path: p.astype(jnp.float32) + updates[path].astype(jnp.float32) for path, p in params.items()}
-        # An optimizer may adopt the gradient's dtype; a changed dtype would recompile the next step.
-        new_state = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), new_state, state)
-        new = {path: sums[path].astype(p.dtype) for path, p in params.items()}, new_state
-        return new if usable is None else jax.tree.map(lambda n, o: jnp.where(usable, n, o), new, (params, state))
+    done: Group = jax.tree.unflatten(structure, jax.lax.fori_loop(0, gradient.shape[0], layer, start))
+    return done
+
+
+class Place(NamedTuple):
+    """Leaf of a transformation's state."""
+
+    name: str
+    """Dotted path of the leaf."""
+    path: str | None
+    """Parameter whose state it is; None: of all."""
+    field: str
+    """Innermost named tuple that holds it, and its field there: `ScaleByAdamState.nu`."""
+    leaf: Any
+
+
+def _places(inner: Any, params: Weights) -> Iterator[Place]:
+    """Leaves of a transformation's state, by structure: below a mapping of the parameters is the state of one."""
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(inner, is_leaf=_is_blocks):
+        node, path, field = inner, None, ""
+        for key in keys:
+            if isinstance(key, jax.tree_util.GetAttrKey):
+                field, node = f"{type(node).__name__}.{key.name}", getattr(node, key.name)
+            elif isinstance(key, jax.tree_util.DictKey):
+                path, node = key.key if _is_by_path(node, params) else path, node[key.key]
+            elif isinstance(key, jax.tree_util.SequenceKey):
+                node = node[key.idx]
+            else:  # a node of a class that is known only to who registered it
+                break
+        yield Place(path_str(keys), path, field, leaf)
+
+
+def _is_blocks(node: Any) -> bool:
+    return isinstance(node, Blocks)
+
+
+def _is_by_path(node: Any, params: Weights) -> bool:
+    return isinstance(node, dict) and node.keys() == params.keys()
+
+
+def _has_shape(place: Place, params: Weights) -> bool:
+    """Tell whether a leaf has the shape of its parameter, and holds numbers that are rounded."""
+    if place.path is None:
+        return False
+    return _is_blocks(place.leaf) or (
+        place.leaf.shape == params[place.path].shape and jnp.issubdtype(place.leaf.dtype, jnp.floating)
+    )
+
+
+def _part(whole: Group, paths: Sequence[str]) -> Group:
+    """Some of the parameters, as a tree of their own."""
+
+    def own(node: Any) -> Any:
+        return {path: node[path] for path in paths} if _is_by_path(node, whole.params) else node
+
+    inner = jax.tree.map(own, whole.inner, is_leaf=lambda node: _is_by_path(node, whole.params))
+    masters = {path: whole.masters[path] for path in paths if path in whole.masters}
+    return Group({path: whole.params[path] for path in paths}, inner, masters)
+
+
+def _joined(whole: Group, parts: Sequence[Group]) -> Group:
+    """Inverse of `_part` for all parameters; what belongs to all of them is that of the first part."""
+
+    def merged(found: Sequence[Any], like: dict[str, Any]) -> dict[str, Any]:
+        every = {path: value for one in found for path, value in one.items()}
+        return {path: every[path] for path in like}
+
+    def joined(node: Any, *found: Any) -> Any:
+        return merged(found, node) if _is_by_path(node, whole.params) else found[0]
+
+    states = [part.inner for part in parts]
+    inner = jax.tree.map(joined, whole.inner, *states, is_leaf=lambda node: _is_by_path(node, whole.params))
+    return Group(
+        merged([part.params for part in parts], whole.params),
+        inner,
+        merged([part.masters for part in parts], whole.masters),
+    )
+
+
+def parameter_of(keys: Sequence[Any], weights: Mapping[str, Any]) -> str | None:
+    """Parameter whose state lies at these keys of an optimizer's state; None: that of all."""
+    named = [key.key for key in keys if getattr(key, "key", None) in weights]
+    return named[-1] if named else None
+
+
+def state_bytes(optimizer: Optimizer, params: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of the state and master weights of each parameter, given as shapes; counters are left out."""
+    total = dict.fromkeys(params, 0)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, dict(params))):
+        if (path := parameter_of(keys, params)) is not None:
+            total[path] += leaf.size * leaf.dtype.itemsize
+    return total
 
 
 def global_norm(grads: Any) -> Float[Array, ""]:
@@ -244,7 +381,3 @@ def clipped(grads: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
     """
     factor = jnp.where(jnp.isfinite(norm), max_norm / jnp.maximum(norm, max_norm), jnp.nan)
     return jax.tree.map(lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype), grads)
-
-
-def _is_low(parameter: Any) -> bool:
-    return jnp.issubdtype(parameter.dtype, jnp.floating) and parameter.dtype.itemsize < 4

@@ -24,7 +24,7 @@ from posttrain.runtime.xla import fast_compile_options, gc_disabled
 from posttrain.train.accumulate import stack_over
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective, TrainSettings
-from posttrain.train.optimizers import OptaxOptimizer, Optimizer, Prepare, clipped, global_norm
+from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm, parameter_of
 from posttrain.tree import added_up
 from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized
@@ -50,9 +50,7 @@ class TrainPrograms:
         if is_quantized(model) and not has_lora(model):
             raise ValueError("Trainer: quantized weights cannot be trained; give the model an adapter (lora)")
         self.mesh = mesh
-        self.optimizer: Optimizer = (
-            OptaxOptimizer(optimizer) if isinstance(optimizer, optax.GradientTransformation) else optimizer
-        )
+        self.optimizer = optimizer if isinstance(optimizer, Optimizer) else Optimizer(transformation=optimizer)
         self.num_traced = 0
         """Number of programs traced for updates, evaluation and statistics: one each per batch shape."""
         self.settings = settings
@@ -147,11 +145,12 @@ class TrainPrograms:
         return [placed_shapes(teacher, self.mesh) for teacher in self.objective.teachers]
 
     def _opt_state_shapes(self) -> Any:
-        """Optimizer state: per-parameter state is sharded like its parameter, counters are replicated."""
+        """Optimizer state: what has as many dimensions as its parameter is sharded like it, all else replicated."""
 
         def placed(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            names = [key.key for key in path if getattr(key, "key", None) in self.weights]
-            sharding = _sharding_like(self.weights[names[-1]], x.shape) if names else replicated(self.mesh)
+            like = self.weights.get(parameter_of(path, self.weights) or "")
+            same = like is not None and len(like.shape) == len(x.shape)
+            sharding = _sharding_like(like, x.shape) if like is not None and same else replicated(self.mesh)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(self.optimizer.init, self.params))

@@ -27,7 +27,7 @@ from posttrain.train.low_precision import (
     stored_moment,
 )
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import OptaxOptimizer, make_optimizer
+from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
 from tests.often import often
@@ -116,11 +116,13 @@ def test_a_second_moment_decays_in_few_bits() -> None:
 
 def test_what_has_no_blocks_is_kept_in_16_or_32_bits() -> None:
     assert empty_moment(jnp.ones((3, 7, 4)), "int8", signed=True).dtype == jnp.bfloat16
-    state = make_optimizer(section(moments="int8"), 1, seed=0).init(
-        {"a.kernel": jnp.ones((2, 96, 5)), "a.bias": jnp.ones((2, 64)), "norm.scale": jnp.ones(64)}
+    adam, *_ = (
+        make_optimizer(section(moments="int8"), 1, seed=0)
+        .init({"a.kernel": jnp.ones((2, 96, 5)), "a.bias": jnp.ones((2, 64)), "norm.scale": jnp.ones(64)})
+        .inner
     )
-    assert state.mu["a.kernel"].scales.shape == (2, 3, 5) and state.nu["a.kernel"].codes.dtype == jnp.uint8
-    assert state.mu["a.bias"].dtype == state.nu["norm.scale"].dtype == jnp.float32
+    assert adam.mu["a.kernel"].scales.shape == (2, 3, 5) and adam.nu["a.kernel"].codes.dtype == jnp.uint8
+    assert adam.mu["a.bias"].dtype == adam.nu["norm.scale"].dtype == jnp.float32
     with pytest.raises(ValueError, match="give seed"):
         make_optimizer(section(stochastic_rounding=True), 1)
 
@@ -149,23 +151,27 @@ def test_small_updates_stall_unless_they_are_rounded_stochastically() -> None:
     def loss(params: dict[str, Any]) -> Any:
         return jnp.mean(jnp.square(x @ (params["w"].astype(jnp.float32) - target)))
 
-    def end(optimizer: Any) -> float:
+    def end(init: Any, update: Any) -> float:
         def step(_: int, carry: Any) -> Any:
-            params, state = carry
-            return optimizer.update(jax.grad(loss)(params), state, params, lambda g: g.astype(jnp.float32), None)
+            return update(jax.grad(loss)(carry[0]), *carry)
 
         params = {"w": jnp.ones((32, 8), jnp.bfloat16)}
-        return float(loss(jax.jit(lambda c: jax.lax.fori_loop(0, 60, step, c))((params, optimizer.init(params)))[0]))
+        return float(loss(jax.jit(lambda c: jax.lax.fori_loop(0, 60, step, c))((params, init(params)))[0]))
 
-    given = {"learning_rate": 1e-4, "weight_decay": 0.0}
-    nearest, kept, rounded = (
-        end(optimizer)
-        for optimizer in (
-            OptaxOptimizer(optax.adam(1e-4)),
-            make_optimizer(section(**given), 60),
-            make_optimizer(section(**given, stochastic_rounding=True), 60, seed=0),
+    def in_float32(gradient: Any) -> Any:
+        return gradient.astype(jnp.float32)
+
+    def ours(**changes: Any) -> float:
+        made = make_optimizer(section(learning_rate=1e-4, weight_decay=0.0, **changes), 60, seed=0)
+        return end(
+            made.init, lambda g, params, state: made.update(g, state, params, lambda x: x.astype(jnp.float32), None)
         )
-    )
+
+    def in_bfloat16(gradients: Any, params: Any, state: Any) -> Any:
+        changes, state = optax.adam(1e-4).update(gradients, state, params)
+        return optax.apply_updates(params, changes), state
+
+    nearest, kept, rounded = end(optax.adam(1e-4).init, in_bfloat16), ours(), ours(stochastic_rounding=True)
     start = float(loss({"w": jnp.ones((32, 8))}))
     assert nearest > 0.95 * start
     assert kept < 0.75 * start
@@ -176,7 +182,7 @@ def test_small_updates_stall_unless_they_are_rounded_stochastically() -> None:
 def test_resumed_is_never_stopped_and_another_seed_rounds_differently(tmp_path: Path) -> None:
     """On a mesh: codes and scales are sharded like their parameter, an update that is skipped leaves them bitwise."""
     t = trainer(section(**KINDS["rounded_int8"]), mesh=make_mesh(MeshSection(data=2, fsdp=2, tensor=2)))
-    moment = t._opt_state.nu["stages.0.blocks.0.mlp.up.kernel"]
+    moment = t._opt_state.inner[0].nu["stages.0.blocks.0.mlp.up.kernel"]
     assert isinstance(moment, Blocks)
     assert moment.codes.sharding.spec == t.params["stages.0.blocks.0.mlp.up.kernel"].sharding.spec
     assert moment.scales.shape == (2, 1, 48) and moment.scales.sharding.spec == PartitionSpec(None, None, "tensor")

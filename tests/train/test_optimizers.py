@@ -1,19 +1,30 @@
-"""Schedules against Hugging Face's, AdamW against torch's, float32 masters, clipping."""
+"""Schedules against Hugging Face's, AdamW against torch's, any of optax's optimisers, float32 masters, clipping."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
-from posttrain.config import OptimizerSection
-from posttrain.train.optimizers import OptaxOptimizer, clipped, decay_mask, global_norm, make_optimizer, make_schedule
+from posttrain.config import MeshSection, OptimizerSection
+from posttrain.losses.sft import SFTLoss
+from posttrain.mesh import make_mesh
+from posttrain.train.checkpoint import Checkpointer
+from posttrain.train.optimizers import Optimizer, clipped, decay_mask, global_norm, make_optimizer, make_schedule
+from posttrain.train.trainer import Trainer
+from posttrain.tree import map_with_path
+from tests.often import often
+from tests.tiny import tiny_model
+from tests.train.test_trainer import rows
 
 pytestmark = pytest.mark.fast
 
@@ -93,7 +104,7 @@ def test_adamw_is_torchs_over_20_steps():
 def test_adamw_is_optaxs_with_a_skipped_update_between():
     section = OptimizerSection(learning_rate=0.02, schedule="cosine", weight_decay=0.3, beta2=0.95)
     decayed = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps, "weight_decay": section.weight_decay}
-    twin = OptaxOptimizer(optax.adamw(make_schedule(section, 9), mask=decay_mask, **decayed))
+    twin = Optimizer(transformation=optax.adamw(make_schedule(section, 9), mask=decay_mask, **decayed))
     ends = []
     for optimizer in (make_optimizer(section, 9), twin):
         params = parameters()
@@ -145,3 +156,141 @@ def test_clipping_scales_the_whole_gradient():
         broken, norm = with_norm({"a": jnp.array([bad, 1.0])}, 1.0)
         assert not jnp.isfinite(norm)
         assert jnp.isnan(broken["a"]).all()
+
+
+STEPS = 3
+ANY: dict[str, optax.GradientTransformation] = {
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS), mask=decay_mask),
+    "lion": optax.lion(1e-3),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "momentum": optax.sgd(1e-1, momentum=0.9),
+    "rmsprop": optax.rmsprop(1e-2),
+    "novograd": optax.novograd(1e-2),
+    "muon": optax.contrib.muon(1e-2),
+    "lamb": optax.lamb(1e-2),
+    "frozen": optax.partition({"a": optax.adam(1e-2), "b": optax.set_to_zero()}, lambda p: map_with_path(_label, p)),
+}
+
+
+def _label(path: str, _: object) -> str:
+    return "b" if path.endswith("scale") else "a"
+
+
+OFTEN = (("adamw", "float32"), ("lion", "bfloat16"), ("adafactor", "bfloat16"), ("muon", "bfloat16"))
+
+
+@functools.cache
+def gradient_trainer(dtype: str) -> Trainer:
+    """Trainer whose optimizer keeps the gradient as its state, and moves nothing."""
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree.map(jnp.zeros_like, gradients), gradients
+
+    keeps = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    model = tiny_model(num_layers=2, windows=(None,), dtype=jnp.dtype(dtype))
+    return Trainer(model, SFTLoss(), keeps, temperature=1.0, max_grad_norm=1.0)
+
+
+def copies(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def gradient_of(params: dict[str, Any], dtype: str, step: int) -> dict[str, Any]:
+    trainer = gradient_trainer(dtype)
+    trainer.restore({"params": copies(params), "opt_state": trainer.state()["opt_state"]}, 0)
+    trainer.step(rows(step))
+    return dict(copies(trainer.state()["opt_state"].inner))
+
+
+@pytest.mark.parametrize(("name", "dtype"), often(tuple(itertools.product(ANY, ("bfloat16", "float32"))), *OFTEN))
+def test_any_optimizer_is_optaxs_by_hand(name, dtype):
+    """Three steps of SFT; low-precision parameters are the rounded float32 ones, which are not rounded in between."""
+    transformation, start = ANY[name], copies(gradient_trainer(dtype).params)
+    optimizer, params = Optimizer(transformation=transformation), start
+    state = optimizer.init(params)
+    full = {path: p.astype(jnp.float32) for path, p in start.items()}
+    expected = transformation.init(full)
+    by_hand = jax.jit(transformation.update)
+    for step in range(STEPS):
+        params, state = apply(optimizer, gradient_of(params, dtype, step), state, params)
+        rounded = {path: p.astype(dtype) for path, p in full.items()}
+        changes, expected = by_hand(gradient_of(rounded, dtype, step), expected, full)
+        full = optax.apply_updates(full, changes)
+    moved = max(float(jnp.abs(full[path] - start[path]).max()) for path in full)
+    assert moved > 1e-4
+    found = params if dtype == "float32" else state.masters
+    for path, p in full.items():
+        np.testing.assert_allclose(found[path], p, rtol=1e-6, atol=1e-6 * moved, err_msg=path)
+        assert params[path].dtype == dtype
+        np.testing.assert_array_equal(params[path], found[path].astype(dtype))
+
+
+@pytest.mark.thorough
+def test_states_of_any_shape_are_sharded_and_resume_exactly(tmp_path):
+    """Factored moments are whole on every device, others sharded as their parameter; a skipped update changes none."""
+    mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
+    model = tiny_model(num_layers=2, windows=(None,), dtype=jnp.bfloat16)
+    made = Optimizer(
+        transformation=optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), moments="int8", seed=1
+    )
+    trainer = Trainer(model, SFTLoss(), made, temperature=1.0, max_grad_norm=1.0, mesh=mesh)
+    places = jax.tree_util.tree_leaves_with_path(trainer.state()["opt_state"].inner)
+    path = "stages.0.blocks.0.mlp.up.kernel"
+    own = {jax.tree_util.keystr(keys): x for keys, x in places if path in jax.tree_util.keystr(keys)}
+    specs = {name: x.sharding.spec for name, x in own.items()}
+    assert any("v_row" in name and not any(spec) for name, spec in specs.items())
+    assert any(x.dtype == jnp.int8 and specs[name] == trainer.params[path].sharding.spec for name, x in own.items())
+    trainer.step(rows(0))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, trainer.state(), {})
+        before = jax.device_get(trainer.state())
+        trainer.step(rows(0), update=False)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state()), before)
+        trainer.step(rows(1))
+        expected = jax.device_get(trainer.state())
+        state, _ = checkpointer.restore(1, trainer.state())
+    trainer.restore(state, 1)
+    trainer.step(rows(1))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state()), expected)
+
+
+@pytest.mark.parametrize(
+    ("transformation", "moments", "words"),
+    [
+        (optax.adafactor(1e-2, min_dim_size_to_factor=2), "float32", "v_row"),
+        (optax.novograd(1e-2), "float32", "nu"),
+        (optax.add_noise(0.1, 0.5, jax.random.key(0)), "float32", "key_data"),
+    ],
+)
+def test_states_that_contradict_are_refused(transformation, moments, words):
+    optimizer = Optimizer(transformation=transformation, elementwise=True, moments=moments, seed=0)
+    with pytest.raises(ValueError, match=words):
+        optimizer.init(parameters())
+
+
+def test_an_elementwise_update_by_layers_is_that_of_the_tree():
+    """In float32, and with moments in few bits, whose random numbers are of each layer: to their rounding."""
+    params = parameters()
+    params["layers.q.kernel"] = jax.random.normal(jax.random.key(9), (2, 64, 3))
+    for name in ("adam", "momentum"):
+        for moments, atol in (("float32", 0.0), ("bfloat16", 4e-3), ("int8", 2e-2)):
+            ends = []
+            for elementwise in (False, True):
+                made = Optimizer(transformation=ANY[name], elementwise=elementwise, moments=moments, seed=1)
+                new, state = params, made.init(params)
+                for step in range(STEPS):
+                    gradients = jax.tree.map(lambda p, step=step: jnp.cos(p * (step + 1)), new)
+                    new, state = apply(made, gradients, state, new)
+                ends.append(new)
+                counts = [int(x) for x in jax.tree.leaves(state) if x.ndim == 0]
+                assert counts and {*counts} == {STEPS}
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=atol), *ends)
+
+
+def test_codes_have_a_sign_but_for_what_is_never_negative():
+    params = {"a.kernel": jnp.ones((64, 8))}
+    dtypes = {"adam": {"int8", "uint8"}, "rmsprop": {"uint8"}, "lion": {"int8"}, "momentum": {"int8"}}
+    for name, expected in dtypes.items():
+        state = Optimizer(transformation=ANY[name], moments="int8", seed=0).init(params)
+        assert {str(x.dtype) for x in jax.tree.leaves(state) if x.dtype.itemsize == 1} == expected
