@@ -153,7 +153,7 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
             before.setattr("posttrain.train.checkpoint.FORMAT", 1)
             checkpointer.save(1, {"a": jnp.zeros(1)}, {})
             checkpointer.wait()
-        with pytest.raises(ConfigError, match="checkpoint has format 1, this version reads 3; resume with the version"):
+        with pytest.raises(ConfigError, match="checkpoint has format 1, this version reads 4; resume with the version"):
             checkpointer.restore(1, {"a": jnp.zeros(1)})
 
 
