@@ -19,6 +19,7 @@ from posttrain.config import MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.train.checkpoint import Checkpointer
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import Optimizer, clipped, decay_mask, global_norm, make_optimizer, make_schedule
 from posttrain.train.trainer import Trainer
 from posttrain.tree import map_with_path
@@ -189,7 +190,7 @@ def gradient_trainer(dtype: str) -> Trainer:
 
     keeps = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
     model = tiny_model(num_layers=2, windows=(None,), dtype=jnp.dtype(dtype))
-    return Trainer(model, SFTLoss(), keeps, temperature=1.0, max_grad_norm=1.0)
+    return Trainer(model, SFTLoss(), keeps, TrainSettings(temperature=1.0, max_grad_norm=1.0))
 
 
 def copies(tree: Any) -> Any:
@@ -234,7 +235,7 @@ def test_states_of_any_shape_are_sharded_and_resume_exactly(tmp_path):
     made = Optimizer(
         transformation=optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), moments="int8", seed=1
     )
-    trainer = Trainer(model, SFTLoss(), made, temperature=1.0, max_grad_norm=1.0, mesh=mesh)
+    trainer = Trainer(model, SFTLoss(), made, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh)
     places = jax.tree_util.tree_leaves_with_path(trainer.state()["opt_state"].inner)
     path = "stages.0.blocks.0.mlp.up.kernel"
     own = {jax.tree_util.keystr(keys): x for keys, x in places if path in jax.tree_util.keystr(keys)}
