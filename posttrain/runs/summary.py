@@ -9,7 +9,8 @@ from typing import Any
 
 from posttrain.config import RunConfig
 from posttrain.statistics import PairedDifference, paired_difference
-from posttrain.tracking.console import console, cut, printable, shown_number, with_interval
+from posttrain.tracking.console import console, cut, printable
+from posttrain.tracking.steps import shown_number, with_interval
 
 NUM_ANSWERS = 6
 ANSWER_CELLS = 240

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from posttrain.metrics import Sample
-from posttrain.tracking.console import cut, shown_number
-from posttrain.tracking.console.columns import LAYOUTS, number, seconds
-from posttrain.tracking.console.trend import Trend
+from posttrain.tracking.console import cut
 from posttrain.tracking.curves import Curves
 from posttrain.tracking.history import Point
+from posttrain.tracking.steps import LAYOUTS, Trend, number, seconds, shown_number
 
 EVERY_S = 1.0
 """Least time between two updates."""

@@ -16,9 +16,9 @@ import numpy as np
 
 from posttrain.metrics import Sample
 from posttrain.runtime import processes
-from posttrain.tracking.console import ConsoleSink
 from posttrain.tracking.notebook import NotebookSink, in_notebook
 from posttrain.tracking.sink import Sink
+from posttrain.tracking.steps import ConsoleSink
 from posttrain.tracking.tensorboard_sink import TensorBoardSink
 from posttrain.tracking.trackers import TrackedRun, open_tracker
 

@@ -12,10 +12,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from posttrain.metrics import Sample
+from posttrain.tracking import steps as steps_module
 from posttrain.tracking.console import console, cut, printable, progress, progress_bar, shown_log
-from posttrain.tracking.console import steps as steps_module
-from posttrain.tracking.console.columns import LAYOUTS
-from posttrain.tracking.console.trend import Trend
+from posttrain.tracking.steps import LAYOUTS, Trend
 
 pytestmark = pytest.mark.fast
 

@@ -1,22 +1,23 @@
-"""Console sink: one line per step, lines for evaluations, tables of samples."""
+"""Console sink: one line per step with its columns and trend, lines for evaluations, tables of samples."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posttrain.metrics import Sample
-from posttrain.tracking.console.columns import LAYOUTS, number, seconds, share
-from posttrain.tracking.console.screen import LiveLine, clean, console, printable
-from posttrain.tracking.console.trend import Trend
+from posttrain.tracking.console import LiveLine, clean, console, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
 
 HEADER_EVERY = 20
 
@@ -205,3 +206,218 @@ def sample_table(title: str, rows: Sequence[Sample], output: Console) -> Table:
 def shown_number(value: float | None) -> str:
     """Format a sample's number to three significant digits; `-` for None."""
     return "-" if value is None else f"{value:.3g}"
+
+
+LEGEND = "trend: mean of the last 10 steps less that of the 10 before; left: time to go"
+
+
+@dataclass(frozen=True)
+class Column:
+    header: str
+    width: int
+    text: Callable[[Mapping[str, float]], str]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Console line of a stage kind, 80 columns wide with up to a thousand steps."""
+
+    headline: str
+    """Main metric; lines without it are no steps."""
+    rises: bool
+    """True if a greater value is better."""
+    first: Column
+    """Column of the main metric, which its trend and best value follow."""
+    columns: tuple[Column, ...]
+    legend: tuple[str, ...] = (LEGEND,)
+
+    @property
+    def main_number(self) -> Callable[[float], str]:
+        """Format of the main metric's best value."""
+        return reward_number if self.rises else number
+
+    @property
+    def heads(self) -> tuple[tuple[str, int], ...]:
+        """Headers and widths of all columns after the step: the main metric, trend, best, the others, time to go."""
+        others = ((column.header, column.width) for column in self.columns)
+        main = (self.first.header, self.first.width)
+        return (main, ("trend", 6), ("best", 6 if self.rises else 7), *others, ("left", 6))
+
+
+def number(value: float) -> str:
+    """Number of three significant digits, with k or M for thousands or millions.
+
+    >>> number(1.29451), number(0.5), number(12345.6), number(3e-6), number(float("nan"))
+    ('1.29', '0.500', '12.3k', '3.00e-06', 'nan')
+    """
+    for limit, letter in ((999_500.0, "M"), (999.5, "k")):
+        if limit <= abs(value) < 1e9:
+            return number(value / (1e6 if letter == "M" else 1e3)) + letter
+    return format(value, "#.3g").rstrip(".") if value else "0"
+
+
+def reward_number(value: float) -> str:
+    """Reward with three decimals, or if it is above one three significant digits."""
+    return format(value, ".3f") if abs(value) < 1.0 else number(value)
+
+
+def share(value: float) -> str:
+    """Share as a whole percentage; above nothing and below everything never 0% or 100%."""
+    if math.isnan(value):
+        return "-"
+    return ">99%" if 0.995 <= value < 1.0 else "<1%" if 0.0 < value < 0.005 else f"{value:.0%}"
+
+
+def seconds(value: float) -> str:
+    """Duration as `42 s`, `3:05`, `2:14 h` or `3.4 d`; `-` if unknown.
+
+    >>> seconds(42.2), seconds(185.0), seconds(8040.0), seconds(3e5), seconds(math.nan)
+    ('42 s', '3:05', '2:14 h', '3.5 d', '-')
+    """
+    if not math.isfinite(value):
+        return "-"
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d}"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h" if whole < 48 * 3600 else f"{whole / 86400:.1f} d"
+
+
+def _column(header: str, width: int, name: str, form: Callable[[float], str] = number) -> Column:
+    def text(metrics: Mapping[str, float]) -> str:
+        return form(metrics[name]) if name in metrics else "-"
+
+    return Column(header, width, text)
+
+
+def _reward(metrics: Mapping[str, float]) -> str:
+    error = f" ±{metrics['reward_stderr']:.2g}" if "reward_stderr" in metrics else ""
+    return f"{reward_number(metrics['reward'])}{error}"
+
+
+def _signal(metrics: Mapping[str, float]) -> str:
+    return share(1.0 - metrics["frac_reward_zero_std"]) if "frac_reward_zero_std" in metrics else "-"
+
+
+_RATE, _NORM = _column("lr", 8, "learning_rate"), _column("grad", 6, "grad_norm")
+_SPEED = (_column("tokens/s", 8, "perf/tokens_per_s"), _column("s/step", 6, "step_time"))
+_LENGTH, _SECONDS = _column("length", 6, "completions/mean_length"), _column("s/step", 6, "step_time")
+_CUT_OFF = _column("cut off", 7, "completions/clipped_ratio", share)
+_REWARD = Column("reward", 12, _reward)
+
+LAYOUTS: dict[str, Layout] = {
+    "sft": Layout("nll", False, _column("nll", 7, "nll"), (_RATE, _NORM, *_SPEED)),
+    "preference": Layout(
+        "loss",
+        False,
+        _column("loss", 7, "loss"),
+        (_column("accuracy", 8, "rewards/accuracies", share), _column("margin", 7, "rewards/margins"), *_SPEED),
+    ),
+    "distill": Layout(
+        "distill/kl",
+        False,
+        _column("kl", 8, "distill/kl"),
+        (_column("nll", 6, "nll"), _column("teacher", 7, "distill/teacher_nll"), *_SPEED),
+        (LEGEND, "kl: of student and teacher; teacher: the teacher's nll of the same tokens"),
+    ),
+    "rl_distill": Layout(
+        "distill/kl",
+        False,
+        _column("kl", 8, "distill/kl"),
+        (_column("teacher", 7, "distill/teacher_nll"), _LENGTH, _CUT_OFF, _SECONDS),
+        (LEGEND, "teacher: its nll of the answers; cut off: answers that max_tokens ended"),
+    ),
+    "rl": Layout(
+        "reward",
+        True,
+        _REWARD,
+        (_LENGTH, _CUT_OFF, Column("signal", 6, _signal), _SECONDS),
+        (LEGEND, "cut off: answers that max_tokens ended; signal: groups with unequal rewards"),
+    ),
+    "online_preference": Layout(
+        "reward",
+        True,
+        _REWARD,
+        (
+            _column("accuracy", 8, "rewards/accuracies", share),
+            _column("ties", 5, "frac_ties", share),
+            _LENGTH,
+            _SECONDS,
+        ),
+        (LEGEND, "accuracy: pairs ordered as rewarded; ties: pairs with equal rewards"),
+    ),
+}
+LAYOUTS["reward_model"] = LAYOUTS["preference"]
+"""Console lines by stage kind."""
+
+
+WINDOW = 10
+"""Steps of each of the two means whose difference is the trend."""
+
+
+class Trend:
+    """Trend of a main metric, its best value so far, and the time to go, over the steps seen by this process."""
+
+    def __init__(self, headline: str, rises: bool, num_steps: int) -> None:
+        self._headline, self._rises, self._num_steps = headline, rises, num_steps
+        self._values: deque[float] = deque(maxlen=2 * WINDOW)
+        self._times: deque[float] = deque(maxlen=2 * WINDOW)
+        self._best = math.nan
+        self._step = 0
+        self._compiled = True
+        """True while every known time includes compilation."""
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step; times that include compilation count only until there is another."""
+        value = metrics[self._headline]
+        self._step = step
+        if math.isfinite(value):
+            self._values.append(value)
+            better = value > self._best if self._rises else value < self._best
+            self._best = value if better or math.isnan(self._best) else self._best
+        if "step_time" in metrics:
+            self._add_time(metrics["step_time"], compiled=metrics.get("perf/compilations", 0.0) > 0)
+
+    def _add_time(self, seconds: float, *, compiled: bool) -> None:
+        if self._compiled:
+            self._times.clear()
+        if self._compiled or not compiled:
+            self._times.append(seconds)
+        self._compiled = self._compiled and compiled
+
+    @property
+    def change(self) -> float:
+        """Mean of the newer half of the last steps less that of the older half; NaN before the fourth step."""
+        values = list(self._values)
+        half = len(values) // 2
+        if half < 2:
+            return math.nan
+        return sum(values[-half:]) / half - sum(values[-2 * half : -half]) / half
+
+    @property
+    def left_s(self) -> float:
+        """Estimated seconds to the last step; NaN before the first time of a step."""
+        if not self._times:
+            return math.nan
+        return (self._num_steps - self._step) * sum(self._times) / len(self._times)
+
+    @property
+    def best(self) -> float:
+        """Best value so far; NaN without a finite one."""
+        return self._best
+
+    @property
+    def shown(self) -> str:
+        """Change with its sign; `-` if unknown."""
+        change = self.change
+        if math.isnan(change):
+            return "-"
+        return "0" if abs(change) < 5e-4 else f"{'+' if change > 0 else ''}{_short(change)}"
+
+
+def _short(value: float) -> str:
+    """Number of two significant digits, and at most three decimals."""
+    if abs(value) < 0.1:
+        return f"{value:.3f}"
+    return number(value) if abs(value) >= 100 else format(value, ".2g")
