@@ -21,8 +21,8 @@ from posttrain.models.decoder import Decoder
 from posttrain.runs.run import CONFIG_NAME, is_running
 from posttrain.stages.table import stage_names
 from posttrain.tracking.console import cut
-from posttrain.tracking.curves import Curves
 from posttrain.tracking.history import Rows, points, read_metrics, read_samples
+from posttrain.tracking.notebook import Curves
 from posttrain.tracking.steps import LAYOUTS, shown_number
 from posttrain.weights.load import load_model
 

@@ -1,126 +1,26 @@
-"""Metric sinks: `metrics.jsonl`, `samples.jsonl`, and all sinks of a stage combined."""
+"""Sinks of a stage, combined, and that of TensorBoard: event files with scalars, histograms, sample texts and
+hyperparameters."""
 
 from __future__ import annotations
 
-import json
-import math
+import itertools
 import os
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from posttrain.metrics import Sample
 from posttrain.runtime import processes
+from posttrain.tracking.history import JsonlSink
 from posttrain.tracking.notebook import NotebookSink, in_notebook
-from posttrain.tracking.sink import Sink
+from posttrain.tracking.sink import Sink, grouped, markdown_of, shown
 from posttrain.tracking.steps import ConsoleSink
-from posttrain.tracking.tensorboard_sink import TensorBoardSink
 from posttrain.tracking.trackers import TrackedRun, open_tracker
-
-TABLE_DIGITS = 5
-"""Decimals of the numbers in `tables.jsonl`."""
-
-
-class JsonlSink:
-    """JSONL sink: `metrics.jsonl`, `samples.jsonl` and, if there are tables, `tables.jsonl` in `directory`.
-
-    Strict JSON, one object per line with step, stage and time. NaN (nothing was counted) is null, an infinity the
-    string "inf" or "-inf". Each line is flushed; a partial last line of a killed process is removed on opening. Several
-    stages may share the files.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], stage: str) -> None:
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._stage = stage
-        self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
-        self._tables_path = folder / "tables.jsonl"
-        self._metrics, self._samples = _open_for_append(self._metrics_path), _open_for_append(self._samples_path)
-
-    def truncate_after(self, step: int, *, evaluation: bool) -> None:
-        """Remove this stage's lines of later steps, which a run that resumes at `step` writes again.
-
-        `evaluation`: also remove evaluations at `step` itself, since the final one runs after the last checkpoint.
-        Raises ValueError for a line that is not a JSON object with `step` and `stage`.
-        """
-
-        def written_again(line: Mapping[str, Any]) -> bool:
-            evaluated = evaluation and any(name.startswith("eval/") for name in line)
-            return line["stage"] == self._stage and (line["step"] > step or (line["step"] == step and evaluated))
-
-        self.close()
-        tables = [self._tables_path] if self._tables_path.exists() else []
-        for path in (self._metrics_path, self._samples_path, *tables):
-            _keep_lines(path, lambda line: not written_again(line))
-        self._metrics, self._samples = _open_for_append(self._metrics_path), _open_for_append(self._samples_path)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        _write_line(self._metrics, {**self._head(step), **metrics})
-
-    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
-        rounded = {name: np.round(table.astype(np.float64), TABLE_DIGITS).tolist() for name, table in tables.items()}
-        with _open_for_append(self._tables_path) as file:
-            _write_line(file, {**self._head(step), **rounded})
-
-    def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        for row in rows:
-            _write_line(self._samples, {**self._head(step), **asdict(row)})
-
-    def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
-
-    def _head(self, step: int) -> dict[str, Any]:
-        return {"step": step, "stage": self._stage, "time": round(time.time(), 3)}
-
-
-def _write_line(file: TextIO, entry: Mapping[str, Any]) -> None:
-    file.write(json.dumps(_strict(entry), ensure_ascii=False, allow_nan=False) + "\n")
-    file.flush()
-
-
-def _strict(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent."""
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
-
-
-def _open_for_append(path: Path) -> TextIO:
-    """Open for appending, after removing a partial last line."""
-    with path.open("ab+") as file:
-        file.seek(0)
-        whole = sum(len(line) for line in file if line.endswith(b"\n"))
-        file.truncate(whole)
-    # A lone surrogate is written as its JSON escape.
-    return path.open("a", encoding="utf-8", errors="backslashreplace")
-
-
-def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a JSONL file with the lines selected by `keep`, atomically."""
-    part = path.with_name(path.name + ".part")
-    with path.open("rb") as source, part.open("wb") as target:
-        for number, line in enumerate(source, start=1):
-            try:
-                kept = keep(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}:{number}: not a line of metrics ({error!r}); delete this line, or move the file away"
-                ) from error
-            if kept:
-                target.write(line)
-        target.flush()
-        os.fsync(target.fileno())
-    part.replace(path)
 
 
 class Sinks:
@@ -183,3 +83,96 @@ def open_sinks(
     tracked = TrackedRun(folder=Path(directory), stage=stage, settings=settings or {})
     sinks += [open_tracker(name, tracked) for name in trackers]
     return Sinks(*sinks, *watchers)
+
+
+HISTOGRAM_BINS = 30
+
+_event_files = itertools.count()
+
+
+class TensorBoardSink:
+    """TensorBoard sink: grouped scalars and sample texts as an event file in `directory`; NaN is omitted.
+
+    Event records are written directly: TensorBoard's own writer imports TensorFlow if that is installed.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name must be unique, and later names must sort later.
+        name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"
+        self._event = Event
+        self._records = RecordWriter((folder / f"{name}.{next(_event_files)}").open("xb"))
+        self._emit(file_version="brain.Event:2")
+        self._hparams(settings)
+
+    def _hparams(self, settings: Mapping[str, Any]) -> None:
+        """Write the settings for the HPARAMS page; texts but for numbers and flags."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_FLOAT
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+
+        start = SessionStartInfo(start_time_secs=time.time())
+        for name, setting in settings.items():
+            kind = "bool" if isinstance(setting, bool) else "number" if isinstance(setting, int | float) else "string"
+            setattr(start.hparams[name], f"{kind}_value", setting if kind != "string" else str(setting))
+        content = HParamsPluginData(session_start_info=start).SerializeToString()
+        plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=content)
+        tensor = TensorProto(dtype=DT_FLOAT, float_val=[0.0])
+        tensor.tensor_shape.SetInParent()
+        tag, metadata = "_hparams_/session_start_info", SummaryMetadata(plugin_data=plugin)
+        self._emit(step=0, summary=Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)]))
+
+    def truncate_after(self, step: int) -> None:
+        """Mark later steps in earlier event files as superseded."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._emit(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in shown(metrics).items()]
+        self._emit(step=step, summary=Summary(value=values))
+
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        """Write a histogram per table."""
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        values = []
+        for name, table in tables.items():
+            counts, edges = np.histogram(table, bins=HISTOGRAM_BINS)
+            histogram = HistogramProto(
+                min=table.min(),
+                max=table.max(),
+                num=table.size,
+                sum=table.sum(),
+                sum_squares=np.square(table).sum(),
+                bucket_limit=edges[1:],
+                bucket=counts,
+            )
+            values.append(Summary.Value(tag=grouped(name), histo=histogram))
+        self._emit(step=step, summary=Summary(value=values))
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        text = "\n\n---\n\n".join(markdown_of(row) for row in rows)
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", errors="backslashreplace")])
+        tensor.tensor_shape.SetInParent()
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        value = Summary.Value(tag="samples/text", tensor=tensor, metadata=metadata)
+        self._emit(step=step, summary=Summary(value=[value]))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _emit(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.flush()

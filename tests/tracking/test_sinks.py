@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from posttrain.metrics import Sample
-from posttrain.tracking.sinks import JsonlSink, Sinks, open_sinks
-from posttrain.tracking.tensorboard_sink import TensorBoardSink
+from posttrain.tracking.history import JsonlSink
+from posttrain.tracking.sinks import Sinks, TensorBoardSink, open_sinks
 
 pytestmark = pytest.mark.fast
 
@@ -196,7 +196,7 @@ def test_tensorboard_forgets_later_steps_after_a_resume(tmp_path):
 
 def test_the_writer_imports_no_tensorflow_and_no_torch(tmp_path):
     code = (
-        "import sys; from posttrain.tracking.tensorboard_sink import TensorBoardSink; "
+        "import sys; from posttrain.tracking.sinks import TensorBoardSink; "
         "assert not {'tensorboard', 'rich'} & set(sys.modules); "
         "s = TensorBoardSink(sys.argv[1], {'a': 1}); s.write(1, {'x': 1.0}); s.samples(1, []); s.close(); "
         "bad = {'tensorflow', 'torch'} & set(sys.modules); "
