@@ -25,7 +25,7 @@ from posttrain.runtime.files import write_whole
 from posttrain.stages.devices import RoleDevices
 from posttrain.statistics import LEVEL, PairedDifference
 from posttrain.tracking.console import console, progress_bar
-from posttrain.tracking.profile.recorder import StepRecorder
+from posttrain.tracking.profile import StepRecorder
 from posttrain.tracking.sink import Sink
 from posttrain.tracking.sinks import Sinks, open_sinks
 from posttrain.train.checkpoint import Checkpointer

@@ -22,7 +22,7 @@ from posttrain.runtime import processes
 from posttrain.runtime.profiler import span, step_span
 from posttrain.runtime.xla import trim_host_memory
 from posttrain.tracking.console import console, progress_bar
-from posttrain.tracking.profile.recorder import StepRecorder
+from posttrain.tracking.profile import StepRecorder
 from posttrain.tracking.sink import Sink
 from posttrain.train.checkpoint import Checkpointer, DamagedCheckpoint
 from posttrain.train.trainer import Trainer, check_finite

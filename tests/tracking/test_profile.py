@@ -11,10 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.tracking.profile.advice import advice
-from posttrain.tracking.profile.recorder import NUM_STABLE, PATIENCE, StepRecorder, describe_profile
-from posttrain.tracking.profile.table import UNEXPLAINED, PhaseTime, TimeTable, time_table
-from posttrain.tracking.profile.trace import Op, Span, Trace, busy, innermost, own_times
+from posttrain.tracking.profile import NUM_STABLE, PATIENCE, StepRecorder, advice, describe_profile
+from posttrain.tracking.trace import (
+    UNEXPLAINED,
+    Op,
+    PhaseTime,
+    Span,
+    TimeTable,
+    Trace,
+    busy,
+    innermost,
+    own_times,
+    time_table,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -168,7 +177,7 @@ def test_auto_waits_for_stable_steps(
     seconds: list[float], first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Path] = []
-    module = "posttrain.tracking.profile.recorder"
+    module = "posttrain.tracking.profile"
     monkeypatch.setattr(f"{module}.start_recording", started.append)
     monkeypatch.setattr(f"{module}.stop_recording", lambda folder: folder)
     recorder = StepRecorder(tmp_path / "profile", "auto", 1000)
@@ -187,8 +196,8 @@ def test_auto_waits_for_stable_steps(
 
 def test_auto_in_a_short_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last steps, however long they took."""
-    monkeypatch.setattr("posttrain.tracking.profile.recorder.start_recording", lambda folder: None)
-    monkeypatch.setattr("posttrain.tracking.profile.recorder.stop_recording", lambda folder: folder)
+    monkeypatch.setattr("posttrain.tracking.profile.start_recording", lambda folder: None)
+    monkeypatch.setattr("posttrain.tracking.profile.stop_recording", lambda folder: folder)
     recorder = StepRecorder(tmp_path, "auto", 5)
     for step in (1, 2):
         recorder.start_if_due(step, lambda: None)
