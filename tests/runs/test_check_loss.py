@@ -134,6 +134,10 @@ def test_the_page_about_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert outcome.code == 0 and outcome.out.endswith("ok\n"), outcome.err
     for name in ("LogProbability", "SquaredMargin"):
         assert "over 40 splits" in check_loss(f"my_losses.py:{name}")
+    line = check_loss('{fn: "my_losses.py:power", gamma: 1}')
+    assert "loss: my_losses.py:power: equal value" in line and line.endswith("for stages of kind sft")
+    with pytest.raises(ConfigError, match="loss: 'gama' is no setting of my_losses.py:Power; did you mean 'gamma'"):
+        check_loss('{fn: "my_losses.py:Power", gama: 1}')
     refused = posttrain("check")
     assert refused.code == 2 and "give CONFIG, or --loss FILE:NAME" in refused.err
 
