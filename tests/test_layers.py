@@ -200,7 +200,7 @@ def test_rewards_import_little() -> None:
         ("models", "posttrain.models", "from ..data import chat", 1),
         ("models", "posttrain.models", "from . import layers\nfrom posttrain.models.layers import x", 0),
         ("models", "posttrain.models.families", "from ..layers import x\nfrom ...losses import kl", 1),
-        ("models", "posttrain.models", "def f():\n    import posttrain.losses.kl", 1),
+        ("models", "posttrain.models", "def f():\n    import posttrain.losses.ratios", 1),
         ("models", "posttrain.models", "import_module('posttrain.train.checkpoint')", 1),
         ("train", "posttrain.train", "from posttrain.rollout.engine import E", 1),
         ("train", "posttrain.train", "from posttrain import losses, rl", 1),

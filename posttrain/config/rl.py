@@ -208,7 +208,7 @@ class RLSection(OnlineSection):
     """Place of the KL: a term of the loss, or a penalty in the reward, of whole samples, with `ppo` per token. In the
     reward `kl_estimator` is k1 by default, the only one with the gradient of KL(policy || reference) there."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """KL estimator, see `posttrain.losses.kl`; k1, whose expected gradient is 0, needs `kl_bias_correction`."""
+    """KL estimator, see `posttrain.losses.ratios`; k1, whose expected gradient is 0, needs `kl_bias_correction`."""
     kl_bias_correction: Flag | None = None
     """Multiply the KL by the ratio pi / pi_old, so that its gradient is that of KL(policy || reference); approximate
     with `ratio: sequence_mean`. arXiv:2512.02556."""

@@ -1,8 +1,6 @@
 """Losses on token statistics: sums with their weights, in plain array arithmetic, without a model."""
 
 from posttrain.losses.distill import DistillLoss
-from posttrain.losses.importance import ImportanceSampling
-from posttrain.losses.kl import k1, k2, k3
 from posttrain.losses.policy import (
     BNPO,
     CISPO,
@@ -20,6 +18,7 @@ from posttrain.losses.policy import (
     PolicyLoss,
     dr_grpo,
 )
+from posttrain.losses.ratios import ImportanceSampling, k1, k2, k3
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.losses.value import ValueLoss

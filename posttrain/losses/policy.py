@@ -12,10 +12,17 @@ from jaxtyping import Bool, Float
 
 from posttrain.batch import Batch, HostArray, LossOutput, TokenLoss, TokenStats
 from posttrain.losses import surrogates
-from posttrain.losses.importance import ImportanceSampling, RatioLevel, level_log_ratio, off_policy_mask
-from posttrain.losses.kl import KLEstimator, gradient_of, k3
+from posttrain.losses.ratios import (
+    ImportanceSampling,
+    KLEstimator,
+    RatioLevel,
+    gradient_of,
+    k3,
+    level_log_ratio,
+    off_policy_mask,
+    sampler_gap,
+)
 from posttrain.losses.reduce import ConstantLength, Reduction, Shares, sequence_mean, sequence_total, token_mean
-from posttrain.losses.sampler_gap import sampler_gap
 from posttrain.losses.surrogates import PolicyTerms, Surrogate
 from posttrain.tree import Mean, Metric
 

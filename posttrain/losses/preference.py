@@ -13,7 +13,6 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.errors import did_you_mean
-from posttrain.losses.kl import MAX_LOG_RATIO
 from posttrain.losses.pairs import (
     Needs,
     PairedSequences,
@@ -25,6 +24,7 @@ from posttrain.losses.pairs import (
     sequences_of,
     with_nll,
 )
+from posttrain.losses.ratios import MAX_LOG_RATIO
 from posttrain.tree import Mean, replace
 
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]

@@ -11,9 +11,9 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.batch import Batch, LossOutput, TokenStats
-from posttrain.losses.kl import MAX_LOG_RATIO
 from posttrain.losses.pairs import Needs, nll_of_chosen, output, pair_metrics, pairs_of, sequences_of, with_nll
 from posttrain.losses.preference import smoothed
+from posttrain.losses.ratios import MAX_LOG_RATIO
 
 CPOKind = Literal["sigmoid", "hinge", "ipo"]
 SMALLEST = 1e-7

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from posttrain.losses.importance import Level
-from posttrain.losses.kl import MAX_LOG_RATIO
+from posttrain.losses.ratios import MAX_LOG_RATIO, Level
 from posttrain.losses.reduce import sequence_sums, to_tokens
 
 

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Int
 
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses import policy
-from posttrain.losses.kl import KLEstimator, k1, k2, k3
 from posttrain.losses.policy import PolicyLoss, RLLoss
+from posttrain.losses.ratios import KLEstimator, k1, k2, k3
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
 from posttrain.losses.surrogates import CLIP_FIELDS
 from posttrain.losses.value import ValueLoss

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch
 from posttrain.data.packing import RowSpan
-from posttrain.losses.kl import KLEstimator, gradient_in_reward
+from posttrain.losses.ratios import KLEstimator, gradient_in_reward
 from posttrain.tree import replace
 
 Tokens = Float[np.ndarray, "B T"]
@@ -28,7 +28,7 @@ class RewardKL:
     """KL penalty in the reward: -coef * estimate per sampled token, without a gradient of its own.
 
     k1 has the expected gradient of KL(policy || reference); those of k2 and k3 differ, see
-    `posttrain.losses.kl.gradient_in_reward`.
+    `posttrain.losses.ratios.gradient_in_reward`.
     """
 
     coef: float

@@ -9,8 +9,8 @@ import numpy as np
 
 from posttrain.config import RLSection, UserObject
 from posttrain.errors import ConfigError
-from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.policy import RLLoss
+from posttrain.losses.ratios import ImportanceSampling
 from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip, Surrogate
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric

@@ -22,7 +22,7 @@ from posttrain.evaluation.at_k import Record, prompt_differences
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate_prompts, record_of, with_at_k
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.policy import PolicyLoss, RLLoss
-from posttrain.losses.sampler_gap import WithSamplerGap
+from posttrain.losses.ratios import WithSamplerGap
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.reward.rubric import error_lines

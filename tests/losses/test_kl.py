@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.losses.kl import KLEstimator, gradient_of, k1, k2, k3
 from posttrain.losses.policy import DAPO
+from posttrain.losses.ratios import KLEstimator, gradient_of, k1, k2, k3
 from posttrain.tree import replace
 
 pytestmark = pytest.mark.fast

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 from posttrain.batch import LossOutput
-from posttrain.losses.importance import ImportanceSampling
-from posttrain.losses.kl import k1, k2
 from posttrain.losses.policy import (
     CISPO,
     DAPO,
@@ -29,6 +27,7 @@ from posttrain.losses.policy import (
     PolicyLoss,
     dr_grpo,
 )
+from posttrain.losses.ratios import ImportanceSampling, k1, k2
 from posttrain.losses.reduce import ConstantLength, sequence_mean, token_mean
 from posttrain.tree import added, added_up, replace
 from tests.often import often

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.policy import GMPO, RLOO, PolicyLoss
+from posttrain.losses.ratios import ImportanceSampling
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
 from posttrain.losses.surrogates import CISPO, SAPO, VESPO, Clip, Surrogate
 from posttrain.rl.selection import top_entropy

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.losses.sampler_gap import THIRDS, sampler_gap
+from posttrain.losses.ratios import THIRDS, sampler_gap
 from posttrain.rl.metrics import EXACT, GAP, LIMIT, ROUNDED, SamplerGate, sampler_disagrees
 from posttrain.tree import EDGES, Mean, Quantile, added, replace
 

@@ -9,8 +9,8 @@ import pytest
 
 from posttrain.errors import ConfigError
 from posttrain.losses import policy
-from posttrain.losses.kl import k1, k3
 from posttrain.losses.policy import DAPO, DISTILL, GRPO, GSPO, RLOO, dr_grpo
+from posttrain.losses.ratios import k1, k3
 from posttrain.losses.reduce import sequence_total, token_mean
 from posttrain.losses.surrogates import CISPO, SAPO
 from posttrain.rl.advantages import (

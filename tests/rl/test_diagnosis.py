@@ -21,7 +21,7 @@ from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import RunError
-from posttrain.losses.sampler_gap import sampler_gap
+from posttrain.losses.ratios import sampler_gap
 from posttrain.metrics import Timer, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.reward.function import Reward

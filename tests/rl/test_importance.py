@@ -13,8 +13,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.policy import DAPO, GSPO, RLOO, VESPO, PolicyLoss
+from posttrain.losses.ratios import ImportanceSampling
 from posttrain.losses.reduce import sequence_sums
 from posttrain.models.quant import dequantized, quantized
 from posttrain.rl.assemble import assemble

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import LoRA, MeshSection, RolloutQuantize
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.ratios import ImportanceSampling
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.quant import Quantized

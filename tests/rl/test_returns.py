@@ -12,8 +12,8 @@ import pytest
 
 from posttrain.batch import Batch, ScoreStats, TokenStats
 from posttrain.data.packing import RowSpan
-from posttrain.losses.kl import KLEstimator, gradient_in_reward, k1, k2, k3
 from posttrain.losses.policy import PPO
+from posttrain.losses.ratios import KLEstimator, gradient_in_reward, k1, k2, k3
 from posttrain.losses.value import ValueLoss, values_before
 from posttrain.rl.returns import GAE, RewardKL, discounted, gae, turn_gae, whitened, with_returns
 from posttrain.train.objective import TrainSettings

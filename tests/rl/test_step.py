@@ -22,7 +22,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.rollouts import evaluate_prompts
-from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.ratios import ImportanceSampling
 from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric

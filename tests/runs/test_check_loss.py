@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from posttrain.errors import ConfigError
-from posttrain.losses.importance import ImportanceSampling
-from posttrain.losses.kl import k2
 from posttrain.losses.policy import DAPO, VESPO
 from posttrain.losses.preference import PreferenceLoss
+from posttrain.losses.ratios import ImportanceSampling, k2
 from posttrain.losses.reduce import token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.rl.algorithms import ALGORITHMS

@@ -15,7 +15,7 @@ import pytest
 from posttrain.config import RLSection
 from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
-from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.ratios import ImportanceSampling
 from posttrain.runs.prepare import prepare
 from posttrain.runs.replay import MEASURED, replay
 from posttrain.stages.online import one_process

@@ -22,8 +22,7 @@ from posttrain.evaluation.sequences import counted
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
-from posttrain.losses.importance import ImportanceSampling
-from posttrain.losses.kl import k1, k2
+from posttrain.losses.ratios import ImportanceSampling, k1, k2
 from posttrain.losses.reduce import ConstantLength, sequence_total, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip
