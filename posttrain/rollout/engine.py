@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from jax import Array
 
-from posttrain.config import RolloutQuantize, SamplerTensor
+from posttrain.config import RolloutQuantize, RolloutSection, SamplerTensor
+from posttrain.config.locator import callable_of
+from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.models.decoder import Decoder
@@ -20,7 +22,7 @@ from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, DispatchOutcome, Runner, deliver
 from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.shapes import Expected
-from posttrain.rollout.types import Call, Completion, Decode, SamplingParams
+from posttrain.rollout.types import Call, Completion, Decode, RolloutEngine, SamplingParams
 from posttrain.runtime.profiler import span
 from posttrain.runtime.xla import trim_host_memory
 from posttrain.tracking.console import progress_bar
@@ -103,6 +105,25 @@ class NativeEngine:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
         self._paused = False
         self._closed = False
+
+    @classmethod
+    def of(
+        cls, model: Decoder, tokenizer: Tokenizer, section: RolloutSection, *, slots: int, max_length: int
+    ) -> NativeEngine:
+        """Make the engine of a section. `slots`: default of `rollout.slots`."""
+        return cls(
+            model,
+            slots=section.slots or slots,
+            max_length=max_length,
+            decode_steps=section.decode_steps,
+            tokenizer_decode=tokenizer.decode,
+            version=0,
+            record_routing=section.record_routing,
+            quantize=section.quantize,
+            merge_lora=section.merge_lora,
+            cache_tokens=section.cache_tokens,
+            tensor=section.tensor,
+        )
 
     def step(self) -> bool:
         """One trip to the device; False when there was nothing to do."""
@@ -342,3 +363,37 @@ class NativeEngine:
         finally:
             self._driver = None
             self.programs.rest()
+
+
+EngineFactory = Callable[[Decoder, Tokenizer, RolloutSection], Any]
+"""Maker of a rollout engine that users write."""
+
+
+def engine_factory(section: RolloutSection) -> EngineFactory | None:
+    """Import the section's factory of engines; None: the built-in engine. ConfigError for an object that is none."""
+    if section.engine is None:
+        return None
+    factory: EngineFactory = callable_of(section.engine, "rollout.engine")
+    methods = ("generate", "update_weights", "close")
+    # A function may be a factory too; its result is checked when it is made.
+    if isinstance(factory, type) and (lacks := [name for name in methods if not hasattr(factory, name)]):
+        raise ConfigError(f"rollout.engine: {section.engine} has no method {', '.join(lacks)}; implement it")
+    return factory
+
+
+def make_engine(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    section: RolloutSection,
+    factory: EngineFactory | None,
+    *,
+    slots: int,
+    max_length: int,
+) -> RolloutEngine:
+    """Make the rollout engine by a factory; None: the built-in one. `slots`: its default."""
+    if factory is None:
+        return NativeEngine.of(model, tokenizer, section, slots=slots, max_length=max_length)
+    engine = factory(model, tokenizer, section)
+    if not isinstance(engine, RolloutEngine):
+        raise ConfigError(f"rollout.engine: {section.engine} made a {type(engine).__name__}, no RolloutEngine")
+    return engine

@@ -1,4 +1,4 @@
-"""Cluster of an online stage: each role on the devices that the configuration gives it."""
+"""Cluster of an online stage: each role on the devices that the configuration gives it, and the use of its engine."""
 
 from __future__ import annotations
 
@@ -7,26 +7,36 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from posttrain.cluster.cluster import Cluster, Critic
 from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, Scorer, WithoutAdapter
 from posttrain.cluster.sync import ColocatedReplica, PerProcessReplica, Replica, ReshardedReplica, Shared
-from posttrain.config import MeshSection, OnlineSection, RLSection, SamplerTensor
+from posttrain.config import MeshSection, OnlineSection, RLSection, RolloutSection, SamplerTensor
 from posttrain.errors import ConfigError
 from posttrain.losses.value import ValueLoss
 from posttrain.mesh import make_mesh
+from posttrain.models.config import MoEConfig
+from posttrain.models.decoder import Decoder
+from posttrain.rl.metrics import EXACT, ROUNDED, SamplerGate
+from posttrain.rl.sampler import Sampler
 from posttrain.rollout.decode_weights import device_memory
+from posttrain.rollout.engine import NativeEngine, make_engine
+from posttrain.rollout.shapes import Expected
+from posttrain.rollout.trajectory import Example
+from posttrain.rollout.types import RolloutEngine
 from posttrain.runtime import processes
 from posttrain.stages.context import StageRun
 from posttrain.stages.devices import RoleDevices
-from posttrain.stages.engine import make_engine
 from posttrain.stages.prompts import RolloutInputs
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import has_lora
+from posttrain.weights.quantize import is_quantized
 from posttrain.weights.scalar_head import add_scalar_head
+from posttrain.weights.state import ModelWeights
 
 HALF, QUARTER = 2, 4
 """Parts of a device's memory, one over these, that weights may take on devices for sampling alone, and on others."""
@@ -144,3 +154,48 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
         mesh=mesh,
     )
     return Critic(trainer, warmup=settings.warmup)
+
+
+def sampler_gate(model: Decoder, section: RolloutSection) -> SamplerGate:
+    """Veto on updates of a model with samples of this engine, by the precision of its numbers.
+
+    A mixture of experts counts as rounded: rounding may send a token to another expert.
+    """
+    plain = section.quantize == "none" and not is_quantized(model) and model.compute.dtype == jnp.float32
+    mixture = any(isinstance(block.mlp, MoEConfig) for stage in model.config.stages for block in stage.blocks)
+    # Accelerators multiply float32 in lower precision by default.
+    exact = plain and not mixture and jax.default_backend() == "cpu"
+    exact &= all(struct.dtype == jnp.float32 for struct in ModelWeights(model).structs().values())
+    return SamplerGate(rounding=EXACT if exact else ROUNDED)
+
+
+def warm_up(
+    engine: RolloutEngine,
+    section: RolloutSection,
+    prompts: Sequence[tuple[Sampler, Sequence[Example]]],
+    *,
+    rereads: bool = False,
+) -> None:
+    """Compile the programs that the built-in engine needs for these prompts, if the section enables it. `rereads`:
+    samples may be resumed by later steps."""
+    if section.warm_up and isinstance(engine, NativeEngine):
+        expected = []
+        for sampler, examples in prompts:
+            lengths = [len(example.prompt_tokens) for example in examples]
+            turns = sampler.conversations
+            longest = max(lengths) if turns is None else turns.row_tokens - 1
+            expected.append(Expected(params=sampler.params(0, 0), shortest=min(lengths), longest=longest))
+        # A failed sample ends the step, discarding the samples beside it.
+        engine.warm_up(expected, rereads=rereads)
+
+
+def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
+    """Metrics of the built-in engine; none of others."""
+    return engine.metrics() if isinstance(engine, NativeEngine) else {}
+
+
+def forget_prompts(engine: RolloutEngine) -> None:
+    """Clear the built-in engine's prefix cache after other prompts than those of training: keys and values in it would
+    change the rounding of training samples."""
+    if isinstance(engine, NativeEngine):
+        engine.forget_prompts()

@@ -48,9 +48,10 @@ from posttrain.rl.metrics import GAP, check_agreement, sample_metrics
 from posttrain.rl.sampler import Sampler, collect
 from posttrain.rl.source import Source
 from posttrain.rl.teachers import distances, merged_distances, shares_of
+from posttrain.rollout.engine import make_engine
 from posttrain.runtime.event_loop import run_async
+from posttrain.stages.cluster import sampler_gate, warm_up
 from posttrain.stages.context import StageRun
-from posttrain.stages.engine import make_engine, sampler_gate, warm_up
 from posttrain.stages.inputs import EpochSource, Prepared
 from posttrain.stages.prompts import PromptInputs, check_cache, prepare_prompts
 from posttrain.stages.sequences import (

@@ -43,9 +43,8 @@ from posttrain.rollout.trajectory import Group
 from posttrain.runtime import processes
 from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.profiler import span
-from posttrain.stages.cluster import make_cluster
+from posttrain.stages.cluster import engine_metrics, forget_prompts, make_cluster, sampler_gate, warm_up
 from posttrain.stages.context import HeldOut, StageRun, Training
-from posttrain.stages.engine import engine_metrics, forget_prompts, sampler_gate, warm_up
 from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache
 from posttrain.tracking.console import console, cut, printable
 from posttrain.train.loop import crosses

@@ -34,8 +34,8 @@ from posttrain.rl.monitor import Monitor
 from posttrain.rl.sampler import sampling_params
 from posttrain.rl.teachers import shares_of
 from posttrain.rollout.blocks import BLOCK, least_cache
+from posttrain.rollout.engine import EngineFactory, engine_factory
 from posttrain.rollout.trajectory import Example
-from posttrain.stages.engine import EngineFactory, engine_of
 from posttrain.stages.inputs import Prepared, rows_and_renderer
 from posttrain.tools.prompts import ToolText
 from posttrain.tools.types import Tool
@@ -141,7 +141,7 @@ def prepare_scored(
         rubric=rubric,
         monitor=monitor,
         max_prompt_tokens=limit,
-        make_engine=engine_of(section.rollout),
+        make_engine=engine_factory(section.rollout),
         conversations=conversations,
     )
     return scored, notes
@@ -210,7 +210,7 @@ def prepare_prompts(
         examples=examples[0][0],
         eval_examples=[] if section.eval_dataset is None else examples[-1][0],
         max_tokens=limit,
-        make_engine=engine_of(section.rollout),
+        make_engine=engine_factory(section.rollout),
     )
     notes = sampled_stop_notes(sources[0][2], examples[0][0][0].messages)
     return inputs, [*(note for _, more in examples for note in more), *notes]
