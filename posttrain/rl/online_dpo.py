@@ -18,8 +18,7 @@ from posttrain.metrics import Timer
 from posttrain.rl.act import Act
 from posttrain.rl.assemble import Pair, assemble_pairs
 from posttrain.rl.metrics import rollout_metrics
-from posttrain.rl.step import StepResult
-from posttrain.rl.update import update
+from posttrain.rl.step import StepResult, update
 from posttrain.rollout.trajectory import Group
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar

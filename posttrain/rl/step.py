@@ -1,12 +1,17 @@
-"""RL training step: from prompts to updated weights."""
+"""RL training step: from prompts to updated weights, in the order in which it happens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster
@@ -15,16 +20,15 @@ from posttrain.metrics import Metrics, Timer
 from posttrain.reward.types import Rewards
 from posttrain.rl.act import Act, Acted
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.annotate import annotated, reward_penalties
-from posttrain.rl.entropy import EntropyControl
-from posttrain.rl.metrics import rollout_metrics
-from posttrain.rl.signal import advantages_of_all, has_signal, parts_of, signal_metrics, signal_of
-from posttrain.rl.teachers import TeacherKL
-from posttrain.rl.update import update
+from posttrain.rl.assemble import Shares, TurnValues, assemble, sample_rows, sampled_rows
+from posttrain.rl.metrics import rollout_metrics, sampler_disagrees
+from posttrain.rl.returns import with_returns
+from posttrain.rl.teachers import TeacherKL, add_teachers
+from posttrain.rl.turns import rewards_at_ends, turn_advantages
 from posttrain.rollout.trajectory import Group
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
-from posttrain.tree import replace
+from posttrain.tree import Mean, Metric, added, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,3 +127,281 @@ def learn(cluster: Cluster, algorithm: Algorithm, acted: Acted, settings: StepSe
         advantages_PG=advantages_of_all(acted.groups_P, signal),
         parts=parts,
     )
+
+
+ROUNDING = 1e-6
+"""Advantages up to this share of the largest reward count as 0: the mean of equal rewards may be rounded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """Groups to learn from, with their advantages; with a critic, rewards in place of advantages."""
+
+    kept_P: Sequence[Group]
+    rewards_PG: Float[np.ndarray, "Q G"]
+    advantages_PG: Float[np.ndarray, "Q G"]
+    learned_PG: Bool[np.ndarray, "Q G"]
+    """Samples in the loss: with a reward and an advantage, and not left out as truncated."""
+    turns_PG: TurnValues | None = None
+    """Advantages by token, or with a critic rewards; None: one advantage for each sample."""
+    chained: bool = False
+    """True if the rewards become returns over all rows of a sample."""
+
+
+def signal_of(algorithm: Algorithm, acted: Acted, penalties_PG: Float[np.ndarray, "P G"] | None) -> Signal:
+    """Groups that refill or the algorithm keeps, in the order of their numbers, and the advantages of their samples.
+    Refill may keep none. `penalties_PG`: added to rewards."""
+    if penalties_PG is None:
+        penalties_PG = np.zeros_like(acted.rewards.total_PG)
+    rewards_PG = acted.rewards.total_PG + penalties_PG
+    useful_P = algorithm.kept(acted.rewards.total_PG) if acted.useful_P is None else acted.useful_P
+    order = sorted(map(int, np.flatnonzero(useful_P)), key=lambda index: acted.groups_P[index][0].group)
+    kept_P, rewards_PG = [acted.groups_P[index] for index in order], rewards_PG[order]
+    advantages_PG = rewards_PG
+    if kept_P:
+        parts_PG = {name: part[order] for name, part in acted.rewards.parts_PG.items()}
+        lengths_PG = np.asarray([[sample.num_sampled for sample in group] for group in kept_P])
+        advantages_PG = algorithm.advantages(rewards_PG, parts_PG, acted.weights, lengths_PG, penalties_PG[order])
+    learned_PG = ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG)
+    if algorithm.truncated == "mask" and kept_P:
+        learned_PG &= ended(kept_P)
+    turns_PG = None
+    if algorithm.critic is not None:
+        turns_PG = rewards_at_ends(kept_P, advantages_PG, acted.weights)
+    elif algorithm.turn_advantages:
+        turns_PG = turn_advantages(kept_P, rewards_PG, acted.weights)
+    return Signal(
+        kept_P=kept_P,
+        rewards_PG=rewards_PG,
+        advantages_PG=advantages_PG,
+        learned_PG=learned_PG,
+        turns_PG=turns_PG,
+        chained=algorithm.critic is not None,
+    )
+
+
+def parts_of(
+    signal: Signal,
+    acted: Acted,
+    *,
+    updates: int,
+    row_tokens: int,
+    num_rows: int,
+    shares: Shares | None,
+    version: int | None,
+) -> list[Batch]:
+    """One batch for each update, all of one shape, with whole groups in each. The other arguments: see `assemble`."""
+    return [
+        assemble(
+            [signal.kept_P[index] for index in indices],
+            signal.advantages_PG[indices],
+            signal.learned_PG[indices],
+            like=acted.groups_P[0][0],
+            row_tokens=row_tokens,
+            num_rows=num_rows,
+            shares=shares,
+            version=version,
+            turns_PG=None if signal.turns_PG is None else [signal.turns_PG[index] for index in indices],
+            chained=signal.chained,
+        )
+        for indices in np.array_split(np.arange(len(signal.kept_P)), updates)
+    ]
+
+
+def has_signal(batch: Batch, rewards_PG: Float[np.ndarray, "P G"]) -> bool:
+    """Tell whether any advantage of the batch differs from 0 by more than the rounding of the rewards."""
+    assert batch.advantages is not None
+    scale = np.abs(rewards_PG[~np.isnan(rewards_PG)]).max(initial=0.0)
+    return not np.abs(batch.advantages).max() <= ROUNDING * scale
+
+
+def signal_metrics(signal: Signal, acted: Acted, parts: Sequence[Batch]) -> dict[str, float]:
+    """Metrics of groups and advantages. `advantages/invalid`: share of samples with a reward but no advantage."""
+    invalid = np.isnan(signal.advantages_PG) & ~np.isnan(signal.rewards_PG)
+    return {
+        "groups/kept": float(len(signal.kept_P)),
+        "groups/left_out": float(len(acted.groups_P) - len(signal.kept_P)),
+        "advantages/invalid": float(invalid.mean()) if invalid.size else 0.0,
+        "advantages/abs_max": max(float(np.abs(np.asarray(part.advantages)).max()) for part in parts),
+    }
+
+
+def advantages_of_all(groups_P: Sequence[Group], signal: Signal) -> Float[np.ndarray, "P G"]:
+    """Advantages of all groups; NaN for those that are left out."""
+    kept = zip(signal.kept_P, signal.advantages_PG, strict=True)
+    by_group = {id(group): advantages for group, advantages in kept}
+    left_out = np.full(len(groups_P[0]), np.nan, np.float32)
+    return np.stack([by_group.get(id(group), left_out) for group in groups_P])
+
+
+def annotated(
+    cluster: Cluster,
+    algorithm: Algorithm,
+    parts: Sequence[Batch],
+    *,
+    old_logps: OldLogps,
+    teaching: TeacherKL | None,
+) -> tuple[list[Batch], Metrics]:
+    """Batches with what the loss needs of actor, reference, teachers and critic, under the weights of now; and metrics.
+
+    With a critic the advantages become GAE's, per token.
+    """
+    made, entropies, told = [], [], list[Metrics]()
+    for part in parts:
+        if algorithm.loss.kl_coef > 0 or (algorithm.critic is not None and algorithm.reward_kl is not None):
+            part = replace(part, ref_logps=cluster.reference.logps(part))
+        if old_logps == "trainer" or algorithm.top_entropy is not None:
+            stats = cluster.actor.stats(part)
+            entropies.append(np.asarray(stats.entropy))
+            if old_logps == "trainer":
+                part = replace(part, old_logps=np.asarray(stats.logps))
+        if old_logps == "sampler":
+            part = replace(part, old_logps=part.sampler_logps)
+        if teaching is not None:
+            part, found = add_teachers(part, cluster.teachers.logps(part), teaching.coef)
+            told.append(found)
+        made.append(part)
+    metrics = merged(told) if told else {}
+    if algorithm.critic is not None:
+        values = [cluster.critic.values(part) for part in made]
+        made, measured = with_returns(made, values, algorithm.critic.gae, algorithm.reward_kl)
+        metrics |= measured
+    if algorithm.top_entropy is not None:
+        made, least = top_entropy(made, entropies, algorithm.top_entropy)
+        metrics["entropy/threshold"] = least
+    return made, metrics
+
+
+def reward_penalties(
+    cluster: Cluster, algorithm: Algorithm, groups_P: Sequence[Group], *, row_tokens: int, num_rows: int
+) -> tuple[Float[np.ndarray, "P G"], Metrics]:
+    """KL penalty of each sample, to be added to its reward, against the log-probabilities of the sampler; and the mean
+    of the estimates per token."""
+    assert algorithm.reward_kl is not None
+    rows, owners = sampled_rows(groups_P)
+    of_samples, total, count = np.zeros(sum(map(len, groups_P)), np.float32), 0.0, 0.0
+    for start in range(0, len(rows), num_rows):
+        batch, where = sample_rows(rows[start : start + num_rows], row_tokens=row_tokens, num_rows=num_rows)
+        own = np.asarray(batch.sampler_logps)
+        found = algorithm.reward_kl.of_samples(batch, own, cluster.reference.logps(batch), where)
+        np.add.at(of_samples, owners[start : start + num_rows], found)
+        total -= float(found.sum()) / algorithm.reward_kl.coef
+        count += float((np.asarray(batch.loss_weight) > 0).sum())
+    return of_samples.reshape(len(groups_P), -1), {"kl": Mean(total=total, weight=count)}
+
+
+class EntropyControl:
+    """Coefficient of the entropy bonus that rises by `step` after each batch of rollouts whose mean entropy is below
+    `target` nats, and falls by it else, never below 0. It acts only while the latest entropy is at most the target."""
+
+    def __init__(self, *, target: float, start: float, step: float):
+        self._target, self._step = target, step
+        self._coef, self._entropy = start, 0.0
+
+    @property
+    def coef(self) -> float:
+        """Coefficient of the next updates."""
+        return self._coef if self._entropy <= self._target else 0.0
+
+    def added_to(self, batch: Batch) -> Batch:
+        """Add the coefficient to each sampled token of the batch."""
+        sampled = np.asarray(batch.loss_weight) > 0
+        return replace(batch, entropy_coefs=np.where(sampled, np.float32(self.coef), np.float32(0)))
+
+    def observe(self, metrics: Mapping[str, Any]) -> None:
+        """Take note of the mean entropy of a step. Reads from the device."""
+        entropy = metrics["entropy"]
+        assert isinstance(entropy, Mean)
+        self._entropy = entropy.value()
+        if math.isnan(self._entropy):  # no token was learned from
+            self._entropy = 0.0
+            return
+        self._coef = max(0.0, self._coef + (self._step if self._entropy < self._target else -self._step))
+
+    def state(self) -> dict[str, float]:
+        return {"coef": self._coef, "entropy": self._entropy}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        self._coef, self._entropy = state["coef"], state["entropy"]
+
+
+def ended(groups_P: Sequence[Group]) -> Bool[np.ndarray, "P G"]:
+    """Mask of samples that were not cut at `max_tokens` (overlong filter, arXiv:2503.14476 section 3.4). The others
+    have no loss but count in the baseline of their group."""
+    return np.asarray([[trajectory.stop != "length" for trajectory in group] for group in groups_P], bool)
+
+
+def top_entropy(
+    parts: Sequence[Batch], entropies: Sequence[Float[np.ndarray, "B T"]], share: float
+) -> tuple[list[Batch], float]:
+    """Advantage 0 on all but the `share` of sampled tokens with the highest entropy; also returns the least entropy
+    kept. arXiv:2506.01939.
+
+    The quantile is over all parts of a step, so that micro-batches and rows do not change it. KL and entropy bonus act
+    on all tokens, and the loss's denominator counts them.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"top_entropy={share} must be above 0 and below 1, the share of tokens to learn from")
+    counted = [np.asarray(part.loss_weight) > 0 for part in parts]
+    found = np.concatenate([values[mask] for values, mask in zip(entropies, counted, strict=True)]).astype(np.float32)
+    least = float(np.quantile(found, 1 - share)) if found.size else 0.0
+    kept = []
+    for part, values in zip(parts, entropies, strict=True):
+        advantages = np.asarray(part.advantages)
+        kept.append(replace(part, advantages=np.where(values >= least, advantages, np.zeros_like(advantages))))
+    return kept, least
+
+
+SUMMED = ("num_tokens",)
+"""Metrics of an update that add up over several."""
+
+
+def update(
+    cluster: Cluster, parts: Sequence[Batch], learns: Sequence[bool], epochs: int, seed: int, timer: Timer
+) -> Metrics:
+    """One update for each part and epoch, skipped where not `learns`.
+
+    If sampler and trainer disagree in the first update, there are no others: it changed no weights.
+    """
+    title, done, several = f"step {cluster.actor.step_number + 1}", list[Metrics](), len(parts) * epochs > 1
+    with timer("update"), cluster.updating(), progress_bar(f"{title}: update", closing=False):
+        for number in _order(len(parts), epochs, [seed, cluster.version]):
+            part = _aged(parts[number], len(done)) if several else parts[number]
+            told = cluster.update_actor(part, update=learns[number] and not cluster.warming_up)
+            done.append({**told, **cluster.update_critic(part)})
+            # One read of the device, where other updates would follow.
+            if several and len(done) == 1 and bool(sampler_disagrees(told)):
+                break
+        jax.block_until_ready(done)
+    return merged(done)
+
+
+def _order(num_parts: int, epochs: int, seed: Sequence[int]) -> Iterator[int]:
+    """Numbers of the parts: in order in the first epoch, then in a random one."""
+    yield from range(num_parts)
+    draw = np.random.default_rng(seed)
+    for _ in range(epochs - 1):
+        yield from map(int, draw.permutation(num_parts))
+
+
+def _aged(batch: Batch, updates: int) -> Batch:
+    """Batch before which there were updates on other parts: its tokens are so much older."""
+    assert batch.staleness is not None, "batches of several updates carry their staleness"
+    sampled = np.asarray(batch.loss_weight) > 0
+    return replace(batch, staleness=np.where(sampled, np.asarray(batch.staleness) + updates, 0).astype(np.int32))
+
+
+def merged(updates: Sequence[Mapping[str, Any]]) -> Metrics:
+    """Metrics over several updates: means, maxima and quantiles over all tokens, the sum of `SUMMED`, the mean of other
+    numbers over the updates that have them."""
+    if len(updates) == 1:
+        return dict(updates[0])
+    found: Metrics = {}
+    for name in dict.fromkeys(name for one in updates for name in one):
+        values = [one[name] for one in updates if name in one]
+        if isinstance(values[0], Metric):
+            found[name] = functools.reduce(added, values)
+        else:
+            stacked = jnp.stack([jnp.asarray(value) for value in values])
+            found[name] = stacked.sum(axis=0) if name in SUMMED else stacked.mean(axis=0)
+    return found

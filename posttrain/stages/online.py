@@ -31,12 +31,11 @@ from posttrain.rl.act import Act
 from posttrain.rl.async_loop import AsyncLoop
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.diagnosis import diagnose
-from posttrain.rl.entropy import EntropyControl
 from posttrain.rl.metrics import NoRewardGuard, check_agreement
 from posttrain.rl.monitor import Alarm, Monitor
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
-from posttrain.rl.step import StepResult
+from posttrain.rl.step import EntropyControl, StepResult
 from posttrain.rl.store import Recorded, TrajectoryStore
 from posttrain.rl.warnings import SignalWarnings
 from posttrain.rollout.trajectory import Group

@@ -21,9 +21,8 @@ from posttrain.rl.advantages import is_mixed
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
 from posttrain.rl.curriculum import Curriculum
-from posttrain.rl.entropy import EntropyControl
 from posttrain.rl.refill import Refill, given_filter
-from posttrain.rl.step import StepSettings, rl_step
+from posttrain.rl.step import EntropyControl, StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.rollout.types import PausableEngine
 from posttrain.runtime.event_loop import run_async

@@ -16,7 +16,7 @@ from posttrain.losses.policy import GMPO, RLOO, PolicyLoss
 from posttrain.losses.ratios import ImportanceSampling
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
 from posttrain.losses.surrogates import CISPO, SAPO, VESPO, Clip, Surrogate
-from posttrain.rl.selection import top_entropy
+from posttrain.rl.step import top_entropy
 from posttrain.tree import Mean, Metric, replace
 
 RTOL = 1e-6

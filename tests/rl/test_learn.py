@@ -17,8 +17,8 @@ from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.advantages import decoupled
 from posttrain.rl.algorithms import make_algorithm
-from posttrain.rl.annotate import reward_penalties
-from posttrain.rl.entropy import EntropyControl
+from posttrain.rl.step import reward_penalties
+from posttrain.rl.step import EntropyControl
 from posttrain.rl.teachers import distances
 from tests.rl.helpers import trajectory
 from tests.rl.test_step import NEW, World, even_share, sgd

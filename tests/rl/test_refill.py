@@ -23,7 +23,7 @@ from posttrain.rl.act import Act, Acted
 from posttrain.rl.algorithms import is_mixed, make_algorithm
 from posttrain.rl.refill import Refill, given_filter, group_metrics
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.signal import signal_of
+from posttrain.rl.step import signal_of
 from posttrain.rl.step import rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch
-from posttrain.rl.selection import ended, top_entropy
+from posttrain.rl.step import ended, top_entropy
 from tests.rl.helpers import trajectory
 
 pytestmark = pytest.mark.fast

@@ -29,7 +29,7 @@ from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.rl.metrics import EXACT, ROUNDED, SamplerGate, check_agreement
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
-from posttrain.rl.signal import has_signal
+from posttrain.rl.step import has_signal
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example
