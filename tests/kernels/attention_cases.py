@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.kernels.attention import blockwise, fused
-from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
+from posttrain.kernels.attention.call import MaskInputs, Operands, Variant, full_attention, visible
 from posttrain.kernels.attention.fused import cudnn_arguments, tokamax
-from posttrain.kernels.attention.reference import full_attention, visible
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 384, 4, 2, 8, 12
 LENGTHS = ((200, 150), (384,))

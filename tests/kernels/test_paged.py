@@ -10,10 +10,9 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
 from posttrain.kernels.attention import paged
-from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
+from posttrain.kernels.attention.call import MaskInputs, Operands, Variant, single_query, visible
 from posttrain.kernels.attention.fused import cudnn_arguments
 from posttrain.kernels.attention.paged import heads_apart, ragged_paged_attention, ragged_refusal
-from posttrain.kernels.attention.reference import single_query, visible
 
 ROWS, HEADS, KV_HEADS, HEAD, PAGE, PAGES, WIDTH, REPEATS = 3, 4, 2, 8, 16, 7, 3, 2
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
-from posttrain.kernels.attention.reference import MASKED, capped, visible
+from posttrain.kernels.attention.call import MASKED, MaskInputs, Operands, Variant, capped, visible
 
 FLOOR = 0.1 * MASKED
 """Lower bound of the running maximum: relative to it, masked logits of a fully masked query get weight 0."""

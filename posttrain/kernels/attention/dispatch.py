@@ -16,7 +16,15 @@ from jaxtyping import Float, Int
 from posttrain.config import AttentionKernel
 from posttrain.errors import ConfigError
 from posttrain.kernels.attention.blockwise import blockwise
-from posttrain.kernels.attention.call import AttentionCall, MaskInputs, Operands, Variant
+from posttrain.kernels.attention.call import (
+    AttentionCall,
+    MaskInputs,
+    Operands,
+    Variant,
+    full_attention,
+    single_query,
+    visible,
+)
 from posttrain.kernels.attention.fused import (
     SPLASH_LANES,
     cudnn,
@@ -29,7 +37,6 @@ from posttrain.kernels.attention.fused import (
     tokamax,
     tokamax_refusal,
 )
-from posttrain.kernels.attention.reference import full_attention, single_query, visible
 from posttrain.kernels.platform import compute_capability, installed, log_choice, platform_of, warn_once
 from posttrain.mesh import HEAD_AXIS, TOKEN_AXIS, head_shards, row_axes, row_shards, token_shards
 

@@ -11,8 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
-from posttrain.kernels.attention.call import AttentionCall, Operands, Variant
-from posttrain.kernels.attention.reference import visible
+from posttrain.kernels.attention.call import AttentionCall, Operands, Variant, visible
 from posttrain.kernels.platform import tokamax_library
 from posttrain.mesh import TOKEN_AXIS
 

@@ -12,8 +12,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from posttrain.kernels.attention.call import Variant
-from posttrain.kernels.attention.reference import single_query
+from posttrain.kernels.attention.call import Variant, single_query
 from posttrain.kernels.platform import log_choice, platform_of
 from posttrain.mesh import HEAD_AXIS, head_shards, row_axes
 
