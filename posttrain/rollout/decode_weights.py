@@ -18,10 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from posttrain.config import MESH_AXES, SamplerTensor
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
-from posttrain.mesh import RULES, param_sharding
+from posttrain.mesh import RULES, mesh_of_arrays, param_sharding
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder, FusedPart
-from posttrain.rollout.lanes import mesh_of_arrays
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes
 
 LOGGER = logging.getLogger("posttrain.rollout")

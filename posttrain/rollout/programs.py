@@ -17,13 +17,13 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from posttrain.kernels.platform import traced_for
+from posttrain.mesh import by_rows, by_rows_and_vocab, devices_of, mesh_of_arrays, on_each_shard
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.forward_state import Routing
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decode_weights import DecodeWeights, DecodeWeightsCache, Loaded
-from posttrain.rollout.lanes import by_rows, by_rows_and_vocab, devices_of, mesh_of_arrays, on_each_shard
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.tree import pytree

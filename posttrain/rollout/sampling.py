@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, UInt32
 
 from posttrain.kernels.logits.chunks import chunk_length
-from posttrain.rollout.lanes import by_rows, by_rows_and_vocab, on_each_shard
+from posttrain.mesh import by_rows, by_rows_and_vocab, on_each_shard
 from posttrain.rollout.types import MAX_LOGIT_BIAS, MAX_TOP_LOGPS, SamplingParams
 from posttrain.tree import pytree, replace
 
