@@ -34,8 +34,7 @@ from posttrain.environments.conversation import (
 from posttrain.environments.types import Limit
 from posttrain.errors import ConfigError, RunError
 from posttrain.rollout.trajectory import Example, Stop, Trajectory
-from posttrain.rollout.transcript import Transcript
-from posttrain.rollout.types import SamplingParams
+from posttrain.rollout.types import SamplingParams, Transcript
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
 from posttrain.sandbox.run import GRACE_S, start
 from posttrain.tools.formats import make_format

@@ -12,8 +12,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message, said_calls
 from posttrain.environments.conversation import Generate, message_of
 from posttrain.errors import ConfigError
-from posttrain.rollout.transcript import Transcript
-from posttrain.rollout.types import Completion, Requests, SamplingParams
+from posttrain.rollout.types import Completion, Requests, SamplingParams, Transcript
 from posttrain.tools.types import FormatMaker, ToolFormat
 
 Tools = Sequence[dict[str, Any]] | None

@@ -20,8 +20,7 @@ from posttrain.environments.tool_env import ToolEnv, by_name
 from posttrain.environments.types import Env, EnvFactory, Limit, Reply
 from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.rollout.trajectory import Example, Stop, Trajectory
-from posttrain.rollout.transcript import Transcript
-from posttrain.rollout.types import Completion, Requests, SamplingParams, reply_of
+from posttrain.rollout.types import Completion, Requests, SamplingParams, Transcript, reply_of
 from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
 from posttrain.tools.formats import make_format
