@@ -1,4 +1,4 @@
-"""Interface of rollout engines: parameters, completions, engine; texts and stop strings, transcripts of conversations."""
+"""Interface of rollout engines: parameters, completions, engine; texts, stop strings, records of conversations."""
 
 from __future__ import annotations
 
