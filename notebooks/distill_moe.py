@@ -54,8 +54,7 @@ import shutil
 from pathlib import Path
 
 import posttrain as pt
-from posttrain.export.prune import prune
-from posttrain.export.upcycle import upcycle
+from posttrain.export.resize import prune, upcycle
 from posttrain.weights.prune import Pruning
 from posttrain.weights.upcycle import Upcycling
 

@@ -324,7 +324,7 @@ def upcycle(
     from posttrain.weights.upcycle import Upcycling
 
     plan = Upcycling(experts=experts, top_k=top_k, mode=mode, noise=noise)
-    from posttrain.export.upcycle import upcycle as recipe
+    from posttrain.export.resize import upcycle as recipe
 
     print(recipe(source, out, plan, seed=seed))
 
@@ -346,7 +346,7 @@ def prune(
     plan = Pruning(
         layers=tuple(layer) if layer else None, mlp_dim=mlp_dim, embed_dim=embed_dim, kv_heads=kv_heads, experts=experts
     )
-    from posttrain.export.prune import prune as recipe
+    from posttrain.export.resize import prune as recipe
 
     print(recipe(source, out, plan, text=text))
 

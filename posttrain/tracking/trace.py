@@ -1,5 +1,4 @@
-"""Traces of `jax.profiler`: steps, spans of the host and operations of each device, and the table of where a step's wall
-time goes."""
+"""Traces of `jax.profiler`: steps, spans of the host, operations of each device, and the table of a step's wall time."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from posttrain.config import LoRA
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.export.export import compare_with_source
 from posttrain.export.proof import prove
 from posttrain.export.readers import ProofError, Reader, compare_tokenizers, default_reader
-from posttrain.export.tensors import compare_with_source
 from posttrain.models.decoder import Decoder
 from posttrain.weights.load import load_model
 from posttrain.weights.peft_save import save_adapter

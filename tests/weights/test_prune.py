@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.export.prune import expert_load, prune
+from posttrain.export.resize import expert_load, prune
 from posttrain.models.config import AttentionConfig
 from posttrain.models.decoder import Decoder
 from posttrain.weights.load import load_model

@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.errors import ConfigError
 from posttrain.export.readers import default_reader
-from posttrain.export.upcycle import upcycle
+from posttrain.export.resize import upcycle
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.models.config import MLPConfig, RouterConfig
 from posttrain.models.decoder import Decoder

@@ -1,8 +1,9 @@
-"""Pruning of a checkpoint to a smaller model in Hugging Face layout, verified before it gets its name."""
+"""Models of another size in Hugging Face layout, pruned or upcycled, and verified before they get their names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -15,8 +16,9 @@ from posttrain.data.packing import fill_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.tokenizer_files import TOKENIZER_FILES
 from posttrain.errors import ConfigError
-from posttrain.export.proof import prove, proved_folder
+from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import Reader, default_reader
+from posttrain.models.config import MoEConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.runtime.files import check_local
@@ -26,6 +28,7 @@ from posttrain.weights.load import load_model
 from posttrain.weights.lora import count_parameters
 from posttrain.weights.prune import Pruning, pruned, pruned_config
 from posttrain.weights.save import save_model
+from posttrain.weights.upcycle import Upcycling, upcycled, upcycled_config
 
 TEXT_ROWS = 64
 TEXT_TOKENS = 256
@@ -77,3 +80,57 @@ def expert_load(model: Decoder, sequences: Sequence[np.ndarray]) -> Float[np.nda
     routing = jax.jit(lambda *inputs: model.forward(*inputs)[2])(tokens, positions, segments)
     assert routing is not None
     return np.asarray(routing.stats.load)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upcycled:
+    """Result of upcycling."""
+
+    model_type: str
+    dense_parameters: int
+    parameters: int
+    active_parameters: int
+    """Parameters active for one token."""
+    proof: Proof
+    """Proof against the dense model; with noise, against the noisy mixture."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model_type}: {self.parameters:,} parameters, {self.active_parameters:,} of them for each token, of "
+            f"{self.dense_parameters:,} dense ones\n{self.proof}"
+        )
+
+
+def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reader | None = None) -> Upcycled:
+    """Write the mixture in Hugging Face layout, with the tokenizer where `source` has one.
+
+    Without noise the proof is that its log-probabilities are those of the dense model. ConfigError for what cannot be
+    upcycled; ProofError if the written model differs; it then stays beside `out` as `.unproved`.
+    """
+    out = Path(check_local(out)).expanduser()
+    if out.exists():
+        raise ConfigError(f"upcycle: {out} exists; give a new folder")
+    folder = find_folder(source)
+    upcycled_config(config_from_hf(read_json(folder / "config.json")), plan)
+    dense = load_model(folder)
+    model = upcycled(dense, plan, seed=seed)
+    tokenizer = load_tokenizer(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+    with proved_folder(out) as unproved:
+        save_model(model, unproved, tokenizer=tokenizer)
+        proof = prove(model if plan.noise else dense, unproved, tokenizer, reader or default_reader(adapter=False))
+    return Upcycled(
+        model_type=model.config.model_type,
+        dense_parameters=count_parameters(dense).total,
+        parameters=count_parameters(model).total,
+        active_parameters=_active(model),
+        proof=proof,
+    )
+
+
+def _active(model: Decoder) -> int:
+    """Number of parameters active for one token."""
+    idle = 0
+    for mixture in model.config.mixtures:
+        assert isinstance(mixture, MoEConfig)
+        idle += (mixture.num_experts - mixture.top_k) * 3 * model.config.embed_dim * mixture.expert.dim
+    return count_parameters(model).total - idle
