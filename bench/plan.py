@@ -5,7 +5,7 @@
 Each is planned and run in processes of their own, without compiled programs of an earlier run. `measured` is the peak
 resident memory of the run's process by the system (VmHWM), without processes of rewards; `predicted` the plan's line on
 the process, whose parts go to stderr. `--held-out`: six configurations that the prediction was not made with.
-`--smallest`: memory at the end of the smallest runs, for `SMALLEST` of `posttrain/plan/process.py`.
+`--smallest`: memory at the end of the smallest runs, for `SMALLEST` of `posttrain/plan/report.py`.
 """
 
 from __future__ import annotations

@@ -17,10 +17,9 @@ from posttrain.config import MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.models.config import Compute
-from posttrain.plan.build import batch_of, model_of
 from posttrain.plan.lowered import compile_program
 from posttrain.plan.machine import GIB, topology_devices
-from posttrain.plan.phases import vocabulary_trips
+from posttrain.plan.phases import batch_of, model_of, vocabulary_trips
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms

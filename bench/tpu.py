@@ -31,11 +31,10 @@ from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Init
 from posttrain.models.moe import Experts
-from posttrain.plan.build import POLICY_ARRAYS, RolloutShapes, batch_of, model_of
 from posttrain.plan.hlo import ProgramText, read_program
 from posttrain.plan.lowered import Figures, compile_program
 from posttrain.plan.machine import CHIPS, GIB, has_libtpu, libtpu_version, topology_devices
-from posttrain.plan.phases import vocabulary_trips
+from posttrain.plan.phases import POLICY_ARRAYS, RolloutShapes, batch_of, model_of, vocabulary_trips
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms

@@ -20,12 +20,10 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
-from posttrain.plan.cache import figures_of
-from posttrain.plan.lowered import Figures
+from posttrain.plan.lowered import Figures, figures_of
 from posttrain.plan.machine import GIB, Machine, libtpu_version
 from posttrain.plan.phases import StagePlan, bytes_on_device, stage_plan
-from posttrain.plan.process import moments, report_process
-from posttrain.plan.report import Outcome, report
+from posttrain.plan.report import Outcome, moments, report, report_process
 from posttrain.runs.check import model_outline
 from posttrain.runs.prepare import fit_lengths
 from posttrain.stages.devices import devices_of_teachers, num_training_devices

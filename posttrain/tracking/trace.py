@@ -1,4 +1,4 @@
-"""Traces of `jax.profiler`: steps, spans of the host, operations of each device, and the table of a step's wall time."""
+"""Traces of `jax.profiler`: steps, spans of the host, operations of each device, and the table of a step's time."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from posttrain.plan.build import RolloutShapes
 from posttrain.plan.hlo import Collective
 from posttrain.plan.lowered import compile_program
 from posttrain.plan.machine import CHIPS
+from posttrain.plan.phases import RolloutShapes
 from posttrain.weights.state import ModelWeights
 from tests.aot.bounds import DECODE, GIB, MIB
 from tests.aot.slices import QWEN3, mesh_of, model

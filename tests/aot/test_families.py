@@ -9,9 +9,9 @@ import pytest
 from posttrain.config import OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.models import families
-from posttrain.plan.build import RolloutShapes, batch_of
 from posttrain.plan.hlo import kernel_names
 from posttrain.plan.machine import CHIPS
+from posttrain.plan.phases import RolloutShapes, batch_of
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms

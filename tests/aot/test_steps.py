@@ -10,9 +10,8 @@ from posttrain.batch import TokenLoss
 from posttrain.config import MomentType, OptimizerSection
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
-from posttrain.plan.build import POLICY_ARRAYS, batch_of
 from posttrain.plan.lowered import compile_program
-from posttrain.plan.phases import vocabulary_trips
+from posttrain.plan.phases import POLICY_ARRAYS, batch_of, vocabulary_trips
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms

@@ -11,7 +11,7 @@ import pytest
 from posttrain.config import RunConfig
 from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
-from posttrain.plan import cache
+from posttrain.plan import lowered
 from posttrain.plan.machine import Machine, machine
 from posttrain.runs.plan import plan, plan_elsewhere
 from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
@@ -40,7 +40,7 @@ def test_phases_of_sft_and_rl_then_the_cache(tmp_path: Path, monkeypatch: pytest
     phases = [line.split("  ")[1] for line in lines if line.startswith(("  trainer:", "  sampler:"))]
     assert phases[0] == "trainer: update" and {"sampler: prefill", "sampler: decode"} < set(phases[1:])
     assert lines.count("  it fits") == 2
-    monkeypatch.setattr(cache, "compile_program", None)
+    monkeypatch.setattr(lowered, "compile_program", None)
     assert list(plan(config, CPU_8)) == lines, "nothing is compiled again"
 
 

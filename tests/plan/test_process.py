@@ -15,8 +15,7 @@ from posttrain.plan.hlo import ProgramText
 from posttrain.plan.lowered import Figures
 from posttrain.plan.machine import machine
 from posttrain.plan.phases import Phase, StagePlan
-from posttrain.plan.process import SMALLEST, Moment, moments, report_process
-from posttrain.plan.report import Outcome
+from posttrain.plan.report import SMALLEST, Moment, Outcome, moments, report_process
 from posttrain.runs.plan import _loading, _mesh, _model_files, plan
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
