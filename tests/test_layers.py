@@ -153,6 +153,12 @@ def test_contributing_has_these_layers() -> None:
     assert [set(names) for names in rows_of_contributing("| layer | |")] == list(LAYERS)
 
 
+def test_readme_names_every_folder() -> None:
+    tree = (ROOT / "README.md").read_text().partition("posttrain/\n  config/")[2].partition("```")[0]
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()} - {"config"}
+    assert folders - set(re.findall(r"([a-z]+)/", tree)) == set()
+
+
 def test_contributing_says_where_things_are() -> None:
     rows = rows_of_contributing("| what | file | name |")
     assert len(rows) > 15
