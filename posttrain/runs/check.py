@@ -27,7 +27,7 @@ from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
 from posttrain.runtime.files import check_writable
-from posttrain.stages.devices import num_training_devices
+from posttrain.stages.context import num_training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.train.objective import used_once
 from posttrain.train.optimizers import make_optimizer, state_bytes

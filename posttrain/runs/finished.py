@@ -12,8 +12,7 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.runs.prepare import run_clock
 from posttrain.runs.run import CONFIG_NAME
-from posttrain.stages.context import StageRun, read_source
-from posttrain.stages.devices import RoleDevices
+from posttrain.stages.context import RoleDevices, StageRun, read_source
 from posttrain.stages.table import stage_names
 from posttrain.train.loop import StopRequest
 from posttrain.weights.locate import own_tokenizer, run_tokenizer, tokenizer_name

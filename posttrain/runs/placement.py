@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from posttrain.config import OnlineSection, TrainSection
-from posttrain.stages.devices import RoleDevices
+from posttrain.stages.context import RoleDevices
 from posttrain.tracking.console import console
 
 SHARED = "the actor's"

@@ -26,7 +26,7 @@ from posttrain.plan.phases import StagePlan, bytes_on_device, stage_plan
 from posttrain.plan.report import Outcome, moments, report, report_process
 from posttrain.runs.check import model_outline
 from posttrain.runs.prepare import fit_lengths
-from posttrain.stages.devices import devices_of_teachers, num_training_devices
+from posttrain.stages.context import devices_of_teachers, num_training_devices
 from posttrain.stages.table import check_row_tokens, stage_names
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.load import check_mesh, random_weights

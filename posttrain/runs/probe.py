@@ -21,8 +21,7 @@ from posttrain.rollout.trajectory import Group
 from posttrain.runs.prepare import prepare
 from posttrain.runs.run import mesh_of
 from posttrain.runtime.event_loop import run_async
-from posttrain.stages.context import StageRun
-from posttrain.stages.devices import RoleDevices
+from posttrain.stages.context import RoleDevices, StageRun
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RolloutInputs
 from posttrain.stages.table import stage_names

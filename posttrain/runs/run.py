@@ -28,8 +28,7 @@ from posttrain.runs.summary import print_summary
 from posttrain.runtime import join, processes
 from posttrain.runtime.files import check_writable, digest, write_whole
 from posttrain.runtime.xla import enable_compile_cache
-from posttrain.stages.context import StageRun
-from posttrain.stages.devices import role_devices, training_devices
+from posttrain.stages.context import StageRun, role_devices, training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.tracking.console import console
 from posttrain.tracking.sink import Sink

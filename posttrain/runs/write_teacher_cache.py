@@ -22,7 +22,7 @@ from posttrain.distill.teachers import (
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.prepare import keep_clock, prepare
-from posttrain.stages.devices import training_devices
+from posttrain.stages.context import training_devices
 from posttrain.stages.distill import DatasetRows, DistillInputs, aligner_of, cache_folders
 from posttrain.tracking.console import console, progress_bar
 

@@ -26,8 +26,7 @@ from posttrain.rollout.shapes import Expected
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import RolloutEngine
 from posttrain.runtime import processes
-from posttrain.stages.context import StageRun
-from posttrain.stages.devices import RoleDevices
+from posttrain.stages.context import RoleDevices, StageRun
 from posttrain.stages.prompts import RolloutInputs
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer

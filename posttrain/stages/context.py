@@ -1,4 +1,4 @@
-"""Run context of one stage: folder, source model, saved and best model, sinks and checkpoints."""
+"""Run context of one stage: folder, devices, source model, saved and best model, sinks and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,15 +14,24 @@ import jax
 from jax.sharding import Mesh
 
 from posttrain.batch import ScoreLoss, TokenLoss
-from posttrain.config import ModelSection, OnlineSection, ProfileSection, TrainSection
+from posttrain.config import (
+    DistillSection,
+    ModelSection,
+    OnlineSection,
+    PlacementSection,
+    ProfileSection,
+    RLSection,
+    RunConfig,
+    TrainSection,
+)
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import Record, paired
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.models.adapter import without_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
-from posttrain.stages.devices import RoleDevices
 from posttrain.statistics import LEVEL, PairedDifference
 from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.profile import StepRecorder
@@ -39,7 +48,6 @@ from posttrain.weights.locate import RANDOM_WEIGHTS, Origin, origin_of_adapter, 
 from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.weights.save import SavedTokenizer, save_model
 
-BEST, WHY_BEST = "best", "best.json"
 NO_EVIDENCE = "no evidence: no evaluation is significantly better than the start"
 
 
@@ -413,3 +421,52 @@ class BestModel:
 
 def _plain(difference: PairedDifference | None) -> dict[str, Any] | None:
     return None if difference is None else asdict(difference)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleDevices:
+    """Devices that roles of a stage have for themselves; None: the actor's."""
+
+    rollout: Sequence[jax.Device] | None = None
+    reference: Sequence[jax.Device] | None = None
+    critic: Sequence[jax.Device] | None = None
+
+
+def devices_of_teachers(config: RunConfig, num_devices: int) -> int:
+    """Number of devices reserved by teachers of any stage. ConfigError if none is left for training."""
+    stages = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
+    taken = max((sum(one.num_own_devices for one in stage.teachers) for stage in stages), default=0)
+    if taken >= num_devices:
+        raise ConfigError(f"teachers: their meshes take {taken} devices, and there are {num_devices}; leave some")
+    return taken
+
+
+def num_training_devices(config: RunConfig, num_devices: int) -> int:
+    """Number of devices that no teacher and no role of any stage reserves. ConfigError if none is left."""
+    left = num_devices - devices_of_teachers(config, num_devices)
+    stages = [stage for stage in config.stages if isinstance(stage, OnlineSection)]
+    taken = max((stage.placement.num_own_devices for stage in stages), default=0)
+    if taken >= left:
+        raise ConfigError(
+            f"placement: roles take {taken} devices for themselves, and {left} of {num_devices} are there for them and "
+            "the actor; leave some"
+        )
+    return left - taken
+
+
+def training_devices(config: RunConfig) -> list[jax.Device]:
+    """Devices that no teacher and no role of any stage reserves. ConfigError if none is left."""
+    devices = jax.devices()
+    return devices[: num_training_devices(config, len(devices))]
+
+
+def role_devices(config: RunConfig, placement: PlacementSection) -> RoleDevices:
+    """Devices of the roles of a stage: those before the teachers', the rollout engine's last."""
+    devices = jax.devices()
+    left = devices[: len(devices) - devices_of_teachers(config, len(devices))]
+    found: dict[str, Sequence[jax.Device] | None] = {}
+    for role in ("rollout", "reference", "critic"):
+        count = getattr(placement, role).devices
+        found[role] = None if count is None else left[-count:]
+        left = left[: len(left) - (count or 0)]
+    return RoleDevices(**found)

@@ -54,7 +54,7 @@ from posttrain.stages.cluster import sampler_gate, warm_up
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import EpochSource, Prepared
 from posttrain.stages.prompts import PromptInputs, check_cache, prepare_prompts
-from posttrain.stages.sequences import (
+from posttrain.stages.sft import (
     SequenceInputs,
     describe_sequences,
     evaluate_held_out,

@@ -1,28 +1,187 @@
-"""SFT stage: packed sequences and a token loss."""
+"""SFT stage: packed sequences and a token loss; rows, loop and held-out evaluation that distillation shares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.batch import TokenLoss
-from posttrain.config import SFTSection, UserObject
+from posttrain.config import DatasetSection, SequenceSection, SFTSection, UserObject
 from posttrain.config.locator import FORMS
-from posttrain.data.prefetch import Prefetch
+from posttrain.data.chat import Masked, Renderer
+from posttrain.data.format import tokenize_example
+from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer
+from posttrain.data.prefetch import MeasuredStream, Prefetch
+from posttrain.data.sources import Rows, checked_rows, each_row
+from posttrain.data.turns import stop_notes
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.evaluation.sequences import (
+    Record,
+    evaluate_sequences,
+    sequence_differences,
+    sequence_metrics,
+    with_perplexities,
+)
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.sft import DFTLoss, SFTLoss
-from posttrain.stages.context import StageRun
-from posttrain.stages.inputs import Prepared
-from posttrain.stages.sequences import (
-    SequenceInputs,
-    describe_sequences,
-    evaluate_held_out,
-    prepare_sequences,
-    sequences_of,
-    train_batches,
-)
+from posttrain.metrics import Metrics
+from posttrain.stages.context import HeldOut, StageRun
+from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_and_renderer
 from posttrain.train.objective import TrainSettings
+from posttrain.train.trainer import Trainer
+
+STOP_ROWS = 8
+"""Rows of a dataset, spread evenly, whose turns must end with a stop token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceInputs:
+    """Inputs of stages that train on given sequences."""
+
+    section: SequenceSection
+    renderer: Renderer
+    rows: Rows
+    dropped_ratio: float
+    """Share of rows dropped by `overlong`."""
+    eval_renderer: Renderer | None
+    eval_rows: Rows | None
+    loss: TokenLoss
+    mixed: Sequence[tuple[Rows, Renderer]]
+    """Rows and renderers of the datasets in `section.mix`."""
+
+    @property
+    def epoch_sources(self) -> Sequence[EpochSource] | int:
+        """Datasets over which `num_epochs` passes."""
+        data = zip(self.section.datasets, [(self.rows, self.renderer), *self.mixed], strict=True)
+        return [EpochSource(one, rows, len(rows), row_tokenizer(self.section, one, rows, r)) for one, (rows, r) in data]
+
+
+def prepare_sequences(
+    section: SequenceSection,
+    prepared: Prepared,
+    loss: TokenLoss,
+    *,
+    targets: RowTargets | None = None,
+    has_completions: bool = True,
+) -> tuple[SequenceInputs, list[str]]:
+    """Load rows. Also returns notes about dropped rows.
+
+    `targets`: teacher targets of the rows. `has_completions`: whether rows are trained on, instead of being prompts.
+    """
+    notes: list[str] = []
+    sources, dropped = [], []
+    for dataset in section.all_datasets:
+        sources.append(rows_and_renderer(dataset, prepared.tokenizer))
+        ratio, more = _check_sequences(section, dataset, *sources[-1], targets) if has_completions else (0.0, [])
+        dropped.append(ratio)
+        notes += more
+    num_trained = len(section.datasets)
+    (rows, renderer), *mixed = sources[:num_trained]
+    eval_rows, eval_renderer = (None, None) if section.eval_dataset is None else sources[-1]
+    inputs = SequenceInputs(
+        section=section,
+        renderer=renderer,
+        rows=rows,
+        dropped_ratio=_mean(dropped[:num_trained], [dataset.weight for dataset in section.datasets]),
+        eval_renderer=eval_renderer,
+        eval_rows=eval_rows,
+        loss=loss,
+        mixed=mixed,
+    )
+    return inputs, notes
+
+
+def describe_sequences(section: SequenceSection, inputs: SequenceInputs | None, shards: int) -> str:
+    """Summarise the stage in one line."""
+    rows = ""
+    if inputs is not None:
+        rows = f"{len(inputs.rows) + sum(len(more) for more, _ in inputs.mixed):,} dataset rows, "
+    return rows + describe_rows(section, shards)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _check_sequences(
+    section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, targets: RowTargets | None
+) -> tuple[float, list[str]]:
+    """Tokenise the rows of `checked_rows` as in training, to find mistakes early.
+
+    Returns the share of dropped sequences, and notes: about them, and about rows with a sequence for each turn.
+    """
+    tokenize = row_tokenizer(section, dataset, rows, renderer, targets)
+    chosen = checked_rows(len(rows))
+    dropped = total = split = tokens = whole = 0
+    for made in each_row(rows, chosen, "rows", tokenize):
+        lengths = [len(one["tokens"]) for one in made if one is not None]
+        total += len(made)
+        dropped += len(made) - len(lengths)
+        if len(made) > 1:
+            split += 1
+            tokens += sum(lengths)
+            whole += max(lengths, default=0)
+    if dropped == total:
+        require_one(rows, tokenize, section.row_tokens)
+    checked = "" if len(chosen) == len(rows) else " checked"
+    notes = []
+    if split:
+        notes.append(
+            f"{split:,} of {len(chosen):,} rows{checked} of {rows.name} are trained as a sequence for each assistant "
+            f"turn, in all {total - len(chosen) + split:,} with {tokens / max(whole, 1):.1f} times the tokens, because "
+            f"the chat template of {renderer.tokenizer.name} writes earlier turns differently once others follow; a "
+            "model.chat_template that keeps them makes one sequence of each row"
+        )
+    if dropped:
+        notes.append(
+            f"{dropped:,} of {total:,} {'sequences' if split else 'rows'}{checked} of {rows.name} are dropped: longer "
+            f"than row_tokens={section.row_tokens} (overlong: {section.overlong})"
+        )
+    return dropped / total, notes + _stop_notes(dataset, rows, renderer) + rows.notes
+
+
+def _stop_notes(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> list[str]:
+    """Warning about assistant turns that no stop token ends, from a few rows."""
+    made = []
+    for index in range(0, len(rows), -(-len(rows) // STOP_ROWS)) if renderer.chat else ():
+        with rows.named(index) as row:
+            examples = tokenize_example(row, dataset, renderer, "answers")
+        made += [Masked(example.tokens.tolist(), example.loss_mask.tolist()) for example in examples]
+    return stop_notes(renderer, made)
+
+
+def evaluate_held_out(trainer: Trainer, inputs: SequenceInputs, targets: RowTargets | None) -> Record:
+    """Evaluate the stage's held-out rows."""
+    assert inputs.eval_rows is not None and inputs.eval_renderer is not None
+    return evaluate_sequences(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, targets)
+
+
+def sequences_of(stage: StageRun, inputs: SequenceInputs, targets: RowTargets | None) -> SFTBatches:
+    section = inputs.section
+    return SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, targets=targets)
+
+
+def train_batches(
+    stage: StageRun,
+    inputs: SequenceInputs,
+    trainer: Trainer,
+    batches: MeasuredStream,
+    evaluate_all: Callable[[], Record],
+    seen: Callable[[Metrics], Mapping[str, float]] | None = None,
+) -> None:
+    """Run all steps and evaluations of a stage, then save its model. `seen`: additional metrics of a step."""
+    section = inputs.section
+    # With overlong=error, a row that does not fit is an error before the first step.
+    dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
+    held_out = None
+    if section.eval_dataset is not None:
+        held_out = HeldOut(evaluate=evaluate_all, metrics=sequence_metrics, difference=sequence_differences)
+    with stage.training(trainer, batches, section, held_out) as training:
+        for _ in training:
+            metrics = trainer.step(next(batches))
+            sampled = {} if seen is None else seen(metrics)
+            training.log({**with_perplexities(metrics), **dropped, **batches.metrics(), **sampled})
+
 
 SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
 

@@ -21,9 +21,8 @@ from posttrain.metrics import Metrics
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_router, correction_paths
 from posttrain.runtime.xla import fast_compile_options, gc_disabled
-from posttrain.train.accumulate import stack_over
 from posttrain.train.layer_matching import Matching
-from posttrain.train.objective import Objective, TrainSettings
+from posttrain.train.objective import Objective, TrainSettings, stack_over
 from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm, parameter_of
 from posttrain.tree import added_up
 from posttrain.weights.lora import has_lora

@@ -25,7 +25,7 @@ from posttrain.data.tokenizer import load_tokenizer
 from posttrain.distill.teachers import TeacherSource, outside_teacher
 from posttrain.errors import ConfigError
 from posttrain.mesh import single_device_mesh
-from posttrain.stages.devices import training_devices
+from posttrain.stages.context import training_devices
 from posttrain.weights.load import init_model
 from posttrain.weights.locate import read_model_files
 from posttrain.weights.save import save_model

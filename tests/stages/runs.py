@@ -23,8 +23,7 @@ from posttrain import cli
 from posttrain.config.yaml_file import load_config
 from posttrain.mesh import single_device_mesh
 from posttrain.runs.prepare import prepare
-from posttrain.stages.context import StageRun
-from posttrain.stages.devices import RoleDevices
+from posttrain.stages.context import RoleDevices, StageRun
 from posttrain.train.loop import StopRequest
 from tests.stages.children import Child
 

@@ -36,8 +36,7 @@ from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import DistillInputs, cache_folders, terms_of
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RLInputs
-from posttrain.stages.sequences import SequenceInputs
-from posttrain.stages.sft import SFTInputs
+from posttrain.stages.sft import SequenceInputs, SFTInputs
 from posttrain.train.optimizers import make_optimizer
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model

@@ -8,7 +8,7 @@ import pytest
 from jax import Array
 from numpy.testing import assert_array_equal
 
-from posttrain.train.accumulate import stack_over, sum_over
+from posttrain.train.objective import stack_over, sum_over
 
 pytestmark = pytest.mark.fast
 
