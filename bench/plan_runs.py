@@ -89,7 +89,7 @@ RUNS: Runs = {
     "dpo 75M cached": (_model(M75), _pairs(4, 256, reference="cached")),
     "simpo 25M bfloat16": (_model(M25, **BFLOAT16), _pairs(8, 256, loss="simpo")),
     "grpo 5M": (_model(M5), _rl(8, 128)),
-    "grpo 25M with KL": (_model(M25), _rl(4, 128, kl_coef=0.05)),
+    "grpo 25M with KL": (_model(M25), _rl(4, 128, algorithm={"kind": "grpo", "kl_coef": 0.05})),
     "grpo 75M bfloat16": (_model(M75, **BFLOAT16), _rl(4, 128)),
 }
 """Model and stage by name."""
@@ -99,7 +99,7 @@ HELD_OUT: Runs = {
     "sft 100M bfloat16, moments too": (_model(M100, **BFLOAT16), _stage(4, 128, optimizer={"moments": "bfloat16"})),
     "lora 100M remat dots": (_model(M100, remat="dots", **LORA), _stage(8, 256)),
     "dpo 50M live bfloat16": (_model(M50, **BFLOAT16), _pairs(4, 512, reference="live")),
-    "grpo 50M with KL": (_model(M50), _rl(4, 192, kl_coef=0.05, micro_batch_rows=8)),
+    "grpo 50M with KL": (_model(M50), _rl(4, 192, algorithm={"kind": "grpo", "kl_coef": 0.05}, micro_batch_rows=8)),
     "grpo 100M lora": (_model(M100, **LORA), _rl(2, 256)),
 }
 """Configurations that no change of the prediction has looked at."""

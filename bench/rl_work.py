@@ -26,12 +26,14 @@ from posttrain.cluster.sync import Shared
 from posttrain.config import OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.losses.policy import GRPO
 from posttrain.metrics import Timer, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.act import Act
-from posttrain.rl.algorithms import Algorithm, make_algorithm
+from posttrain.rl.advantages import standardized
+from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.metrics import ROUNDED, SamplerGate
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
@@ -150,7 +152,7 @@ def sevens(completions: list[str]) -> list[float]:
 def build(work: str, steps: int, model: Decoder) -> Bench:
     lengths = LENGTHS[work]
     longest, skewed, row = max(lengths), len(set(lengths)) > 1, PROMPT + max(lengths)
-    algorithm = make_algorithm("grpo", max_tokens=longest)
+    algorithm = Algorithm("grpo", GRPO, standardized)
     optimizer = make_optimizer(OptimizerSection(learning_rate=1e-30 if skewed else 1e-4), steps)
     trainer = Trainer(
         model,

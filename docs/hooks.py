@@ -13,8 +13,9 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import posttrain
-from posttrain.config import Locator, RunConfig, Section
+from posttrain.config import ALGORITHMS, AlgorithmSection, Locator, RunConfig, Section
 from posttrain.config.messages import config_fields
+from posttrain.config.run import SECTIONS
 from posttrain.config.trl_names import TRL_NAMES, trl_names_of
 
 WORDS: dict[Any, str] = {
@@ -66,7 +67,10 @@ def config_page() -> str:
         parts.append(f"## {heading(section, places)} {{ #{anchor(section)} }}\n")
         parts += [text for text in (intro(section), inherited(section), places_text(section, places)) if text]
         rows = [row(name, section, places) for name in own_fields(section)]
-        parts.append("\n".join(["| field | type | default | meaning | TRL |", "|---|---|---|---|---|", *rows]) + "\n")
+        if rows:
+            parts.append(
+                "\n".join(["| field | type | default | meaning | TRL |", "|---|---|---|---|---|", *rows]) + "\n"
+            )
     return "\n".join([*parts, trl_table(places)])
 
 
@@ -80,7 +84,7 @@ def section_places() -> dict[type[Section], list[str]]:
         for section in sections_in(info.annotation):
             words = [word for word in key if isinstance(word, str)]
             dotted = ".".join(words[2:] if words[0] == "stages" and len(words) > 2 else words)
-            for base in [section] if kind_of(section) else bases(section):
+            for base in [section] if stage_of(section) else bases(section):
                 places.setdefault(base, {})[dotted] = None
     return {section: list(found) for section, found in places.items()}
 
@@ -132,16 +136,26 @@ def kind_of(section: type[Section]) -> str | None:
     return info.default if info is not None and isinstance(info.default, str) else None
 
 
+def stage_of(section: type[Section]) -> str | None:
+    """Kind of a stage; None for other sections."""
+    return kind_of(section) if section in SECTIONS.values() else None
+
+
 def heading(section: type[Section], places: dict[type[Section], list[str]]) -> str:
     if section is RunConfig:
         return "The run"
-    if kind := kind_of(section):
+    if kind := stage_of(section):
         return f"`kind: {kind}`"
+    if section in places and (kind := kind_of(section)):
+        return f"`{places[section][0]}: {kind}`"
+    if issubclass(section, AlgorithmSection):
+        kinds = [kind for kind, one in ALGORITHMS.items() if issubclass(one, section)]
+        return "All algorithms" if len(kinds) == len(ALGORITHMS) else f"`algorithm`: {section.__name__}"
     if section in places:
         kinds = ", ".join(f"`{kind}`" for kind in section_kinds(section)) if len(bases(section)) > 1 else ""
         return f"`{places[section][0]}`" + (f" of {kinds}" if kinds else "")
-    kinds = [kind_of(c) for c in places if issubclass(c, section) and kind_of(c)]
-    every = [c for c in places if kind_of(c)]
+    kinds = [stage_of(c) for c in places if issubclass(c, section) and stage_of(c)]
+    every = [c for c in places if stage_of(c)]
     return "All stages" if len(kinds) == len(every) else "Stages " + ", ".join(f"`{kind}`" for kind in kinds)
 
 
@@ -162,7 +176,7 @@ def places_text(section: type[Section], places: dict[type[Section], list[str]]) 
     found = places.get(section, [])
     return (
         f"Stands under {', '.join(f'`{place}`' for place in found)}.\n"
-        if len(found) > 1 and not kind_of(section)
+        if len(found) > 1 and not stage_of(section)
         else ""
     )
 
@@ -171,8 +185,9 @@ def row(name: str, section: type[Section], places: dict[type[Section], list[str]
     info = section.model_fields[name]
     bounds = bounds_text(info.metadata)
     shown = type_text(info.annotation) + (f" {bounds}" if bounds else "")
-    default = "required" if info.is_required() else default_text(info.default)
-    kinds = [kind_of(c) for c in places if kind_of(c) and issubclass(c, section)]
+    required = "of the kind" if section is AlgorithmSection else "required"
+    default = required if info.is_required() else default_text(info.default)
+    kinds = [stage_of(c) for c in places if stage_of(c) and issubclass(c, section)]
     prefixes = [f"stages.{kind}." for kind in kinds] or [f"{place}." for place in places.get(section, [])] or [""]
     names = dict.fromkeys(e.trl for prefix in prefixes for e in trl_names_of(prefix + name))
     trl = ", ".join(f"`{name}`" for name in names)

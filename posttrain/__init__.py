@@ -21,8 +21,25 @@ if TYPE_CHECKING:
     from posttrain.batch import Batch as Batch
     from posttrain.batch import LossOutput as LossOutput
     from posttrain.batch import TokenStats as TokenStats
+    from posttrain.config import BNPO as BNPO
+    from posttrain.config import CISPO as CISPO
+    from posttrain.config import DAPO as DAPO
+    from posttrain.config import GDPO as GDPO
+    from posttrain.config import GMPO as GMPO
+    from posttrain.config import GRPO as GRPO
+    from posttrain.config import GSPO as GSPO
+    from posttrain.config import LUSPO as LUSPO
+    from posttrain.config import PPO as PPO
+    from posttrain.config import RLOO as RLOO
+    from posttrain.config import SAPO as SAPO
+    from posttrain.config import VESPO as VESPO
+    from posttrain.config import DrGRPO as DrGRPO
+    from posttrain.config import GSPOToken as GSPOToken
     from posttrain.config import LoRA as LoRA
     from posttrain.config import MeshSection as MeshSection
+    from posttrain.config import OnPolicyDistill as OnPolicyDistill
+    from posttrain.config import ReinforcePlusPlus as ReinforcePlusPlus
+    from posttrain.config import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
     from posttrain.errors import ConfigError as ConfigError
     from posttrain.errors import RunError as RunError
@@ -52,6 +69,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "BNPO": "posttrain.config",
+    "CISPO": "posttrain.config",
+    "DAPO": "posttrain.config",
+    "DrGRPO": "posttrain.config",
+    "GDPO": "posttrain.config",
+    "GMPO": "posttrain.config",
+    "GRPO": "posttrain.config",
+    "GSPO": "posttrain.config",
+    "GSPOToken": "posttrain.config",
+    "LUSPO": "posttrain.config",
+    "OnPolicyDistill": "posttrain.config",
+    "PPO": "posttrain.config",
+    "RLOO": "posttrain.config",
+    "ReinforcePlusPlus": "posttrain.config",
+    "ReinforcePlusPlusBaseline": "posttrain.config",
+    "SAPO": "posttrain.config",
+    "VESPO": "posttrain.config",
     "Batch": "posttrain.batch",
     "Checkpointer": "posttrain.train.checkpoint",
     "ConfigError": "posttrain.errors",

@@ -18,7 +18,7 @@ from posttrain.config import ModelSection, RunConfig, Section
 from posttrain.config.describe import FieldTable, field_table
 from posttrain.config.run import SECTIONS
 from posttrain.config.train import DatasetSection
-from posttrain.config.yaml_file import build_config, dump_config, load_config
+from posttrain.config.yaml_file import build_config, dump_config, load_recorded
 from posttrain.data.files import listed
 from posttrain.errors import ConfigError
 from posttrain.results.result import RunResult, attach
@@ -333,7 +333,8 @@ def _write_text(file: Path, text: str) -> None:
 def _plain(value: Any) -> Any:
     """Convert sections to mappings, so that one validation covers all settings."""
     if isinstance(value, Section):
-        return {name: _plain(getattr(value, name)) for name in value.model_fields_set}
+        kind = {"kind"} & type(value).model_fields.keys()  # a default, which chooses the section
+        return {name: _plain(getattr(value, name)) for name in value.model_fields_set | kind}
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -357,4 +358,4 @@ def _digest(config: RunConfig, more: Sequence[str]) -> str:
 
 def _seed(folder: Path) -> int:
     file = folder / "config.yaml"
-    return load_config(file).seed if file.exists() else secrets.randbits(31)
+    return load_recorded(file).seed if file.exists() else secrets.randbits(31)

@@ -252,7 +252,8 @@ def _assignments(config: str, start: str) -> Candidates:
 
     def assignments(row: FieldRow, prefix: str, values: dict[str, object]) -> Candidates:
         name = f"{prefix}{row.name}"
-        if row.type.endswith("section") or not (name.startswith(start) or start.startswith(f"{name}=")):
+        written = row.choices or not row.type.endswith("section")
+        if not written or not (name.startswith(start) or start.startswith(f"{name}=")):
             return
         present = values.get(row.name)
         shown = str(present).lower() if isinstance(present, bool) else "" if present is None else str(present)

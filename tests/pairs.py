@@ -117,13 +117,13 @@ ENV: dict[str, Any] = {"fn": "pairs_code.py:Talk", "max_turns": 2, "timeout_s": 
 TALKS: dict[str, Any] = {"env": ENV, "rewards": []}
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
 RL = {
-    "gdpo": Feature({"algorithm": "gdpo", "rewards": ["low", "short"]}, one_of="algorithm"),
-    "gspo": Feature({"algorithm": "gspo"}, one_of="algorithm"),
-    "reinforce_plus_plus": Feature({"algorithm": "reinforce_plus_plus"}, one_of="algorithm"),
-    "ppo": Feature({"algorithm": "ppo", "gae_lambda": 1.0}, one_of="algorithm"),
+    "gdpo": Feature({"algorithm": {"kind": "gdpo"}, "rewards": ["low", "short"]}, one_of="algorithm"),
+    "gspo": Feature({"algorithm": {"kind": "gspo"}}, one_of="algorithm"),
+    "reinforce_plus_plus": Feature({"algorithm": {"kind": "reinforce_plus_plus"}}, one_of="algorithm"),
+    "ppo": Feature({"algorithm": {"kind": "ppo", "gae_lambda": 1.0}}, one_of="algorithm"),
     "env": Feature(TALKS, one_of="env"),
     "split_turns": Feature({**TALKS, "env": {**ENV, "split_turns": True}}, one_of="env"),
-    "turn_advantages": Feature({**TALKS, "turn_advantages": True}, one_of="env"),
+    "turn_advantages": Feature({**TALKS, "algorithm": {"turn_advantages": True}}, one_of="env"),
     "agent": Feature({"agent": {"fn": "pairs_code.py:play", "max_rows": 2}, "rewards": []}, one_of="env"),
     "tools": Feature({"tools": [{"fn": "pairs_code.py:look"}], "tool_format": "hermes", "env": {"max_turns": 2}}),
     "asynchronous": Feature({"asynchronous": {"max_staleness": 1}}, one_of="asynchronous"),
@@ -131,11 +131,13 @@ RL = {
     "refill": Feature({"refill": {"limit": 1}}),
     "curriculum": Feature({"curriculum": {"pools": [0.0, 0.5, 1.0], "draw": [0.5, 0.5]}}),
     "teachers": Feature({"teachers": [{"path": "teacher"}]}),
-    "kl_in": Feature({"kl_coef": 0.1, "kl_in": "reward"}, one_of="kl"),
-    "reference": Feature({"kl_coef": 0.1, "reference": {"refresh_every": 1, "mixup": 0.5}}, one_of="kl"),
-    "importance_sampling": Feature({"sampling": {"top_p": 0.9}, "importance_sampling": {"level": "sequence_mean"}}),
-    "truncated": Feature({"truncated": "mask"}),
-    "top_entropy": Feature({"top_entropy": 0.5}),
+    "kl_in": Feature({"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}, one_of="kl"),
+    "reference": Feature({"algorithm": {"kl_coef": 0.1}, "reference": {"refresh_every": 1, "mixup": 0.5}}, one_of="kl"),
+    "importance_sampling": Feature(
+        {"sampling": {"top_p": 0.9}, "algorithm": {"importance_sampling": {"level": "sequence_mean"}}}
+    ),
+    "truncated": Feature({"algorithm": {"truncated": "mask"}}),
+    "top_entropy": Feature({"algorithm": {"top_entropy": 0.5}}),
     "updates": Feature({"updates": 2}),
     "update_epochs": Feature({"update_epochs": 2}),
     "lora": Feature({}, LORA),
@@ -182,7 +184,7 @@ OFFLINE: dict[str, Any] = {
 }
 BASE: dict[str, dict[str, Any]] = {
     "rl": {
-        "algorithm": "grpo",
+        "algorithm": {"kind": "grpo"},
         "dataset": _file("chat"),
         "prompts_per_step": 2,
         "group_size": 4,

@@ -54,9 +54,10 @@ def test_objects_and_functions_of_the_user(folder: Path) -> None:
     """The same call finds its run; the command line says that it cannot."""
     loss = dataclasses.replace(pt.losses.GRPO, clip_high=0.3, kl_coef=0.0)
     own = {"loss": loss, "advantage": {"fn": half, "share": 0.25}, "filter": lambda rewards_PG: rewards_PG[:, 0] < 9}
-    first = rl(**own).fit()
-    assert first.stages and not rl(**own).fit().trained
-    assert rl(**{**own, "advantage": half}).config.output != str(first.output) == rl(**own).config.output
+    first = rl(algorithm=pt.GRPO(**own)).fit()
+    assert first.stages and not rl(algorithm={"kind": "grpo", **own}).fit().trained
+    other = rl(algorithm=pt.GRPO(**{**own, "advantage": half}))
+    assert other.config.output != str(first.output) == rl(algorithm=pt.GRPO(**own)).config.output
     refused = posttrain("run", f"{first.output}/config.yaml", "output=again")
     assert refused.code != 0 and "was made in Python, in a script or notebook" in refused.error
 

@@ -136,8 +136,8 @@ def test_finished_run_prints_its_summary_again(finished: tuple[Path, str]) -> No
 
 def test_other_settings_in_the_same_folder(finished: tuple[Path, str]) -> None:
     file, _ = finished
-    error = posttrain("run", file, "seed=4", "stages.rl.kl_coef=0.5").error
-    assert "holds a run with other settings: seed, stages.1.kl_coef" in error
+    error = posttrain("run", file, "seed=4", "stages.rl.algorithm.kl_coef=0.5").error
+    assert "holds a run with other settings: seed, stages.1.algorithm.kl_coef" in error
     assert posttrain("run", file, "tensorboard=true").code == 0
 
 

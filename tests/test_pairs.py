@@ -20,7 +20,7 @@ import pytest
 from posttrain.batch import Batch
 from posttrain.train.trainer import Trainer
 from tests.often import often
-from tests.pairs import PAGE, STAGES, Pair, Refusals, page, pairs, refusals, refused, write, write_teacher
+from tests.pairs import BASE, PAGE, STAGES, Pair, Refusals, merged, page, pairs, refusals, refused, write, write_teacher
 from tests.stages.runs import lines, posttrain, weights
 
 KEPT: dict[str, list[Pair]] = {
@@ -51,7 +51,9 @@ def test_refusals_name_the_pair_and_the_page_has_them(tmp_path: Path, teacher: P
         for pair, reason in refusing.items():
             for name in pair:
                 feature = features[name]
-                fields = {name, *feature.stage, *feature.model, str(feature.stage.get("algorithm"))}
+                chosen = feature.stage.get("algorithm", {})
+                fields = {name, *feature.stage, *feature.model, *chosen, chosen.get("kind", name)}
+                fields -= {"algorithm", "kind"}
                 assert reason is not None and any(field in reason for field in fields), (kind, pair, reason)
         found[kind] = dict.fromkeys(pairs(features)) | refusing
     assert PAGE.read_text() == page(found), "run `python -m tests.pairs`"
@@ -112,7 +114,7 @@ def check_samples(learned: Learned, fields: dict[str, Any]) -> None:
     each = fields.get("updates", 1) * fields.get("update_epochs", 1)
     assert len(learned.batches) == each * len(learned.records) == 2 * each
     for step, record in enumerate(learned.records):
-        masked = fields.get("truncated") == "mask"
+        masked = fields["algorithm"].get("truncated") == "mask"
         rows = [
             row
             for row in record
@@ -140,18 +142,19 @@ def check_samples(learned: Learned, fields: dict[str, Any]) -> None:
 
 
 def critic(fields: dict[str, Any]) -> bool:
-    return fields.get("algorithm") == "ppo"
+    return fields["algorithm"]["kind"] == "ppo"
 
 
 def plain_credit(fields: dict[str, Any]) -> bool:
     """True if nothing is added to the advantage or the return of a token beside that of its sample."""
-    added = {"teachers", "top_entropy", "turn_advantages"} & fields.keys()
-    return not added and not (critic(fields) and fields.get("kl_in") == "reward")
+    algorithm = fields["algorithm"]
+    added = {"teachers", "top_entropy", "turn_advantages"} & (fields.keys() | algorithm.keys())
+    return not added and not (critic(fields) and algorithm.get("kl_in") == "reward")
 
 
 def check_groups(learned: Learned, fields: dict[str, Any]) -> None:
     """Advantages add up to 0 where samples are compared."""
-    if critic(fields) or fields.get("algorithm") == "reinforce_plus_plus":
+    if critic(fields) or fields["algorithm"]["kind"] == "reinforce_plus_plus":
         return
     for record in learned.records:
         first = {(row["group"], row["sample"]): row["advantage"] for row in record}
@@ -184,7 +187,7 @@ def test_a_pair_runs(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPa
 def check_pair(folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str) -> None:
     """Run a pair of features for two steps, and once more from where a kill in the second leaves it."""
     one, other = STAGES[kind][a], STAGES[kind][b]
-    devices, fields = max(one.devices, other.devices), {**one.stage, **other.stage}
+    devices, fields = max(one.devices, other.devices), merged(BASE[kind], one.stage, other.stage)
     file, half = write(folder, teacher, kind, a, b), fields.get("updates", 1) * fields.get("update_epochs", 1)
     whole = run(file, kind, devices, monkeypatch, killed_at=half)
     assert all(np.isfinite(line["loss"]) for line in whole.told)
@@ -192,7 +195,7 @@ def check_pair(folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kin
     if kind == "rl":
         check_samples(whole, fields)
         check_groups(whole, fields)
-        if "turn_advantages" in fields and half == 1:
+        if "turn_advantages" in fields["algorithm"] and half == 1:
             check_turns(whole)
     expected = weights(folder / "out", f"0-{kind}")
     shutil.rmtree(folder / "out")

@@ -1,5 +1,26 @@
 """Typed configuration of a run, section by section: the same for YAML files and Python keywords."""
 
+from posttrain.config.algorithm import (
+    ALGORITHMS,
+    BNPO,
+    CISPO,
+    DAPO,
+    GDPO,
+    GMPO,
+    GRPO,
+    GSPO,
+    LUSPO,
+    PPO,
+    RLOO,
+    SAPO,
+    VESPO,
+    AlgorithmSection,
+    DrGRPO,
+    GSPOToken,
+    OnPolicyDistill,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+)
 from posttrain.config.base import (
     AttentionKernel,
     DecodeAttention,
@@ -24,7 +45,6 @@ from posttrain.config.features import AttentionFeatures, FeaturesSection, Hidden
 from posttrain.config.groups import AsyncSection
 from posttrain.config.locator import Locator, UserObject
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
-from posttrain.config.policy_loss import SurrogateSection
 from posttrain.config.preference import OnlinePreferenceSection, PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.reward import EvaluateSection, HeldOutSection, MonitorSection, RecordSection, RewardSection
 from posttrain.config.rl import OnlineSection, RLSection
@@ -42,20 +62,36 @@ from posttrain.config.train import (
 )
 
 __all__ = [
+    "ALGORITHMS",
+    "BNPO",
+    "CISPO",
+    "DAPO",
+    "GDPO",
+    "GMPO",
+    "GRPO",
+    "GSPO",
+    "LUSPO",
     "MESH_AXES",
+    "PPO",
+    "RLOO",
     "ROW_AXES",
+    "SAPO",
+    "VESPO",
     "AgentSection",
+    "AlgorithmSection",
     "AsyncSection",
     "AttentionFeatures",
     "AttentionKernel",
     "DatasetSection",
     "DecodeAttention",
     "DistillSection",
+    "DrGRPO",
     "EnvSection",
     "EvaluateSection",
     "FeaturesSection",
     "Flag",
     "Fraction",
+    "GSPOToken",
     "GroupedKernel",
     "HeldOutSection",
     "HiddenFeatures",
@@ -71,6 +107,7 @@ __all__ = [
     "MonitorSection",
     "NonNegativeInt",
     "OfflineSection",
+    "OnPolicyDistill",
     "OnlinePreferenceSection",
     "OnlineSection",
     "OptimizerSection",
@@ -83,6 +120,8 @@ __all__ = [
     "RLSection",
     "RecordSection",
     "ReferenceSection",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
     "Remat",
     "RewardModelSection",
     "RewardSection",
@@ -96,7 +135,6 @@ __all__ = [
     "Section",
     "SequenceSection",
     "Stage",
-    "SurrogateSection",
     "TeacherSection",
     "Text",
     "ToolSection",

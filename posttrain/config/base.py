@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from posttrain.errors import did_you_mean
 from posttrain.runtime.files import check_local
 
 T = TypeVar("T")
@@ -85,3 +86,19 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+
+
+def with_kind(sections: Any) -> BeforeValidator:
+    """Validator by which a union of sections takes the word of a kind for the section with its defaults."""
+    kinds = [one.model_fields["kind"].default for one in get_args(sections)]
+
+    def validate(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in kinds:
+            raise ValueError(f"{value!r} is unknown{did_you_mean(value, kinds)}; there are {', '.join(kinds)}")
+        return {"kind": value}
+
+    # A literal of words that are known only here.
+    words: Any = Literal.__getitem__(tuple(kinds))
+    return BeforeValidator(validate, json_schema_input_type=words | Annotated[sections, Field(discriminator="kind")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from types import UnionType
@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from posttrain.config.algorithm import ALGORITHMS
 from posttrain.config.base import Section
 from posttrain.config.locator import Locator, UserObject
-from posttrain.config.messages import config_fields
+from posttrain.config.messages import owned_fields
 
 WIDTH = 78
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -66,16 +67,33 @@ class FieldTable(list[FieldRow]):
 
 def field_table(section: type[Section], word: str = "") -> FieldTable:
     """Rows of all fields below a section, without `kind`, of which `word` is part of the name or description."""
-    rows = (FieldRow(".".join(map(str, key)), *_described(info)) for key, info in config_fields(section))
-    found = [row for row in rows if row.name != "kind" and not row.name.endswith(".kind")]
-    return FieldTable(row for row in found if word.lower() in f"{row.name} {row.description}".lower())
+    found: dict[str, list[tuple[FieldInfo, type[Section]]]] = {}
+    for key, info, owner in owned_fields(section):
+        if key[-1] != "kind":
+            found.setdefault(".".join(map(str, key)), []).append((info, owner))
+    rows = [_row(name, of_name) for name, of_name in found.items()]
+    return FieldTable(row for row in rows if word.lower() in f"{row.name} {row.description}".lower())
 
 
-def _described(info: FieldInfo) -> tuple[str, str, str, tuple[str, ...]]:
-    bounds = _bounds(info.metadata)
-    default = "required" if info.is_required() else default_text(info.default)
+def _row(name: str, found: Sequence[tuple[FieldInfo, type[Section]]]) -> FieldRow:
+    """Row of a field; of one that several kinds of a section have, with the default of each and their names."""
+    info = found[0][0]
+    defaults: dict[str, list[str]] = {}
+    kinds = {section: kind for kind, section in ALGORITHMS.items()}
+    for one, owner in found:
+        text = "required" if one.is_required() else default_text(one.default)
+        defaults.setdefault(text, []).extend([kinds[owner]] if owner in kinds else [])
+    texts = sorted(defaults, key=lambda text: len(defaults[text]))
+    default = ", ".join([*(f"{text} ({', '.join(defaults[text])})" for text in texts[:-1]), texts[-1]])
+    having = {kind for names in defaults.values() for kind in names}
     description = " ".join((info.description or "").split())
-    return type_text(info.annotation) + bounds, default, description, _choices(info.annotation)
+    if lacking := [kind for kind in ALGORITHMS if having and kind not in having]:
+        few = sorted(having, key=list(ALGORITHMS).index)
+        words = few if len(few) < len(lacking) else ["all but", *lacking]
+        description += f" Kinds: {', '.join(words).replace('all but,', 'all but')}."
+    return FieldRow(
+        name, type_text(info.annotation) + _bounds(info.metadata), default, description, _choices(info.annotation)
+    )
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
@@ -83,6 +101,9 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is bool:
         return ("true", "false")
+    if _is_section(annotation):
+        kind = annotation.model_fields.get("kind")
+        return () if kind is None else (kind.default,)
     if origin is Literal:
         return tuple(map(str, args))
     if origin is Annotated:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.config import RunConfig, Section
-from posttrain.config.messages import config_fields
+from posttrain.config import RunConfig
+from posttrain.config.messages import owned_fields
 from posttrain.config.trl_names import trl_names_of
 
 JsonObject = dict[str, Any]
@@ -49,21 +49,10 @@ def _short(run: JsonObject, stage: JsonObject) -> JsonObject:
 def _trl_names() -> dict[tuple[str, str], str]:
     """TRL names by section and field."""
     found: dict[tuple[str, str], dict[str, None]] = {}
-    owners: dict[int, list[str]] = {}
-    for section in _sections():
-        for info in section.model_fields.values():
-            owners.setdefault(id(info), []).append(section.__name__)
-    for key, info in config_fields():
-        for owner in owners[id(info)]:
-            names = found.setdefault((owner, str(key[-1])), {})
-            names |= {entry.trl: None for entry in trl_names_of(".".join(map(str, key)))}
+    for key, _, owner in owned_fields():
+        names = found.setdefault((owner.__name__, str(key[-1])), {})
+        names |= {entry.trl: None for entry in trl_names_of(".".join(map(str, key)))}
     return {place: ", ".join(names) for place, names in found.items()}
-
-
-def _sections(parent: type[Section] = Section) -> Iterator[type[Section]]:
-    for section in parent.__subclasses__():
-        yield section
-        yield from _sections(section)
 
 
 def _describe(name: str, section: JsonObject, names: dict[tuple[str, str], str]) -> None:

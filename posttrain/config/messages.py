@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -11,7 +11,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from posttrain.config import RunConfig, Section
+from posttrain.config import RLSection, RunConfig, Section
+from posttrain.config.algorithm import ALGORITHMS, AlgorithmSection
+from posttrain.config.base import SCALARS
 from posttrain.config.other_names import ABSENT, find_other_name
 from posttrain.config.run import SECTIONS
 from posttrain.config.trl_names import find_trl_name
@@ -33,6 +35,8 @@ class Source:
     short: bool = False
     python: bool = False
     """True of keywords of a Python class; fields are suggested as keywords."""
+    raw: Any = None
+    """Configuration before validation, with a list of stages."""
     lines: Mapping[Key, int] = field(default_factory=dict)
     overrides: dict[Key, str] = field(default_factory=dict)
 
@@ -56,13 +60,21 @@ class Source:
 
 
 def config_fields(section: type[Section] = RunConfig, prefix: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
-    """Yield every field below `section` with its key; a stage is under its kind, an item of another list under 0."""
+    """Yield every field below `section` with its key, as `owned_fields`."""
+    return ((key, info) for key, info, _ in owned_fields(section, prefix))
+
+
+def owned_fields(
+    section: type[Section] = RunConfig, prefix: Key = ()
+) -> Iterator[tuple[Key, FieldInfo, type[Section]]]:
+    """Yield every field below `section` with its key and its section; a stage is under its kind, an item of another
+    list under 0. Where a section has one of several kinds, a key comes once for each kind that has it."""
     for name, info in section.model_fields.items():
-        yield (*prefix, name), info
+        yield (*prefix, name), info, section
         inner, is_list = _sections(info.annotation)
         for item in inner:
             step: Key = () if not is_list else (item.model_fields["kind"].default if len(inner) > 1 else 0,)
-            yield from config_fields(item, (*prefix, name, *step))
+            yield from owned_fields(item, (*prefix, name, *step))
 
 
 _RULES = {
@@ -102,12 +114,17 @@ def messages(error: ValidationError, source: Source) -> list[str]:
             fields = _below((*parents, RunConfig) if top else parents)
             if top:
                 fields = {name: last for name, last in fields.items() if name.partition(".")[0] != "stages"}
-            near, hint = _hint(str(key[-1]), fields, _kind(parents), source)
+            stage = str(item["loc"][2]) if len(item["loc"]) > 3 and item["loc"][0] == "stages" else None
+            near, hint = (
+                (None, moved)
+                if (moved := _moved(key, parents, source))
+                else _hint(str(key[-1]), fields, parents, stage, source)
+            )
             if near is not None:
                 words = near.split(".")
                 of_the_run = words[0] in RunConfig.model_fields and (top or near not in fields)
                 misspelt.add((*(() if of_the_run else key[:-1]), *words))
-            text = f"unknown field; {hint}"
+            text = hint if moved else f"unknown field; {hint}"
         else:
             key = (*key, "kind") if item["type"].startswith("union_tag") else key
             text = _explain(item, key, parents, inside)
@@ -201,14 +218,46 @@ def _names(fields: Mapping[str, str]) -> str:
     return ", ".join(name for name in fields if "." not in name)
 
 
-def _kind(parents: Sections) -> str | None:
-    """Kind of a stage; None for other sections."""
-    info = parents[0].model_fields.get("kind") if parents else None
-    return None if info is None else info.default
+def _moved(key: Key, parents: Sections, source: Source) -> str | None:
+    """Sentence about a field of the algorithm that stands in its stage; None for any other."""
+    word = key[-1]
+    having = [kind for kind, section in ALGORITHMS.items() if word in section.model_fields]
+    if parents != (RLSection,) or not having:
+        return None
+    kind, fields = _algorithm(source, key[:-1])
+    if kind not in having:
+        return f"is a field of the algorithm, but {kind} has none; {_listed(having)} have it"
+    if key in source.overrides:
+        return (
+            f"is now algorithm.{word}: write {source.shown((*key[:-1], 'algorithm', word))}={show(fields[str(word)])}"
+        )
+    written = f"algorithm: {{kind: {kind}, {_written(fields)[1:]}"
+    if source.python:
+        plain = {name: repr(value) if type(value) in SCALARS else "..." for name, value in fields.items()}
+        keywords = ", ".join(f"{name}={text}" for name, text in plain.items())
+        written = f"algorithm=pt.{ALGORITHMS[kind].__name__}({keywords})"
+    return f"is now algorithm.{word}: write {written}"
 
 
-def _hint(word: str, fields: Mapping[str, str], kind: str | None, source: Source) -> tuple[str | None, str]:
-    """Field meant by an unknown one, and a sentence about it: other frameworks' names first, then misspellings."""
+def _algorithm(source: Source, stage: Key) -> tuple[str, dict[str, Any]]:
+    """Kind of the algorithm of a stage, and the fields that it has or that should stand in it."""
+    raw = source.raw
+    for word in stage:
+        raw = raw[word]
+    given = raw.get("algorithm", RLSection.model_fields["algorithm"].default.kind)
+    own = dict(given) if isinstance(given, Mapping) else {"kind": str(given)}
+    kind = str(own.pop("kind", "grpo"))
+    known = ALGORITHMS.get(kind, AlgorithmSection).model_fields
+    return kind, own | {name: value for name, value in raw.items() if name in known and name != "kind"}
+
+
+def _hint(
+    word: str, fields: Mapping[str, str], parents: Sections, kind: str | None, source: Source
+) -> tuple[str | None, str]:
+    """Field meant by an unknown one, and a sentence about it: other frameworks' names first, then misspellings.
+
+    `kind`: kind of the stage.
+    """
     of_run = {name: last for name, last in _below((RunConfig,)).items() if name.partition(".")[0] != "stages"}
     for known in (fields, of_run):
         found = find_trl_name(word, known, kind) or find_other_name(word, known, kind)
@@ -217,8 +266,13 @@ def _hint(word: str, fields: Mapping[str, str], kind: str | None, source: Source
             return name, _question(name, source.python) + (f" ({entry.note})" if entry.note else "")
     if word in ABSENT:
         return None, f"there is none: {ABSENT[word]}"
+    siblings = _siblings(parents)
+    having = [repr(other) for other, section in siblings.items() if word in section.model_fields]
+    own_kind = parents[0].model_fields["kind"].default if siblings else None
     near = _nearest_field(word, fields)
-    return near, _question(near, source.python) if near is not None else _known(word, fields, kind, source)
+    if having and (near is None or siblings is not SECTIONS):
+        return None, f"a field of {_listed(having)}, not of {own_kind!r}"
+    return near, _question(near, source.python) if near is not None else _known(fields, siblings, own_kind, source)
 
 
 def _question(name: str, python: bool) -> str:
@@ -232,6 +286,8 @@ def _keyword(name: str) -> str:
     ("lora={'rank': ...}", "'dataset'", "'num_steps'")
     """
     words = name.split(".")
+    if words[0] == "algorithm" and len(words) > 1:
+        return f"algorithm=pt.GRPO({words[1]}=...), or of another kind"
     words = words[1:] if words[0] == "model" and words[1:] not in ([], ["path"]) else words
     words = words[:-1] if words[-1] == "path" and words[:-1] in (["model"], ["dataset"], ["eval_dataset"]) else words
     if len(words) == 1:
@@ -242,12 +298,20 @@ def _keyword(name: str) -> str:
     return f"{words[0]}={inner}"
 
 
-def _known(word: str, fields: Mapping[str, str], kind: str | None, source: Source) -> str:
-    """Known fields; of a stage, whose fields are many, the kinds that have this one, or what lists them."""
-    if kind not in SECTIONS:
+def _siblings(parents: Sections) -> Mapping[str, type[Section]]:
+    """Sections of all kinds where a section has one of several."""
+    kinds: tuple[Mapping[str, type[Section]], ...] = (SECTIONS, ALGORITHMS)
+    return next((table for table in kinds if parents and parents[0] in table.values()), {})
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _known(fields: Mapping[str, str], siblings: Mapping[str, type[Section]], kind: str | None, source: Source) -> str:
+    """Known fields; of a stage, whose fields are many, what lists them."""
+    if siblings is not SECTIONS:
         return f"known here: {_names(fields)}"
-    if kinds := [repr(other) for other, section in SECTIONS.items() if word in section.model_fields]:
-        return f"a field of {' and '.join(kinds)}, not of {kind!r}"
     return f"{f'{source.name}.fields()' if source.python else f'posttrain fields {kind}'} lists the fields"
 
 

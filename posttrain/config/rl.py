@@ -6,14 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, PositiveInt, Text
+from posttrain.config.algorithm import GRPO, AnyAlgorithm, ImportanceSection, OldLogps
+from posttrain.config.base import ListOf, PositiveInt, Text
 from posttrain.config.environment import AgentSection, EnvSection, ToolSection, check_tools, with_env
 from posttrain.config.groups import AsyncSection, CurriculumSection, RefillSection, check_async, check_selection
-from posttrain.config.locator import UserObject
-from posttrain.config.policy_loss import ImportanceSection, Level, SurrogateSection
 from posttrain.config.reward import EvaluateSection, MonitorSection, RecordSection, RewardSection, check_evaluation
 from posttrain.config.rollout import (
-    CriticSection,
+    CriticPlacement,
     PlacementSection,
     ReferenceSection,
     RolloutSection,
@@ -155,13 +154,6 @@ class OnlineSection(TrainSection):
         return self
 
 
-OldLogps = Literal["self", "trainer", "sampler"]
-"""Sources of the log-probabilities of pi_old, see `RLSection.old_logps`."""
-ZeroAdvantage = Literal["skip", "update"]
-WITHOUT_GROUPS = ("reinforce_plus_plus", "ppo")
-"""Algorithms that do not compare the samples of a prompt."""
-
-
 class RLSection(OnlineSection):
     """Reinforcement learning with GRPO and its variants, or on-policy distillation from teachers."""
 
@@ -178,23 +170,10 @@ class RLSection(OnlineSection):
     agent: AgentSection | None = None
     """Agent with a loop of its own in place of `env`, which talks to the policy through an OpenAI-compatible
     endpoint."""
-    algorithm: str = "grpo"
-    """Algorithm: `grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `gspo_token`, `luspo`, `gmpo`, `cispo`, `sapo`, `vespo`,
-    `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `ppo`, or `distill` (with teachers, without
-    rewards)."""
-    advantage: UserObject | None = None
-    """Advantage function in place of the algorithm's: `file.py:name`, with settings `{fn: file.py:name, ...}`, or in
-    Python the function. It takes those of rewards_PG, parts_PG (by name of the reward), weights and lengths_PG that it
-    names; a single parameter of another name is rewards_PG."""
-    advantage_scale: Literal["group", "batch", "none"] | None = None
-    """Deviation that advantages are divided by: of the group's rewards (`grpo`), of the batch's, or `none`
-    (`dr_grpo`)."""
-    filter: UserObject | None = None
-    """Group filter in place of the algorithm's, given as `advantage`: a function of rewards_PG that returns true for
-    each group to learn from."""
-    loss: UserObject | None = None
-    """Loss in place of the algorithm's: a class, which is called with its settings, an object or a function, given as
-    `advantage`; `posttrain check --loss` tests it."""
+    algorithm: AnyAlgorithm = GRPO()
+    """Algorithm, by the word of a kind with its values, or a section with `kind` and others: `grpo`, `dr_grpo`, `dapo`,
+    `bnpo`, `gspo`, `gspo_token`, `luspo`, `gmpo`, `cispo`, `sapo`, `vespo`, `rloo`, `reinforce_plus_plus`,
+    `reinforce_plus_plus_baseline`, `gdpo`, `ppo`, or `distill` (with teachers, without rewards)."""
     teachers: ListOf[TeacherSection] = ()
     """Teachers with the student's tokenizer that score each sampled token (on-policy distillation); several need
     `teacher_column`."""
@@ -202,68 +181,6 @@ class RLSection(OnlineSection):
     """Dataset column with the name of a row's teacher, or a mapping of names to weights."""
     teacher_coef: Annotated[float, Field(gt=0)] = 1.0
     """Coefficient of log(teacher / student) of each sampled token, which is added to the advantage."""
-    kl_coef: Annotated[float, Field(ge=0)] | None = None
-    """Coefficient of the KL from the reference. Fields from here to `reduce` override the algorithm's values."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Place of the KL: a term of the loss, or a penalty in the reward, of whole samples, with `ppo` per token. In the
-    reward `kl_estimator` is k1 by default, the only one with the gradient of KL(policy || reference) there."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """KL estimator, see `posttrain.losses.ratios`; k1, whose expected gradient is 0, needs `kl_bias_correction`."""
-    kl_bias_correction: Flag | None = None
-    """Multiply the KL by the ratio pi / pi_old, so that its gradient is that of KL(policy || reference); approximate
-    with `ratio: sequence_mean`. arXiv:2512.02556."""
-    surrogate: SurrogateSection | None = None
-    clip_low: Annotated[float, Field(gt=0)] | None = None
-    clip_high: Annotated[float, Field(gt=0)] | None = None
-    """Upper clip bound: the ratio pi / pi_old is clipped to 1 - clip_low .. 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound of the ratio for negative advantages, arXiv:1912.09729; at least 1 + clip_high."""
-    entropy_coef: Annotated[float, Field(ge=0)] | None = None
-    """Coefficient of the entropy bonus; with `entropy_target` its start, by default 0."""
-    entropy_target: Annotated[float, Field(gt=0)] | None = None
-    """Mean entropy in nats per token to keep: the coefficient of the bonus rises by `entropy_step` after a step below
-    it and falls else, and acts only at or below it. arXiv:2505.22312."""
-    entropy_step: Annotated[float, Field(gt=0)] = 0.005
-    """Change of the coefficient after each batch of rollouts, with `entropy_target`."""
-    ratio: Level | Literal["sequence_mean_token"] | None = None
-    """Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios;
-    `sequence_mean_token` (GSPO-token) has the gradient of each token."""
-    reduce: Literal["sequence_mean", "token_mean", "constant_length", "sequence_total"] | None = None
-    """Reduction of the loss: mean over samples of token means (GRPO), mean over all tokens (DAPO), sum over tokens
-    divided by the number of samples and by `sampling.max_tokens` (Dr. GRPO), or by the number of samples alone (LUSPO).
-    A sample counts once, however many rows it has."""
-    off_policy_mask: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean of log(pi_behaviour / pi) in nats per token: samples of negative advantage beyond it are not learned
-    from. arXiv:2512.02556."""
-    top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of tokens to learn from, those of highest entropy in the batch. arXiv:2506.01939; by default all."""
-    truncated: Literal["keep", "mask"] = "keep"
-    """Samples cut at `sampling.max_tokens`: `mask` leaves them out of the loss, but not out of their group's mean.
-    arXiv:2503.14476."""
-    critic: CriticSection = CriticSection()
-    """Value model of `ppo`."""
-    gamma: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Discount per token of `ppo`; by default 1."""
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Weight of longer returns in the advantages of `ppo` (GAE, arXiv:1506.02438); by default 0.95."""
-    gae_level: Literal["token", "turn"] = "token"
-    """Step of `gamma` and `gae_lambda` in `ppo` with `env`: a sampled token, or a turn, whose tokens share one
-    advantage."""
-    turn_advantages: Flag = False
-    """Advantages per turn with `env`: the sum of rewards from the turn on, standardised over the samples of the group
-    that have this turn, in place of one advantage for each sample."""
-    value_clip: Annotated[float, Field(gt=0)] | None = None
-    """Largest change of a value by the value loss of `ppo`; by default 0.2."""
-    old_logps: Literal["auto", OldLogps] = "auto"
-    """Source of the log-probabilities of pi_old. `self`: the same forward pass, so that the ratio is exactly 1, for a
-    single update per batch of rollouts; `trainer`: a forward pass before the first update; `sampler`: the rollout
-    engine's, which differ by rounding, enough to clip GSPO and RLOO in bfloat16. `auto`: `self`, or `trainer` where
-    that is wrong: with several `updates` or `update_epochs`, and with teachers and samples of another policy."""
-    importance_sampling: ImportanceSection = ImportanceSection()
-    """Importance sampling for samples from another policy than the trainer's."""
-    zero_advantage: ZeroAdvantage = "skip"
-    """Steps whose advantages are all 0 (no group has different rewards): `skip` the update, or `update` with KL
-    penalty, entropy bonus, momentum and weight decay alone."""
     updates: PositiveInt = 1
     """Updates per batch of rollouts, each on an equal part of its groups; must divide `prompts_per_step`. `num_steps`
     counts updates."""
@@ -330,12 +247,17 @@ class RLSection(OnlineSection):
         check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True)
         if not self.scored and not self.teachers:
             raise ValueError("set rewards, env or agent, or teachers for on-policy distillation")
-        if not self.scored and self.algorithm != "distill":
-            raise ValueError(f"algorithm={self.algorithm} needs rewards; without them use algorithm: distill")
-        if self.algorithm == "distill" and not self.teachers:
+        kind = self.algorithm.kind
+        if not self.scored and kind != "distill":
+            raise ValueError(f"algorithm={kind} needs rewards; without them use algorithm: distill")
+        if kind == "distill" and not self.teachers:
             raise ValueError("algorithm=distill needs teachers")
-        compares = self.algorithm not in WITHOUT_GROUPS or self.advantage is not None
-        if self.scored and self.group_size < 2 and compares:
+        if self.placement.critic != CriticPlacement() and kind != "ppo":
+            raise ValueError(f"placement.critic: algorithm={kind} has no critic; use algorithm: ppo, or remove it")
+        if self.teachers and (kind == "ppo" or self.algorithm.top_entropy is not None):
+            both = "the critic of algorithm=ppo" if kind == "ppo" else "algorithm.top_entropy"
+            raise ValueError(f"teachers: their advantages do not go with {both}; remove one of them")
+        if self.scored and self.group_size < 2 and self.algorithm.compares:
             raise ValueError(f"group_size={self.group_size}: rewards are compared within a group; use 2 or more")
         if not self.teachers and (self.teacher_column is not None or self.teacher_coef != 1.0):
             raise ValueError("teacher_column and teacher_coef need teachers")
@@ -350,8 +272,8 @@ class RLSection(OnlineSection):
     @property
     def proximal_logps(self) -> OldLogps:
         """Source of the log-probabilities of pi_old, with the default resolved."""
-        if self.old_logps != "auto":
-            return self.old_logps
+        if self.algorithm.old_logps != "auto":
+            return self.algorithm.old_logps
         quantized = bool(self.teachers) and self.rollout.quantize != "none"
         return "trainer" if self.updates_per_batch > 1 or quantized or self.samples_ahead else "self"
 
@@ -363,20 +285,20 @@ class RLSection(OnlineSection):
     @property
     def weighs_samples(self) -> bool:
         """True if importance weights are applied."""
-        apply = self.importance_sampling.apply
+        apply = self.algorithm.importance_sampling.apply
         return apply == "always" or (apply == "auto" and self.samples_off_policy)
 
     @model_validator(mode="after")
     def _weighs(self) -> RLSection:
         # Values, not what was written: a dumped configuration writes every field.
-        given, plain = self.importance_sampling, ImportanceSection()
+        given, plain = self.algorithm.importance_sampling, ImportanceSection()
         fields = [name for name in ImportanceSection.model_fields if name != "apply"]
         others = [name for name in fields if getattr(given, name) != getattr(plain, name)]
         if others and not self.weighs_samples:
             raise ValueError(
-                f"importance_sampling.{', '.join(sorted(others))} without effect: apply={given.apply} and samples of "
-                f"{'another' if self.samples_off_policy else 'the same'} policy have no importance weights; remove it, "
-                "or use apply: always"
+                f"algorithm.importance_sampling.{', '.join(sorted(others))} without effect: apply={given.apply} and "
+                f"samples of {'another' if self.samples_off_policy else 'the same'} policy have no importance weights; "
+                "remove it, or use apply: always"
             )
         return self
 
@@ -390,21 +312,8 @@ class RLSection(OnlineSection):
         check_tools(self.tools, self.tool_format, self.env, self.agent, rewards=bool(self.rewards or self.teachers))
         if self.env is not None and self.agent is not None:
             raise ValueError("env and agent: a conversation is held by one of them; remove the other")
-        if not self.converses and (self.turn_advantages or self.gae_level != "token"):
-            name = "turn_advantages" if self.turn_advantages else "gae_level"
-            raise ValueError(f"{name} has no effect without env or agent: a sample then has a single turn")
-        if self.gae_level != "token" and self.algorithm != "ppo":
-            raise ValueError(f"gae_level={self.gae_level} has no effect on algorithm={self.algorithm}; use ppo")
-        if self.turn_advantages and (self.algorithm == "ppo" or self.advantage or self.advantage_scale):
-            raise ValueError("turn_advantages takes the place of the advantages of ppo, advantage and advantage_scale")
-        return self
-
-    @model_validator(mode="after")
-    def _entropy(self) -> RLSection:
-        if self.entropy_target is None and self.entropy_step != RLSection.model_fields["entropy_step"].default:
-            raise ValueError(f"entropy_step={self.entropy_step} has no effect without entropy_target")
-        if self.entropy_target is not None and self.loss is not None:
-            raise ValueError("entropy_target has no effect on a loss of your own; remove it, or loss")
+        if not self.converses and (name := self.algorithm.of_turns) is not None:
+            raise ValueError(f"algorithm.{name} has no effect without env or agent: a sample then has a single turn")
         return self
 
     @model_validator(mode="after")
@@ -418,7 +327,7 @@ class RLSection(OnlineSection):
                 f"num_steps={self.num_steps} must be a multiple of updates x update_epochs = {each}, the updates of "
                 f"each batch of rollouts; use {below or each} or {below + each}"
             )
-        if self.old_logps == "self" and each > 1:
+        if self.algorithm.old_logps == "self" and each > 1:
             raise ValueError(
                 f"old_logps=self with updates={self.updates} and update_epochs={self.update_epochs}: after the first "
                 "update the policy is not the one that sampled; use auto or trainer"
@@ -432,7 +341,7 @@ class RLSection(OnlineSection):
         if self.asynchronous is not None:
             check_async(
                 self.asynchronous,
-                old_logps=self.old_logps,
+                old_logps=self.algorithm.old_logps,
                 models_refill=self.refill is not None and any(reward.model is not None for reward in self.rewards),
                 record_routing=self.rollout.record_routing,
             )

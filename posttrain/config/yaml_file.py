@@ -12,11 +12,15 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from posttrain.config import RunConfig, Section
+from posttrain.config import RLSection, RunConfig, Section
 from posttrain.config.locator import Locator, UserObject, object_text, shown_path
 from posttrain.config.messages import FIRST_STAGE, Key, Source, messages, show
 from posttrain.errors import ConfigError
 
+KINDS = ("algorithm", "surrogate")
+"""Fields whose word is the kind of a section, in which an override sets a field."""
+DEFAULT_KINDS = {"algorithm": RLSection.model_fields["algorithm"].default.kind}
+"""Kinds of these fields where a file has none."""
 EXAMPLE = "; give a YAML file, such as configs/quickstart.yaml"
 
 
@@ -28,6 +32,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file, data, lines = _read(path)
     return _build(data, lines, str(path), overrides, file.resolve().parent)
+
+
+def load_recorded(file: Path) -> RunConfig:
+    """Read the configuration that a run has written into its folder.
+
+    ConfigError for one that another version of the package has written, whose fields differ.
+    """
+    try:
+        return load_config(file)
+    except ConfigError as error:
+        if not file.is_file():
+            raise
+        raise ConfigError(
+            f"{file.parent} holds a run of another version of posttrain ({str(error).splitlines()[0]}); resume it "
+            "with that version, or give another output"
+        ) from error
 
 
 def has_stages(path: str | Path) -> bool:
@@ -177,7 +197,7 @@ def _build(
         stage = {word: raw.pop(word) for word in list(raw) if word not in own}
         raw["stages"] = [stage]
         lines = {key if key[0] in own else (*FIRST_STAGE, *key): line for key, line in lines.items()}
-    source = Source(name=name, short=short, python=python, lines=lines)
+    source = Source(name=name, short=short, python=python, lines=lines, raw=raw)
     for text in overrides:
         _override(raw, text, source)
     try:
@@ -206,8 +226,10 @@ def _override(raw: dict[str, Any], text: str, source: Source) -> None:
     for word in words[:-1]:
         step = _step(node, word, key, text)
         if isinstance(node, dict) and node.get(step) is None:
-            node[step] = {}
+            node[step] = {"kind": DEFAULT_KINDS[step]} if step in DEFAULT_KINDS else {}
             source.overrides[*key, step] = text
+        elif step in KINDS and isinstance(node[step], str):
+            node[step] = {"kind": node[step]}
         node, key = node[step], (*key, step)
     step = _step(node, words[-1], key, text)
     node[step] = value
@@ -269,7 +291,8 @@ def _nearest(text: str, folders: Iterable[Path], pattern: str) -> str:
 def _plain(value: Any) -> Any:
     """Convert to YAML types, keys as they are; functions and objects become their names."""
     if isinstance(value, Section):
-        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+        names = sorted(type(value).model_fields, key=lambda name: name != "kind")
+        return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {word: _plain(item) for word, item in value.items()}
     if isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from posttrain.config.yaml_file import load_config
+from posttrain.config.yaml_file import load_recorded
 from posttrain.errors import ConfigError
 from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import ProofError, Reader, compare_tokenizers, default_reader
@@ -56,7 +56,7 @@ def export(
     the ending `.unproved`.
     """
     output, name = find_stage(run)
-    config = load_config(output / CONFIG_NAME)
+    config = load_recorded(output / CONFIG_NAME)
     add_family_file(config.model)
     tokenizer = tokenizer_of(output, name, config)
     out = output / name / f"export-{to}" if out is None else Path(check_local(out))

@@ -22,12 +22,12 @@ from posttrain.kernels.logits.vocab_sharding import VocabSharding
 from posttrain.models import hf
 from posttrain.models.config import AttentionConfig, Compute, ModelConfig
 from posttrain.models.decoder import Decoder
+from posttrain.rl.algorithms import loss_of
 from posttrain.rollout.decode_weights import DecodeWeights, DecodeWeightsCache, Loaded, choose_placement
 from posttrain.rollout.programs import DecodeRows, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import SamplingParams
-from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss, train_settings
 from posttrain.train.objective import TrainSettings
@@ -142,11 +142,11 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
     }
     if refused := [name for name, is_set in refusals.items() if is_set]:
         raise ConfigError(f"plan: cannot plan an RL stage with {', '.join(refused)} yet; remove it for the plan")
-    algorithm = algorithm_of(section)
+    loss = loss_of(section)
     rows = section.step_rows
     settings = TrainSettings.of(section, temperature=section.sampling.temperature, dropout_seed=None, terms=PLAIN)
-    programs = _programs(section, model, algorithm.loss, settings, mesh)
-    reference = algorithm.needs_reference
+    programs = _programs(section, model, loss, settings, mesh)
+    reference = section.algorithm.kl_in == "reward" or loss.kl_coef > 0
     arrays = ["sampler_logps", "behaviour_logps", "advantages", "sample_shares"]
     arrays += ["old_logps"] * (section.proximal_logps != "self") + ["ref_logps"] * reference
     batch = batch_of(rows, section.row_tokens, arrays=tuple(arrays))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import RunConfig
-from posttrain.config.yaml_file import load_config
+from posttrain.config.yaml_file import load_recorded
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.export.export import Target, export
@@ -42,7 +42,7 @@ class RunResult:
     @property
     def config(self) -> RunConfig:
         """Configuration of the run, with all defaults. ConfigError if a file that it names is gone."""
-        return load_config(self.output / CONFIG_NAME)
+        return load_recorded(self.output / CONFIG_NAME)
 
     @property
     def finished(self) -> bool:
@@ -181,7 +181,7 @@ def attach(run: str | Path) -> RunResult:
     if not (output / CONFIG_NAME).is_file():
         near = did_you_mean(output.name, [p.parent.name for p in output.parent.glob(f"*/{CONFIG_NAME}")])
         raise ConfigError(f"attach: {output} is not the output folder of a run (with {CONFIG_NAME}){near}")
-    return RunResult(output=output, stages=stage_names(load_config(output / CONFIG_NAME)), trained=())
+    return RunResult(output=output, stages=stage_names(load_recorded(output / CONFIG_NAME)), trained=())
 
 
 NUM_ANSWERS = 6

@@ -58,6 +58,11 @@ class Rubric:
             for reward in rewards
         }
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each reward by name."""
+        return {reward.name: reward.weight for reward in self.rewards}
+
     @classmethod
     def of(cls, section: OnlineSection) -> Rubric:
         """Make the rubric of a stage, with the reward `env` of its environment or agent. Functions given by name run in

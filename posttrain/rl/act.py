@@ -97,7 +97,7 @@ class Act:
             version=version,
             groups_P=[group for wave in waves for group in wave.groups_P],
             rewards=rewards,
-            weights={reward.name: reward.weight for reward in self.rubric.rewards},
+            weights=self.rubric.weights,
             useful_P=np.concatenate(useful) if useful else None,
             metrics=metrics,
         )

@@ -44,7 +44,7 @@ def inputs_of(function: Advantage, name: str) -> tuple[str, ...]:
     if len(required) == 1:
         return ()
     raise ConfigError(
-        f"advantage: {name} has the parameters {', '.join(unknown)}, which nothing provides; there are "
+        f"algorithm.advantage: {name} has the parameters {', '.join(unknown)}, which nothing provides; there are "
         f"{', '.join(INPUTS)}"
     )
 
@@ -128,22 +128,6 @@ def undiminished(rewards_PG: RewardArray) -> RewardArray:
     return np.where(np.isnan(rewards), 0.0, rewards).astype(np.float32)
 
 
-SCALED: tuple[dict[str, Advantage], ...] = (
-    {"group": standardized, "batch": batch_scaled, "none": centered},
-    {"batch": leave_one_out_scaled, "none": leave_one_out},
-)
-"""Families of advantages that differ in their scale alone, by `advantage_scale`."""
-
-
-def scaled(advantage: Advantage, scale: str, algorithm: str) -> Advantage:
-    """Advantage of the same family with another scale. ConfigError where there is none."""
-    family = next((family for family in SCALED if advantage in family.values()), {})
-    if scale not in family:
-        fits = f"it can be {' or '.join(family)}" if family else "its advantage has no other scale"
-        raise ConfigError(f"advantage_scale={scale} with algorithm={algorithm}: {fits}")
-    return family[scale]
-
-
 def given_advantage(function: Advantage, name: str) -> Advantage:
     """Wrap a user's advantage function: 0 for samples without a reward, NaN where it returns no finite number for a
     reward.
@@ -168,8 +152,8 @@ def given_advantage(function: Advantage, name: str) -> Advantage:
             made = np.asarray(found, np.float32)
         if made.shape != rewards_PG.shape:
             raise ConfigError(
-                f"advantage: {name} must return an advantage for each of the rewards [P, G] = {rewards_PG.shape}; "
-                f"it returned the shape {made.shape}"
+                f"algorithm.advantage: {name} must return an advantage for each of the rewards [P, G] = "
+                f"{rewards_PG.shape}; it returned the shape {made.shape}"
             )
         return np.where(np.isnan(rewards_PG), 0.0, np.where(np.isfinite(made), made, np.nan)).astype(np.float32)
 

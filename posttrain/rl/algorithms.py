@@ -1,4 +1,4 @@
-"""RL algorithms by name: a loss, an advantage function, a group filter, and where KL and values enter."""
+"""RL algorithms built from the configuration: loss, advantage, group filter, critic, and the place of the KL."""
 
 from __future__ import annotations
 
@@ -9,28 +9,55 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Int
 
-from posttrain.errors import ConfigError, did_you_mean
-from posttrain.losses import policy
+from posttrain.config import ReferenceSection, RLSection, UserObject
+from posttrain.config.algorithm import (
+    CISPO,
+    GDPO,
+    GMPO,
+    PPO,
+    RLOO,
+    SAPO,
+    VESPO,
+    AlgorithmSection,
+    CISPOSurrogate,
+    ClippedSection,
+    GMPOSurrogate,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    RewardAdvantages,
+    SAPOSurrogate,
+    ScaledAdvantages,
+    VESPOSurrogate,
+)
+from posttrain.config.locator import FORMS
+from posttrain.config.rollout import ReferencePlacement
+from posttrain.errors import ConfigError
+from posttrain.losses import policy, surrogates
 from posttrain.losses.policy import PolicyLoss, RLLoss
-from posttrain.losses.ratios import KLEstimator, k1, k2, k3
+from posttrain.losses.ratios import ImportanceSampling, KLEstimator, k1, k2, k3
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
-from posttrain.losses.surrogates import CLIP_FIELDS
+from posttrain.losses.surrogates import CLIP_FIELDS, Surrogate
 from posttrain.losses.value import ValueLoss
 from posttrain.rl.advantages import (
+    INPUTS,
     Advantage,
     RewardArray,
     advantages_of,
+    batch_scaled,
     batch_standardized,
     centered,
     decoupled,
+    given_advantage,
     group_baseline,
+    inputs_of,
     is_mixed,
     leave_one_out,
-    scaled,
+    leave_one_out_scaled,
     standardized,
     undiminished,
 )
 from posttrain.rl.returns import GAE, RewardKL
+from posttrain.user_code import describe_error
 
 GroupFilter = Callable[[RewardArray], Bool[np.ndarray, " P"]]
 
@@ -41,19 +68,37 @@ def every_group(rewards_PG: RewardArray) -> Bool[np.ndarray, " P"]:
     return np.ones(len(rewards_PG), dtype=bool)
 
 
-def given_filter(function: GroupFilter, name: str) -> GroupFilter:
-    """Wrap a user's group filter. ConfigError unless it returns true or false for each group."""
+def filter_of(given: str | UserObject, field: str, group_size: int) -> GroupFilter:
+    """Filter of groups by its name, or the user's, tried on the groups that a run will meet. ConfigError, which begins
+    with `field`, if that fails or does not return true or false for each group."""
+    if given == "mixed":
+        return is_mixed
+    if not isinstance(given, UserObject):
+        raise ConfigError(f"{field}: {given!r} is unknown; there is mixed, or give your own as {FORMS}")
+    function = given.make(field, positional=1)
 
     def keep(rewards_PG: RewardArray) -> Bool[np.ndarray, " P"]:
         made = np.asarray(function(rewards_PG.copy()))
         if made.shape != rewards_PG.shape[:1] or made.dtype != bool:
             raise ConfigError(
-                f"filter: {name} must return true or false for each of the {len(rewards_PG)} groups of rewards_PG; it "
-                f"returned {made.dtype} of shape {made.shape}"
+                f"{field}: {given} must return true or false for each of the {len(rewards_PG)} groups of rewards_PG; "
+                f"it returned {made.dtype} of shape {made.shape}"
             )
         return made
 
+    try:
+        keep(groups_to_try(group_size))
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{field}: {given}(rewards_PG) raised {describe_error(error)}") from error
     return keep
+
+
+def groups_to_try(group_size: int) -> RewardArray:
+    """Groups that a run will meet: different rewards, equal ones, and a sample without a reward (NaN)."""
+    mixed = np.arange(group_size, dtype=np.float32) % 3
+    return np.stack([mixed, np.ones_like(mixed), np.where(np.arange(group_size) == 0, np.nan, mixed)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +114,7 @@ class Algorithm:
     """RL algorithm of a stage."""
 
     name: str
+    """Kind in the configuration."""
     loss: Any
     """`RLLoss`: a `PolicyLoss` or a user's loss."""
     advantage: Advantage
@@ -84,9 +130,33 @@ class Algorithm:
     turn_advantages: bool = False
     """Advantages per turn, in place of `advantage`."""
 
-    @property
-    def needs_critic(self) -> bool:
-        return self.critic is not None
+    @classmethod
+    def of(cls, section: RLSection, weights: Mapping[str, float]) -> Algorithm:
+        """Build the algorithm of a stage. `weights`: of its rewards by name, with which a user's advantage is tried.
+
+        ConfigError for values that do not go together, and for functions of the user that fail.
+        """
+        given = section.algorithm
+        group_size = section.group_size
+        in_reward = given.kl_in == "reward"
+        algorithm = cls(
+            name=given.kind,
+            loss=loss_of(section),
+            advantage=_advantage_of(given, group_size, weights),
+            filter=every_group if given.filter is None else filter_of(given.filter, "algorithm.filter", group_size),
+            critic=_critic_of(given),
+            reward_kl=RewardKL(coef=given.kl_coef, estimator=_estimator_of(given)) if in_reward else None,
+            truncated=given.truncated,
+            top_entropy=given.top_entropy,
+            turn_advantages=isinstance(given, RewardAdvantages) and given.turn_advantages,
+        )
+        of_reference = (section.reference, section.placement.reference)
+        if of_reference != (ReferenceSection(), ReferencePlacement()) and not algorithm.needs_reference:
+            raise ConfigError(
+                f"reference: without effect, algorithm={given.kind} has no KL penalty; set algorithm.kl_coef, or "
+                "remove it"
+            )
+        return algorithm
 
     @property
     def needs_reference(self) -> bool:
@@ -114,134 +184,139 @@ class Algorithm:
         return every_group(rewards_PG) if self.filter is is_mixed and not keep_P.any() else keep_P
 
 
-CRITIC = Critic(gae=GAE(gamma=1.0, lam=0.95, whiten=True), loss=ValueLoss(clip=0.2))
-"""Critic of PPO: no discount, lambda 0.95, whitened advantages, value clip 0.2."""
-
-ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
-    "grpo": lambda _: Algorithm("grpo", policy.GRPO, standardized),
-    "dr_grpo": lambda max_tokens: Algorithm("dr_grpo", policy.dr_grpo(max_tokens), centered),
-    "dapo": lambda _: Algorithm("dapo", policy.DAPO, standardized, filter=is_mixed),
-    "bnpo": lambda _: Algorithm("bnpo", policy.BNPO, standardized),
-    "gspo": lambda _: Algorithm("gspo", policy.GSPO, standardized),
-    "gspo_token": lambda _: Algorithm("gspo_token", policy.GSPO_TOKEN, standardized),
-    "luspo": lambda _: Algorithm("luspo", policy.LUSPO, standardized),
-    "gmpo": lambda _: Algorithm("gmpo", policy.GMPO, standardized),
-    "cispo": lambda _: Algorithm("cispo", policy.CISPO, standardized),
-    "sapo": lambda _: Algorithm("sapo", policy.SAPO, standardized),
-    "vespo": lambda _: Algorithm("vespo", policy.VESPO, standardized),
-    "rloo": lambda _: Algorithm("rloo", policy.RLOO, leave_one_out),
-    "reinforce_plus_plus": lambda _: Algorithm("reinforce_plus_plus", policy.REINFORCE, batch_standardized),
-    "reinforce_plus_plus_baseline": lambda _: Algorithm(
-        "reinforce_plus_plus_baseline", policy.REINFORCE, group_baseline
-    ),
-    "gdpo": lambda _: Algorithm("gdpo", policy.GRPO, decoupled),
-    "ppo": lambda _: Algorithm("ppo", policy.PPO, undiminished, critic=CRITIC),
-    "distill": lambda _: Algorithm("distill", policy.DISTILL, centered),
-}
-"""Algorithms by name, as functions of the maximum number of sampled tokens per trajectory."""
 REDUCTIONS: dict[str, Reduction] = {
     "sequence_mean": sequence_mean,
     "token_mean": token_mean,
     "sequence_total": sequence_total,
 }
 ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+OF_LOSS = (*("kl_bias_correction", "entropy_coef", "off_policy_mask", "clip_low", "clip_high", "dual_clip", "ratio"),)
+"""Fields of a kind that are fields of the policy loss."""
 
 
-def make_algorithm(
-    name: str,
-    *,
-    max_tokens: int,
-    advantage: Advantage | None = None,
-    advantage_scale: str | None = None,
-    filter: GroupFilter | None = None,
-    truncated: Literal["keep", "mask"] = "keep",
-    top_entropy: float | None = None,
-    turn_advantages: bool = False,
-    gae_level: Literal["token", "turn"] = "token",
-    kl_in: Literal["loss", "reward"] = "loss",
-    critic: Mapping[str, float] | None = None,
-    loss: RLLoss | None = None,
-    **fields: Any,
-) -> Algorithm:
-    """Make the algorithm of a name; arguments that are not None override its defaults.
-
-    `max_tokens`: maximum number of sampled tokens per trajectory. `critic`: gamma, gae_lambda, value_clip. `loss`: a
-    user's loss in place of a `PolicyLoss`, of which `fields` are fields. Raises ConfigError for an unknown name or
-    incompatible values.
-    """
-    if name not in ALGORITHMS:
-        raise ConfigError(
-            f"algorithm: {name!r} is unknown{did_you_mean(name, ALGORITHMS)}; there are {', '.join(ALGORITHMS)}"
-        )
-    algorithm = ALGORITHMS[name](max_tokens)
-    if advantage_scale is not None:
-        if advantage is not None:
-            raise ConfigError(f"advantage_scale={advantage_scale} has no effect on an advantage function of your own")
-        advantage = scaled(algorithm.advantage, advantage_scale, name)
-    if algorithm.critic is not None and advantage is not None:
-        raise ConfigError(f"advantage has no effect on algorithm={name}, whose critic makes advantages; remove it")
-    given = {field: value for field, value in fields.items() if value is not None}
-    reward_kl = None
-    if kl_in == "reward":
-        reward_kl = _reward_kl(algorithm, given, loss)
-    return replace(
-        algorithm,
-        loss=_loss_of(algorithm.loss, given, max_tokens) if loss is None else _given_loss(loss, given),
-        advantage=algorithm.advantage if advantage is None else advantage,
-        filter=algorithm.filter if filter is None else filter,
-        critic=_critic_of(algorithm, critic or {}, gae_level),
-        reward_kl=reward_kl,
-        truncated=truncated,
-        top_entropy=top_entropy,
-        turn_advantages=turn_advantages,
-    )
+def loss_of(section: RLSection) -> RLLoss:
+    """Build the loss of a stage: that of its kind, or the user's. ConfigError for values that do not go together."""
+    given = section.algorithm
+    return _policy_loss(section) if given.loss is None else _given_loss(given.loss)
 
 
-def _loss_of(default: PolicyLoss, given: Mapping[str, Any], max_tokens: int) -> PolicyLoss:
-    changes = dict(given)
-    if (reduce := changes.get("reduce")) is not None:
-        changes["reduce"] = ConstantLength(max_tokens) if reduce == "constant_length" else REDUCTIONS[reduce]
-    if (estimator := changes.get("kl_estimator")) is not None:
-        changes["kl_estimator"] = ESTIMATORS[estimator]
+def _policy_loss(section: RLSection) -> PolicyLoss:
+    """Policy loss of a kind: GRPO's with the values of the section, where the kind has them."""
+    given, fields = section.algorithm, type(section.algorithm).model_fields
+    reduce = given.reduce
+    weights = given.importance_sampling
     try:
-        made = replace(default, **changes)
+        made = replace(
+            policy.GRPO,
+            surrogate=_surrogate_of(given),
+            reduce=ConstantLength(section.max_sampled_tokens) if reduce == "constant_length" else REDUCTIONS[reduce],
+            kl_coef=0.0 if given.kl_in == "reward" else given.kl_coef,
+            kl_estimator=k3 if given.kl_in == "reward" else _estimator_of(given),
+            importance=ImportanceSampling(**weights.model_dump(exclude={"apply"})) if section.weighs_samples else None,
+            **{name: getattr(given, name) for name in OF_LOSS if name in fields},
+        )
     except ValueError as error:
-        raise ConfigError(str(error).removeprefix("PolicyLoss.")) from error
-    if unread := [name for name in CLIP_FIELDS if name in given and name not in made.surrogate.bounds]:
+        raise ConfigError(f"algorithm.{str(error).removeprefix('PolicyLoss.')}") from error
+    changed = [name for name in CLIP_FIELDS if name in fields and getattr(given, name) != fields[name].default]
+    if unread := [f"algorithm.{name}" for name in changed if name not in made.surrogate.bounds]:
         raise ConfigError(
             f"{', '.join(unread)} without effect on the surrogate {type(made.surrogate).__name__}; remove it"
         )
     return made
 
 
-def _given_loss(loss: RLLoss, given: Mapping[str, Any]) -> RLLoss:
-    if given:
-        raise ConfigError(f"{', '.join(sorted(given))} without effect on a loss of your own; remove it, or loss")
+def _estimator_of(given: AlgorithmSection) -> KLEstimator:
+    return ESTIMATORS[given.kl_estimator or ("k1" if given.kl_in == "reward" else "k3")]
+
+
+def _surrogate_of(given: AlgorithmSection) -> Surrogate:
+    """Surrogate of a kind, or that which is given in place of its clip."""
+    match given.surrogate or given if isinstance(given, ClippedSection) else given:
+        case SAPO() | SAPOSurrogate() as one:
+            return surrogates.SAPO(positive=one.temperature_positive, negative=one.temperature_negative)
+        case VESPO() | VESPOSurrogate() as one:
+            return surrogates.VESPO(
+                k_positive=one.k_positive,
+                rate_positive=one.rate_positive,
+                k_negative=one.k_negative,
+                rate_negative=one.rate_negative,
+            )
+        case CISPO() | CISPOSurrogate():
+            return surrogates.CISPO()
+        case GMPO() | GMPOSurrogate():
+            return surrogates.GMPO()
+    return surrogates.CLIP
+
+
+def _given_loss(spec: UserObject) -> RLLoss:
+    """Make a user's loss. ConfigError unless it is a loss of RL stages."""
+    loss = spec.make("algorithm.loss", positional=2)
+    if not isinstance(loss, RLLoss):
+        raise ConfigError(
+            f"algorithm.loss: {spec} must be called with (stats, batch) and have kl_coef, 0 for a loss without "
+            "ref_logps; see docs/extend/loss.md"
+        )
     return loss
 
 
-def _reward_kl(algorithm: Algorithm, given: dict[str, Any], loss: RLLoss | None) -> RewardKL:
-    """KL in the reward from the fields of one in the loss, which are taken out of `given`."""
-    if given.pop("kl_bias_correction", None) is not None:
-        raise ConfigError("kl_bias_correction has no effect with kl_in: reward, where nothing is differentiated")
-    coef = given.get("kl_coef", algorithm.loss.kl_coef if loss is None else 0.0)
-    if coef <= 0:
-        raise ConfigError(f"kl_in=reward with kl_coef={coef:g} has no effect; set kl_coef above 0")
-    if loss is None:
-        given["kl_coef"] = 0.0
-    else:
-        given.pop("kl_coef")
-    return RewardKL(coef=coef, estimator=ESTIMATORS[given.pop("kl_estimator", "k1")])
+def _advantage_of(given: AlgorithmSection, group_size: int, weights: Mapping[str, float]) -> Advantage:
+    """Advantage function of a kind, or the user's."""
+    if isinstance(given, RewardAdvantages) and given.advantage is not None:
+        function, name = given.advantage.make("algorithm.advantage", names=INPUTS), str(given.advantage)
+        _try_advantage(function, name, group_size, weights, penalised=given.kl_in == "reward")
+        return given_advantage(function, name)
+    match given:
+        case PPO():
+            return undiminished
+        case GDPO():
+            return decoupled
+        case ReinforcePlusPlus():
+            return batch_standardized
+        case ReinforcePlusPlusBaseline():
+            return group_baseline
+        case RLOO():
+            return {"batch": leave_one_out_scaled, "none": leave_one_out}[given.advantage_scale]
+    assert isinstance(given, ScaledAdvantages)
+    return {"group": standardized, "batch": batch_scaled, "none": centered}[given.advantage_scale]
 
 
-def _critic_of(algorithm: Algorithm, given: Mapping[str, float], level: Literal["token", "turn"]) -> Critic | None:
-    if algorithm.critic is None:
-        if given:
-            raise ConfigError(f"{', '.join(given)} without effect on algorithm={algorithm.name}, which has no critic")
+def _try_advantage(
+    function: Callable[..., Any], name: str, group_size: int, weights: Mapping[str, float], *, penalised: bool
+) -> None:
+    """Check a user's advantage function on the groups that a run will meet. ConfigError unless it takes its inputs and
+    returns finite advantages [P, G], which follow the KL penalties where rewards are `penalised`."""
+    rewards_PG = groups_to_try(group_size)
+    wrapped = given_advantage(function, name)
+    parts_PG = {reward: rewards_PG.copy() for reward in weights}
+    lengths_PG = np.full(rewards_PG.shape, 3)
+    penalties_PG = -np.square(np.arange(rewards_PG.size, dtype=np.float32)).reshape(rewards_PG.shape)
+    try:
+        made = wrapped(rewards_PG, parts_PG, weights, lengths_PG, np.zeros_like(penalties_PG))
+        moved = wrapped(rewards_PG + penalties_PG, parts_PG, weights, lengths_PG, penalties_PG)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        wanted = ", ".join(inputs_of(function, name)) or "rewards_PG"
+        raise ConfigError(f"algorithm.advantage: {name}({wanted}) raised {describe_error(error)}") from error
+    if penalised and np.array_equal(made, moved, equal_nan=True):
+        raise ConfigError(
+            f"algorithm.advantage: {name} gives the same advantages whatever the KL penalties of kl_in: reward are, so "
+            "there would be no KL; read rewards_PG, which has them, or name the parameter penalties_PG [P, G] and add "
+            "it, or set kl_in: loss"
+        )
+    valid_PG = ~np.isnan(rewards_PG)
+    for group, advantages, valid in zip(rewards_PG, made, valid_PG, strict=True):
+        if valid.sum() > 1 and np.isnan(advantages[valid]).any():
+            raise ConfigError(
+                f"algorithm.advantage: {name} must return a finite advantage for each sample that has a reward; of the "
+                f"group {group.tolist()} (nan: no reward) it made {advantages.tolist()}; use np.nanmean and np.nanstd, "
+                "and add a small number to what it divides by"
+            )
+
+
+def _critic_of(given: AlgorithmSection) -> Critic | None:
+    """Critic of PPO, with whitened advantages."""
+    if not isinstance(given, PPO):
         return None
-    default = algorithm.critic.gae
-    gae = replace(
-        default, gamma=given.get("gamma", default.gamma), lam=given.get("gae_lambda", default.lam), level=level
-    )
-    loss = ValueLoss(clip=given["value_clip"]) if "value_clip" in given else algorithm.critic.loss
-    return Critic(gae=gae, loss=loss)
+    gae = GAE(gamma=given.gamma, lam=given.gae_lambda, whiten=True, level=given.gae_level)
+    return Critic(gae=gae, loss=ValueLoss(clip=given.value_clip))

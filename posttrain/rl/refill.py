@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from posttrain.errors import ConfigError
+from posttrain.config import RLSection
 from posttrain.rl.advantages import is_mixed
-from posttrain.rl.algorithms import GroupFilter
+from posttrain.rl.algorithms import GroupFilter, filter_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,20 +22,13 @@ class Refill:
     keep: GroupFilter
     """Mask of the useful groups of a wave."""
 
-
-def given_filter(function: Callable[..., Any], name: str) -> GroupFilter:
-    """Wrap a user's filter of rewards [P, G]. ConfigError unless it returns one True or False per group."""
-
-    def keep(rewards_PG: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:
-        made = np.asarray(function(rewards_PG.copy()))
-        if made.shape != (len(rewards_PG),) or made.dtype != bool:
-            raise ConfigError(
-                f"refill.keep: {name} must return True or False for each of the {len(rewards_PG)} groups of the "
-                f"rewards [P, G] = {rewards_PG.shape}; it returned {made.dtype} of shape {made.shape}"
-            )
-        return made
-
-    return keep
+    @classmethod
+    def of(cls, section: RLSection) -> Refill | None:
+        """Build dynamic sampling of a stage; None without. ConfigError for a filter that cannot be used."""
+        given = section.refill
+        if given is None:
+            return None
+        return cls(limit=given.limit, keep=filter_of(given.keep, "refill.keep", section.group_size))
 
 
 def group_metrics(rewards_PG: Float[np.ndarray, "P G"], pass_above: float) -> dict[str, float]:

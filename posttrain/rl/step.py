@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster
-from posttrain.config.rl import OldLogps, ZeroAdvantage
+from posttrain.config.algorithm import OldLogps, ZeroAdvantage
 from posttrain.metrics import Metrics, Timer
 from posttrain.reward.types import Rewards
 from posttrain.rl.act import Act, Acted

@@ -21,6 +21,8 @@ from posttrain.config import (
     RLSection,
     RunConfig,
 )
+from posttrain.config.algorithm import PPO
+from posttrain.config.rollout import CriticSection
 from posttrain.errors import ConfigError
 from posttrain.mesh import mesh_sizes, split_axis
 from posttrain.models.config import Compute
@@ -124,17 +126,16 @@ def describe_roles(
     own = {role: getattr(section.placement, role).devices for role in ("rollout", "reference", "critic")}
     named = [f"{role} {count}" for role, count in own.items() if count is not None]
     lines = [f"{name}: devices of their own: {', '.join(named)}"] if named else []
-    if not isinstance(section, RLSection) or section.algorithm != "ppo":
-        return lines
-    if section.critic.path is None and files.config is not None:
+    critic = section.algorithm.critic if isinstance(section, RLSection) and isinstance(section.algorithm, PPO) else None
+    if critic is not None and critic.path is None and files.config is not None:
         alone = {**dict.fromkeys(mesh, 1), "fsdp": own["critic"] or 1}
-        size = critic_size(section, config, files, mesh if own["critic"] is None else alone)
+        size = critic_size(critic, config, files, mesh if own["critic"] is None else alone)
         whole = size.weights + size.gradient + size.optimizer
         lines.append(f"{name}: critic: {size.total:,} parameters, {_bytes(whole)} beside the actor's memory")
     return lines
 
 
-def critic_size(section: RLSection, config: RunConfig, files: ModelFiles, mesh: Mapping[str, int]) -> TrainingSize:
+def critic_size(section: CriticSection, config: RunConfig, files: ModelFiles, mesh: Mapping[str, int]) -> TrainingSize:
     """Count parameters and bytes of a critic that begins as the actor's model without an adapter."""
     whole = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
     alone = config.model_copy(update={"model": whole})
@@ -144,7 +145,7 @@ def critic_size(section: RLSection, config: RunConfig, files: ModelFiles, mesh: 
         return decoder
 
     outline = nnx.eval_shape(scored, model_outline(alone, files))
-    return training_size(alone, outline, mesh, section.critic.optimizer)
+    return training_size(alone, outline, mesh, section.optimizer)
 
 
 def training_size(

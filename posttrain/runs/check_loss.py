@@ -97,7 +97,7 @@ def check_stage_loss(section: TrainSection, loss: Any) -> None:
     elif isinstance(section, RLSection):
         stale = section.samples_ahead or section.updates_per_batch > 1
         has = {"old_logps": section.proximal_logps != "self", "ref_logps": loss.kl_coef > 0, "staleness": stale}
-        has["entropy_coefs"] = section.entropy_target is not None
+        has["entropy_coefs"] = section.algorithm.entropy_target is not None
         given += [
             "sampler_logps",
             "behaviour_logps",

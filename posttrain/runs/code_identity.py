@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import Locator, OnlineSection, RLSection, RunConfig, TrainSection, UserObject
+from posttrain.config import Locator, OnlineSection, RLSection, RunConfig, Section, TrainSection, UserObject
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest
 from posttrain.user_code import is_object_spec
@@ -112,11 +112,13 @@ def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
     for number, dataset in enumerate(section.all_datasets):
         if is_object_spec(dataset.path):
             yield f"datasets.{number}", dataset.path
+    of_algorithm = isinstance(section, RLSection)
+    owner: Section = section.algorithm if isinstance(section, RLSection) else section
     for field in ("advantage", "filter", "loss"):
-        if field in type(section).model_fields:
-            named = getattr(section, field)
+        if field in type(owner).model_fields:
+            named = getattr(owner, field)
             if isinstance(named, UserObject):
-                yield field, named.fn
+                yield f"algorithm.{field}" if of_algorithm else field, named.fn
 
 
 class UserCode:

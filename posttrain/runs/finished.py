@@ -7,7 +7,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from posttrain.config import RunConfig, trains_on_samples
-from posttrain.config.yaml_file import load_config
+from posttrain.config.yaml_file import load_recorded
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.runs.prepare import run_clock
@@ -22,7 +22,7 @@ def find_stage(run: Path) -> tuple[Path, str]:
     """The run's output folder, and the name of the stage."""
     run = run.expanduser().resolve()
     if (run / CONFIG_NAME).is_file():
-        names = stage_names(load_config(run / CONFIG_NAME))
+        names = stage_names(load_recorded(run / CONFIG_NAME))
         begun = [name for name in names if (run / name / "checkpoints").is_dir()]
         if not begun:
             raise ConfigError(f"{run}: no stage has a checkpoint yet; its stages are {', '.join(names)}")

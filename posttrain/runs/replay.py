@@ -14,7 +14,7 @@ from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.sync import Shared
 from posttrain.config import RLSection, RunConfig
-from posttrain.config.yaml_file import load_config
+from posttrain.config.yaml_file import load_config, load_recorded
 from posttrain.errors import ConfigError
 from posttrain.metrics import Metrics, Timer, to_host
 from posttrain.models.decoder import Decoder
@@ -26,7 +26,6 @@ from posttrain.rl.store import Recorded, read_record
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
 from posttrain.runs.run import CONFIG_NAME, mesh_of
-from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.cluster import make_critic, make_reference
 from posttrain.stages.context import StageRun
 from posttrain.stages.online import TRAJECTORIES, make_policy_trainer
@@ -95,8 +94,8 @@ def replay(
 
     `run`: the output of a run (its last started stage) or the folder of a stage. The weights are those of the
     checkpoint before the step (of step 1: the start), or of `model`, a folder or hub id. `changes`: settings of the
-    stage, such as `clip_high=0.3`. `observe`: called before each update. ConfigError where trajectories or checkpoint
-    are missing.
+    stage, such as `algorithm.clip_high=0.3`. `observe`: called before each update. ConfigError where trajectories or
+    checkpoint are missing.
     """
     output, name = find_stage(Path(run))
     config, section = _configured(output, name, changes)
@@ -104,7 +103,11 @@ def replay(
     tokenizer = tokenizer_of(output, name, config)
     recorded = read_record(output / name / TRAJECTORIES, step)
     stage = open_stage(output, name, config, tokenizer, mesh_of(config))
-    algorithm = algorithm_of(section)
+    weights = [reward.weight for reward in section.rewards]
+    if (turns := section.env or section.agent) is not None:
+        weights.append(turns.weight)
+    of_rewards = dict(zip(recorded.rewards.parts_PG, weights, strict=True))
+    algorithm = Algorithm.of(section, of_rewards)
     trainer = make_policy_trainer(stage, section, algorithm.loss)
     cluster = _cluster(stage, section, trainer, algorithm)
     cluster.version = recorded.version
@@ -113,14 +116,11 @@ def replay(
         _use_model(trainer, stage, str(model))
     elif recorded.before:
         _restore(trainer, stage.folder, recorded)
-    weights = [reward.weight for reward in section.rewards]
-    if (held := section.env or section.agent) is not None:
-        weights.append(held.weight)
     acted = Acted(
         version=recorded.version,
         groups_P=recorded.groups_P,
         rewards=recorded.rewards,
-        weights=dict(zip(recorded.rewards.parts_PG, weights, strict=True)),
+        weights=of_rewards,
         useful_P=None if section.refill is None else recorded.useful_P,
         metrics=group_metrics(recorded.rewards.total_PG, section.pass_above),
     )
@@ -143,12 +143,12 @@ def lines_of(found: Replayed) -> list[str]:
 
 def _configured(output: Path, name: str, changes: Sequence[str]) -> tuple[RunConfig, RLSection]:
     """Configuration of the run and its stage with the changes. ConfigError for a stage that cannot be replayed."""
-    index = stage_names(load_config(output / CONFIG_NAME)).index(name)
+    index = stage_names(load_recorded(output / CONFIG_NAME)).index(name)
     config = load_config(output / CONFIG_NAME, [f"stages.{index}.{change}" for change in changes])
     section = config.stages[index]
     if not isinstance(section, RLSection):
         raise ConfigError(f"replay: {name} is a stage of kind {section.kind}; only those of kind rl can be replayed")
-    if section.entropy_target is not None:
+    if section.algorithm.entropy_target is not None:
         raise ConfigError(f"replay: {name} has an entropy_target, whose coefficient the record lacks; set it to null")
     if section.teachers:
         raise ConfigError(f"replay: {name} has teachers, which the record lacks; only stages without can be replayed")

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from posttrain import __version__
 from posttrain.config import PlacementSection, RunConfig, trains_on_samples
-from posttrain.config.yaml_file import diff_config, dump_config, load_config, stage_settings
+from posttrain.config.yaml_file import diff_config, dump_config, load_recorded, stage_settings
 from posttrain.errors import ConfigError, OutsideError, outside_error
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.code_identity import check_code, code_digests, remember_code
@@ -233,7 +233,7 @@ def _check_same(output: Path, config: RunConfig) -> None:
         remember_code(output, config)
         write_whole(file, dump_config(config))
         return
-    before = load_config(file)
+    before = load_recorded(file)
     # Both are compared as YAML, in which a function is its name.
     extended = _extended_stages(before, config)
     may_grow = {f"stages.{index}.num_steps" for index in extended}

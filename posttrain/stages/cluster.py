@@ -13,6 +13,7 @@ from posttrain.cluster.cluster import Cluster, Critic
 from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, Scorer, WithoutAdapter
 from posttrain.cluster.sync import ColocatedReplica, PerProcessReplica, Replica, ReshardedReplica, Shared
 from posttrain.config import MeshSection, OnlineSection, RLSection, RolloutSection, SamplerTensor
+from posttrain.config.algorithm import PPO
 from posttrain.errors import ConfigError
 from posttrain.losses.value import ValueLoss
 from posttrain.mesh import make_mesh
@@ -128,7 +129,8 @@ def make_reference(stage: StageRun, section: OnlineSection, trainer: Trainer) ->
 
 def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
     """Critic of the configuration, with a new scalar head unless its model has one."""
-    devices, settings = stage.devices.critic, section.critic
+    assert isinstance(section.algorithm, PPO)
+    devices, settings = stage.devices.critic, section.algorithm.critic
     mesh = stage.mesh if devices is None else make_mesh(MeshSection(fsdp=-1), devices)
     whole = stage.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
     start: dict[str, Any] = {} if settings.path is None else {"source": None, "source_name": settings.path.resolved}

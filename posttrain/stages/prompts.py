@@ -31,6 +31,7 @@ from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import Shares
 from posttrain.rl.monitor import Monitor
+from posttrain.rl.refill import Refill
 from posttrain.rl.sampler import sampling_params
 from posttrain.rl.teachers import shares_of
 from posttrain.rollout.blocks import BLOCK, least_cache
@@ -83,6 +84,7 @@ class RLInputs(RolloutInputs):
 
     section: RLSection
     algorithm: Algorithm
+    refill: Refill | None
     teachers: Sequence[TeacherSource]
 
     @property
@@ -301,12 +303,14 @@ def _room(section: OnlineSection | DistillSection, tokens: int) -> str:
     return f"{'' if tokens == section.row_tokens else 'half of '}row_tokens={section.row_tokens}"
 
 
-def check_rewards(section: OnlineSection) -> None:
-    """Check the rewards and columns of an online stage without its rows."""
+def check_rewards(section: OnlineSection) -> Rubric:
+    """Check the rewards and columns of an online stage without its rows; return its rubric."""
     refuse_completions(section)
-    Monitor.of(section, Rubric.of(section).rewards)
+    rubric = Rubric.of(section)
+    Monitor.of(section, rubric.rewards)
     if isinstance(section, RLSection):
         tools_of(section.tools, servers=False)
+    return rubric
 
 
 def refuse_completions(section: OnlineSection) -> None:

@@ -7,26 +7,21 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import FrozenModel, Scorer
-from posttrain.config import RLSection, UserObject
-from posttrain.config.locator import FORMS
+from posttrain.config import RLSection
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.errors import ConfigError
 from posttrain.metrics import Timer
 from posttrain.rl.act import Act
-from posttrain.rl.advantages import is_mixed
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
 from posttrain.rl.curriculum import Curriculum
-from posttrain.rl.refill import Refill, given_filter
+from posttrain.rl.refill import Refill
 from posttrain.rl.step import EntropyControl, StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.rollout.types import PausableEngine
 from posttrain.runtime.event_loop import run_async
-from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.cluster import make_critic
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Prepared
@@ -42,23 +37,20 @@ from posttrain.stages.online import (
     open_rollouts,
 )
 from posttrain.stages.prompts import RLInputs, check_rewards, prepare_scored
-from posttrain.user_code import describe_error
 
 
 def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]]:
     """Load prompts, rewards and teachers. Also returns notes."""
     teachers, notes = find_teachers(section, prepared.tokenizer)
     scored, more = prepare_scored(section, prepared, shares_of(section))
-    algorithm = algorithm_of(section)
-    refill_of(section)
-    return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), [*notes, *more]
+    algorithm, refill = Algorithm.of(section, scored.rubric.weights), Refill.of(section)
+    return RLInputs(algorithm=algorithm, refill=refill, teachers=teachers, **vars(scored)), [*notes, *more]
 
 
 def check_offline(section: RLSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
-    check_rewards(section)
-    algorithm_of(section)
-    refill_of(section)
+    Algorithm.of(section, check_rewards(section).weights)
+    Refill.of(section)
     find_teachers(section, None)
 
 
@@ -89,7 +81,7 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
             stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers, critic=critic
         )
         cluster, settings = rollouts.cluster, step_settings(section, stage.seed)
-        act = _act(rollouts, section)
+        act = replace(_act(rollouts, section), refill=inputs.refill)
         ahead = _async_loop(stage, section, cluster, algorithm, act, settings)
         if ahead is not None:
             rollouts = replace(rollouts, settle=ahead.settle, on_loop=ahead.on_loop)
@@ -109,7 +101,7 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
 def _act(rollouts: Rollouts, section: RLSection) -> Act:
     """Acting half of the steps."""
     act = make_act(rollouts, curriculum=_curriculum(rollouts, section))
-    return replace(act, refill=refill_of(section), pass_above=section.pass_above)
+    return replace(act, pass_above=section.pass_above)
 
 
 def _async_loop(
@@ -152,28 +144,6 @@ def _curriculum(rollouts: Rollouts, section: RLSection) -> Curriculum | None:
     )
 
 
-def refill_of(section: RLSection) -> Refill | None:
-    """Make the settings of dynamic sampling; None without. ConfigError for a filter that cannot be used, tried on the
-    groups that a run will meet: different rewards, equal ones, and a sample without a reward (NaN)."""
-    given = section.refill
-    if given is None:
-        return None
-    if given.keep == "mixed":
-        return Refill(limit=given.limit, keep=is_mixed)
-    if not isinstance(given.keep, UserObject):
-        raise ConfigError(f"refill.keep: {given.keep!r} is unknown; there is mixed, or give your own as {FORMS}")
-    keep = given_filter(given.keep.make("refill.keep", positional=1), str(given.keep))
-    mixed = np.arange(section.group_size, dtype=np.float32) % 3
-    tried = np.stack([mixed, np.ones_like(mixed), np.where(np.arange(section.group_size) == 0, np.nan, mixed)])
-    try:
-        keep(tried)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"refill.keep: {given.keep}(rewards_PG) raised {describe_error(error)}") from error
-    return Refill(limit=given.limit, keep=keep)
-
-
 def step_settings(section: RLSection, seed: int) -> StepSettings:
     return StepSettings(
         row_tokens=section.row_tokens,
@@ -182,15 +152,18 @@ def step_settings(section: RLSection, seed: int) -> StepSettings:
         epochs=section.update_epochs,
         seed=seed,
         old_logps=section.proximal_logps,
-        zero_advantage=section.zero_advantage,
+        zero_advantage=section.algorithm.zero_advantage,
         stale=section.samples_ahead,
         teaching=TeacherKL(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
-        entropy=None if section.entropy_target is None else _entropy_control(section, section.entropy_target),
+        entropy=_entropy_control(section),
     )
 
 
-def _entropy_control(section: RLSection, target: float) -> EntropyControl:
-    return EntropyControl(target=target, start=section.entropy_coef or 0.0, step=section.entropy_step)
+def _entropy_control(section: RLSection) -> EntropyControl | None:
+    given = section.algorithm
+    if given.entropy_target is None:
+        return None
+    return EntropyControl(target=given.entropy_target, start=given.entropy_coef, step=given.entropy_step)
 
 
 def _distances(teachers: Sequence[Scorer], settings: StepSettings) -> Distances | None:

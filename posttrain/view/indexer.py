@@ -180,10 +180,10 @@ class Indexer:
 
 
 def _tokenizer_of(run: RunFolder) -> Any:
-    from posttrain.config.yaml_file import load_config
+    from posttrain.config.yaml_file import load_recorded
     from posttrain.runs.finished import tokenizer_of
 
-    config = load_config(run.path / "config.yaml")
+    config = load_recorded(run.path / "config.yaml")
     recorded = [stage.name for stage in run.stages() if (run.path / stage.name / "trajectories").is_dir()]
     return tokenizer_of(run.path, recorded[-1], config)
 

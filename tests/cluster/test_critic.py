@@ -18,12 +18,12 @@ from posttrain.cluster.sync import Shared
 from posttrain.config import OptimizerSection
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import to_host
-from posttrain.rl.algorithms import make_algorithm
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.scalar_head import add_scalar_head
+from tests.rl.helpers import make_algorithm
 from tests.rl.test_step import NEW, World, params_of
 from tests.tiny import WINDOW, tiny_model
 

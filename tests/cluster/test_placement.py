@@ -25,7 +25,6 @@ from posttrain.mesh import make_mesh
 from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
-from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.metrics import EXACT, SamplerGate
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
@@ -37,7 +36,7 @@ from posttrain.train.trainer import Trainer
 from posttrain.tree import digests
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights, without_adapter
-from tests.rl.helpers import act, example, step_settings
+from tests.rl.helpers import act, example, make_algorithm, step_settings
 from tests.rollout.test_placement import in_loops, of_weights
 from tests.tiny import WINDOW, tiny_model
 

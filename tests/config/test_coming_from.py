@@ -13,11 +13,10 @@ from typer.main import get_command
 
 import posttrain as pt
 from posttrain.cli import app
-from posttrain.config import RunConfig
+from posttrain.config import ALGORITHMS, RunConfig
 from posttrain.config.describe import field_table
 from posttrain.config.messages import config_fields
 from posttrain.config.run import SECTIONS
-from posttrain.rl.algorithms import ALGORITHMS
 from posttrain.stages.preference import PREFERENCE_LOSSES, REWARD_LOSSES
 from posttrain.stages.sft import SFT_LOSSES
 from tests.documents import FENCE, ROOT

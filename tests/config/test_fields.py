@@ -12,8 +12,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from posttrain.config import Section
-from posttrain.config.messages import config_fields
+from posttrain.config import ALGORITHMS, Section
+from posttrain.config.messages import config_fields, owned_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 FROZEN = ROOT / "tests" / "config" / "fields.txt"
@@ -59,7 +59,18 @@ def default_text(value: Any) -> str:
 
 
 def field_lines() -> list[str]:
-    return [field_line(key, info) for key, info in config_fields()]
+    """A line of each field, with the kinds of algorithm that have it so, unless all have."""
+    kinds = {section: kind for kind, section in ALGORITHMS.items()}
+    found: dict[str, list[str]] = {}
+    for key, info, owner in owned_fields():
+        found.setdefault(field_line(key, info), []).extend([kinds[owner]] if owner in kinds else [])
+
+    def of_kinds(having: list[str]) -> str:
+        lacking = [kind for kind in ALGORITHMS if kind not in having]
+        few = f"not {', '.join(lacking)}" if len(lacking) < len(having) else ", ".join(having)
+        return f" ({few})" if having and lacking else ""
+
+    return [line + of_kinds(having) for line, having in found.items()]
 
 
 def test_the_list_of_fields_is_frozen() -> None:

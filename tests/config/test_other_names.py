@@ -40,7 +40,7 @@ def test_every_entry_has_a_field() -> None:
         ("rl", "train_batch_size", "did you mean 'prompts_per_step'? (prompts of one step)"),
         ("sft", "train_batch_size", "did you mean 'batch_rows'?"),
         ("rl", "loss_algo", "did you mean 'algorithm'?"),
-        ("rl", "kl_loss_coef", "did you mean 'kl_coef'?"),
+        ("rl", "kl_loss_coef", "did you mean 'algorithm.kl_coef'?"),
         ("sft", "load_in_fp8", "did you mean 'model.quantize'? (write fp8)"),
         ("sft", "max_seq_length", "did you mean 'row_tokens'?"),
         ("rl", "use_vllm", "there is none: the built-in engine"),

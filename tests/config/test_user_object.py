@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import posttrain as pt
-from posttrain.config import RLSection, RunConfig, UserObject
+from posttrain.config import GRPO, RLSection, RunConfig, UserObject
 from posttrain.config.locator import object_text, user_object
 from posttrain.config.yaml_file import build_config, diff_config, dump_config, load_config
 from posttrain.errors import ConfigError
@@ -197,7 +197,7 @@ def test_fields_of_an_object_are_part_of_its_run() -> None:
 
 
 def test_fields_of_a_stage_of_rl(tmp_path: Path) -> None:
-    stage = rl_stage(loss={"fn": "own.py:clipped", "width": 2}, advantage="own.py:clipped", filter="own.py:clipped")
-    (config,) = load_config(write_run(tmp_path, stage)).stages
-    assert isinstance(config, RLSection) and config.loss is not None
-    assert config.loss.settings == {"width": 2} and str(config.advantage) == str(config.filter) == "own.py:clipped"
+    own = {"loss": {"fn": "own.py:clipped", "width": 2}, "advantage": "own.py:clipped", "filter": "own.py:clipped"}
+    (stage,) = load_config(write_run(tmp_path, rl_stage(algorithm={"kind": "grpo", **own}))).stages
+    assert isinstance(stage, RLSection) and isinstance(found := stage.algorithm, GRPO) and found.loss is not None
+    assert found.loss.settings == {"width": 2} and str(found.advantage) == str(found.filter) == "own.py:clipped"

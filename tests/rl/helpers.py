@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from posttrain.config import RLSection
 from posttrain.data.tokenizer_files import FIRST_CONTROL_ID
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.act import Act
+from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepSettings
@@ -43,6 +45,18 @@ def act(sampler: Sampler, rubric: Rubric, examples: Sequence[Example], group_siz
         group_size=group_size,
         groups_per_step=len(examples),
     )
+
+
+def make_algorithm(kind: str, *, max_tokens: int, **fields: Any) -> Algorithm:
+    """Algorithm of a stage that samples `max_tokens` tokens of each answer; `fields`: of its section."""
+    stage: dict[str, Any] = {
+        "dataset": {"path": "rows"},
+        "rewards": [{"fn": len}],
+        "sampling": {"max_tokens": max_tokens},
+    }
+    if kind == "distill":
+        stage["teachers"] = [{"path": "teacher"}]
+    return Algorithm.of(RLSection(**stage, algorithm={"kind": kind, **fields}), {})
 
 
 def step_settings(**changes: Any) -> StepSettings:

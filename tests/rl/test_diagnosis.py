@@ -26,7 +26,6 @@ from posttrain.metrics import Timer, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
-from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.diagnosis import diagnose
 from posttrain.rl.metrics import EXACT, SamplerGate, check_agreement, sampler_disagrees
 from posttrain.rl.sampler import Sampler
@@ -39,7 +38,7 @@ from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
 from tests.often import often
-from tests.rl.helpers import act, example, step_settings
+from tests.rl.helpers import act, example, make_algorithm, step_settings
 from tests.tiny import shake, tiny_model
 
 GROUP, NEW, ROW = 4, 16, 32

@@ -16,11 +16,9 @@ from posttrain.metrics import to_host
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.advantages import decoupled
-from posttrain.rl.algorithms import make_algorithm
-from posttrain.rl.step import reward_penalties
-from posttrain.rl.step import EntropyControl
+from posttrain.rl.step import EntropyControl, reward_penalties
 from posttrain.rl.teachers import distances
-from tests.rl.helpers import trajectory
+from tests.rl.helpers import make_algorithm, trajectory
 from tests.rl.test_step import NEW, World, even_share, sgd
 from tests.tiny import shake
 

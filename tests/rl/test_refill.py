@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from posttrain.config import SamplingSection
+from posttrain.config.locator import user_object
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
@@ -20,15 +22,14 @@ from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
 from posttrain.rl.act import Act, Acted
-from posttrain.rl.algorithms import is_mixed, make_algorithm
-from posttrain.rl.refill import Refill, given_filter, group_metrics
+from posttrain.rl.algorithms import GroupFilter, filter_of, is_mixed
+from posttrain.rl.refill import Refill, group_metrics
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import signal_of
-from posttrain.rl.step import rl_step
+from posttrain.rl.step import rl_step, signal_of
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.event_loop import run_async
-from tests.rl.helpers import act, example, groups
+from tests.rl.helpers import act, example, groups, make_algorithm
 from tests.rl.test_step import GROUP, World, params_of, sgd
 from tests.tiny import tiny_model
 
@@ -207,9 +208,21 @@ def test_shares_of_groups_add_up() -> None:
     assert all(np.isnan(value) for value in group_metrics(np.full((2, 2), nan), 0.5).values())
 
 
-def test_a_filter_of_ones_own_is_checked() -> None:
-    rewards = np.asarray([[0.0, 1.0], [1.0, 1.0]])
-    assert given_filter(lambda r: r.mean(axis=1) > 0.6, "mine")(rewards).tolist() == [False, True]
-    for wrong in (lambda r: r, lambda r: r.sum(axis=1), lambda r: True):
-        with pytest.raises(ConfigError, match="refill.keep: mine must return True or False for each of the 2 groups"):
-            given_filter(wrong, "mine")(rewards)
+OWN = """
+high = lambda r: r.mean(axis=1) > 0.6
+each = lambda r: r
+numbers = lambda r: r.sum(axis=1)
+one = lambda r: True
+"""
+
+
+def test_a_filter_of_ones_own_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+
+    def keep(name: str) -> GroupFilter:
+        return filter_of(user_object(f"own.py:{name}", tmp_path), "refill.keep", group_size=2)
+
+    assert keep("high")(np.asarray([[0.0, 1.0], [1.0, 1.0]])).tolist() == [False, True]
+    for wrong in ("each", "numbers", "one"):
+        with pytest.raises(ConfigError, match=f"refill.keep: own.py:{wrong} must return true or false for each of the"):
+            keep(wrong)

@@ -22,7 +22,6 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
-from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.assemble import assemble
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
@@ -31,7 +30,7 @@ from posttrain.runtime.event_loop import run_async
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from tests.mixtures import mixture_config, mixture_model
-from tests.rl.helpers import act, example, step_settings, trajectory
+from tests.rl.helpers import act, example, make_algorithm, step_settings, trajectory
 
 GROUP, NEW, ROW = 4, 10, 20
 

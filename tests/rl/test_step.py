@@ -17,7 +17,7 @@ from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.sync import Shared
-from posttrain.config import LoRA, OptimizerSection, SamplingSection
+from posttrain.config import ALGORITHMS, LoRA, OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError
@@ -26,11 +26,9 @@ from posttrain.losses.ratios import ImportanceSampling
 from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
-from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.rl.metrics import EXACT, ROUNDED, SamplerGate, check_agreement
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
-from posttrain.rl.step import has_signal
-from posttrain.rl.step import StepResult, rl_step
+from posttrain.rl.step import StepResult, has_signal, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example
 from posttrain.runtime.event_loop import run_async
@@ -39,7 +37,7 @@ from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
 from tests.often import often
-from tests.rl.helpers import act, example, step_settings
+from tests.rl.helpers import act, example, make_algorithm, step_settings
 from tests.tiny import WINDOW, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
@@ -85,7 +83,8 @@ class World:
         if lora:
             attach_lora(model, LoRA(rank=4), seed=0)
         settings = SamplingSection(max_tokens=NEW, **sampling)
-        self.algorithm = make_algorithm(algorithm, max_tokens=NEW, importance=importance)
+        self.algorithm = make_algorithm(algorithm, max_tokens=NEW)
+        self.algorithm = replace(self.algorithm, loss=replace(self.algorithm.loss, importance=importance))
         self.trainer = Trainer(
             model,
             self.algorithm.loss,

@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 
+from posttrain.config import ALGORITHMS
 from posttrain.errors import ConfigError
 from posttrain.losses.policy import DAPO, VESPO
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.ratios import ImportanceSampling, k2
 from posttrain.losses.reduce import token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
-from posttrain.rl.algorithms import ALGORITHMS
 from posttrain.runs.check_loss import check_loss, prove
 from posttrain.tree import replace
 from tests.documents import ROOT, SHELL, blocks_of, write_folder
 from tests.often import often
+from tests.rl.helpers import make_algorithm
 from tests.stages.runs import posttrain, rl_stage, write_run
 from tests.test_readme import commands
 
-LOSSES: dict[str, Any] = {name: make(8).loss for name, make in ALGORITHMS.items()} | {
+LOSSES: dict[str, Any] = {name: make_algorithm(name, max_tokens=8).loss for name in ALGORITHMS} | {
     "importance": replace(DAPO, importance=ImportanceSampling(level="sequence_mean", bound="mask", low=0.9, high=1.2)),
     "rejected": replace(DAPO, importance=ImportanceSampling(bound="reject", low=0.4, high=1.8), off_policy_mask=0.1),
     "weighted vespo": replace(VESPO, importance=ImportanceSampling()),
@@ -194,7 +195,7 @@ def test_a_loss_is_checked_for_its_stage(tmp_path: Path, monkeypatch: pytest.Mon
         check_loss("staged.py:Reference")
     told = {}
     for name, changes in (("Means", {}), ("Old", {}), ("Old", {"old_logps": "trainer"})):
-        stage = rl_stage(loss=f"staged.py:{name}", **changes)
+        stage = rl_stage(algorithm={"kind": "grpo", "loss": f"staged.py:{name}", **changes})
         told[name, *changes] = posttrain("check", write_run(tmp_path, stage, name=f"{name}{len(changes)}.yaml"))
     assert told["Old", "old_logps"].code == 0, told["Old", "old_logps"].err
     assert "Old raised " in told[("Old",)].err and "this stage has no" in " ".join(told[("Old",)].err.split())

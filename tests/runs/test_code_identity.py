@@ -267,8 +267,9 @@ def test_parameters_of_a_script_count(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_every_function_of_a_stage_counts(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def keep(rewards_PG):\n    return rewards_PG.max(axis=1) > 0.5\n")
-    stage = rl_stage(filter="own.py:keep")
-    assert code_digests(load_config(write_run(tmp_path, stage)))["stages.0.filter=own.py:keep"].keys() == {"own.py"}
+    stage = rl_stage(algorithm={"kind": "grpo", "filter": "own.py:keep"})
+    digests = code_digests(load_config(write_run(tmp_path, stage)))
+    assert digests["stages.0.algorithm.filter=own.py:keep"].keys() == {"own.py"}
     stage = rl_stage(refill={"limit": 1, "keep": "own.py:keep"})
     assert "stages.0.refill.keep=own.py:keep" in code_digests(load_config(write_run(tmp_path, stage)))
 
@@ -277,12 +278,14 @@ def test_a_refusal_names_the_file_and_the_ways_out(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("from limits import BOUND\ndef keep(rewards_PG):\n    return rewards_PG > BOUND\n")
     limits = tmp_path / "limits.py"
     limits.write_text("BOUND = 0.5\n")
-    config = load_config(write_run(tmp_path, rl_stage(filter="own.py:keep")))
+    config = load_config(write_run(tmp_path, rl_stage(algorithm={"kind": "grpo", "filter": "own.py:keep"})))
     remember_code(tmp_path, config)
     limits.write_text("BOUND = 0.5  # half\n")
     check_code(tmp_path, config)
     limits.write_text("BOUND = 0.6\n")
-    with pytest.raises(ConfigError, match=r"other code of stages.0.filter=own.py:keep \(limits.py\); .*delete .*code"):
+    with pytest.raises(
+        ConfigError, match=r"code of stages.0.algorithm.filter=own.py:keep \(limits.py\); .*delete .*code"
+    ):
         check_code(tmp_path, config)
     (tmp_path / CODE_NAME).unlink()
     check_code(tmp_path, config)

@@ -18,7 +18,7 @@ def test_roles_and_their_devices(capsys: pytest.CaptureFixture[str]) -> None:
     placement = {"rollout": {"devices": 2}, "reference": {"offload": True}}
     config = build_config(
         {"output": "o", "seed": 1, "model": {"path": "m"}, "mesh": {"fsdp": -1}, "kind": "rl", **STAGES["rl"]}
-        | {"placement": placement, "kl_coef": 0.1}
+        | {"placement": placement, "algorithm": {"kind": "grpo", "kl_coef": 0.1}}
     )
     section, roles = config.stages[0], ("rollout", "reference")
     mesh = make_mesh(config.mesh, training_devices(config))

@@ -19,10 +19,10 @@ from tests.stages.runs import few_devices, posttrain, rl_stage, sft_stage, write
 
 ENDS = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
 KINDS: Mapping[str, Mapping[str, Any]] = {
-    "plain": {"kl_coef": 0.1, "sampling": {**ENDS, "top_p": 0.9}},
+    "plain": {"algorithm": {"kind": "grpo", "kl_coef": 0.1}, "sampling": {**ENDS, "top_p": 0.9}},
     "updates": {"updates": 2, "update_epochs": 2, "num_steps": 8, "rollout": {"quantize": "int8"}},
-    "critic": {"algorithm": "ppo", "updates": 2, "kl_coef": 0.05},
-    "refill": {"refill": {"limit": 1}, "kl_coef": 0.0},
+    "critic": {"algorithm": {"kind": "ppo", "kl_coef": 0.05}, "updates": 2},
+    "refill": {"refill": {"limit": 1}, "algorithm": {"kind": "grpo", "kl_coef": 0.0}},
     "ahead": {"asynchronous": {"max_staleness": 2}, "sampling": ENDS, "rollout": {"decode_steps": 2}},
 }
 
@@ -69,7 +69,7 @@ def test_replayed_as_logged(stage: Path) -> None:
 @of_the_plain_one
 def test_replayed_with_another_loss(stage: Path) -> None:
     last = recorded_steps(stage / "trajectories")[-1]
-    other = replayed(stage, last, changes=["algorithm=dr_grpo", "entropy_coef=0.1"])
+    other = replayed(stage, last, changes=["algorithm=dr_grpo", "algorithm.entropy_coef=0.1"])
     assert math.isclose(other.metrics["reward"], other.logged["reward"], rel_tol=1e-6)
     assert abs(other.metrics["loss"] - other.logged["loss"]) > 1e-3
 
@@ -86,7 +86,7 @@ def test_replayed_with_another_model(stage: Path) -> None:
 @of_the_plain_one
 def test_command(stage: Path) -> None:
     step = recorded_steps(stage / "trajectories")[0]
-    found = posttrain("replay", stage.parent, "--step", str(step), "--set", "clip_high=0.3", devices=1)
+    found = posttrain("replay", stage.parent, "--step", str(step), "--set", "algorithm.clip_high=0.3", devices=1)
     assert found.code == 0, found.err
     rows = {line.split()[0]: line.split()[1:] for line in found.out.splitlines()}
     assert rows["reward"][0] == rows["reward"][1] and "loss" in rows

@@ -55,9 +55,8 @@ def two_stages(folder: Path, *, adapted: bool) -> Path:
     sft = sft_stage(num_steps=STEPS, checkpoint_every=1, packing=True, **more)
     ends = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
     ahead = {"asynchronous": {"max_staleness": 2}, "sampling": ends, "rollout": {"decode_steps": 2}} if adapted else {}
-    rl = rl_stage(
-        num_steps=STEPS, checkpoint_every=2, kl_coef=0.1, old_logps="trainer", samples_every=1000, **more, **ahead
-    )
+    algorithm = {"kind": "grpo", "kl_coef": 0.1, "old_logps": "trainer"}
+    rl = rl_stage(num_steps=STEPS, checkpoint_every=2, algorithm=algorithm, samples_every=1000, **more, **ahead)
     lora = {"lora": {"rank": 2}} if adapted else {}
     return write_run(folder, sft, rl, model={"init": INIT, "tokenizer": "bytes", **lora})
 
@@ -126,7 +125,10 @@ def test_adapters_interrupted_and_resumed(tmp_path: Path) -> None:
     def adapted(folder: Path, at: int) -> Path:
         model = {"init": INIT, "tokenizer": "bytes", "lora": {"rank": 2}}
         held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
-        rl = rl_stage(rewards=IN_THIS_PROCESS, checkpoint_every=3, kl_coef=0.1, eval_dataset=held_out, eval_every=3)
+        algorithm = {"kind": "grpo", "kl_coef": 0.1}
+        rl = rl_stage(
+            rewards=IN_THIS_PROCESS, checkpoint_every=3, algorithm=algorithm, eval_dataset=held_out, eval_every=3
+        )
         file = write_run(folder, rl, model=model)
         (folder / "rewards_of_test.py").write_text(SIGNALLING.format(at=at))
         return file

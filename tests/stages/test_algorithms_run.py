@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.rl.algorithms import ALGORITHMS
+from posttrain.config import ALGORITHMS
 from tests.stages.runs import posttrain, rl_stage, write_run
 
 TAUGHT, NOT_YET = {"distill"}, {"ppo", "gdpo"}
@@ -62,6 +62,6 @@ def test_an_algorithm_runs(tmp_path: Path, name: str) -> None:
 def test_functions_of_the_user_run(tmp_path: Path) -> None:
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "own.py").write_text(OWN)
-    own = {"loss": "own.py:Loss", "advantage": "own.py:advantage", "filter": "own.py:keep"}
-    lines = metrics_of(tmp_path, algorithm="rloo", **own)
+    own = {"kind": "rloo", "loss": "own.py:Loss", "advantage": "own.py:advantage", "filter": "own.py:keep"}
+    lines = metrics_of(tmp_path, algorithm=own)
     assert lines and all(line["own"] == pytest.approx(line["loss"]) and line["grad_norm"] > 0 for line in lines), lines

@@ -213,7 +213,7 @@ def test_what_follows_from_the_section(tmp_path: Path) -> None:
             ["refill={limit: 2}", "rewards=[{model: m}]"],
             "asynchronous and refill with reward models: they score a step",
         ),
-        (["old_logps=self"], "max_staleness=2 with old_logps=self: samples come from older weights"),
+        (["algorithm.old_logps=self"], "max_staleness=2 with old_logps=self: samples come from older weights"),
         (["asynchronous={max_staleness: 0, in_flight: true}"], "in_flight has no effect with max_staleness=0"),
         (
             ["asynchronous={in_flight: true}", "rollout.record_routing=true"],

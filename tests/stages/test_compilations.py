@@ -21,7 +21,7 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
     rl = rl_stage(
         num_steps=STEPS,
         checkpoint_every=9,
-        kl_coef=0.1,
+        algorithm={"kind": "grpo", "kl_coef": 0.1},
         row_tokens=32,
         sampling={"max_tokens": 12, "stop": STOPS},
         rollout={"warm_up": True},

@@ -66,6 +66,9 @@ TALK: dict[str, Any] = {
 }
 
 
+BY_TURN = {"kind": "grpo", "turn_advantages": True}
+
+
 def write(folder: Path, **changes: Any) -> Path:
     file = write_run(folder, rl_stage(**{**TALK, **changes}))
     (folder / "envs_of_test.py").write_text(ENV, encoding="utf-8")
@@ -77,7 +80,7 @@ def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Nothing is built twice."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     built = constructions(monkeypatch, Rubric, Monitor, Environments)
-    assert posttrain("run", write(whole, turn_advantages=True)).code == 0
+    assert posttrain("run", write(whole, algorithm=BY_TURN)).code == 0
     assert built == {"Rubric": 1, "Monitor": 1, "Environments": 1}
     told = [line for line in lines(whole / "out") if "grad_norm" in line]
     for line in told:
@@ -85,7 +88,7 @@ def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert line["reward"] == line["rewards/env/mean"] and line["reward_std"] > 0
         assert line["sampling/logp_difference/mean"] < 1e-4 and line["rollout/late_compilations"] == 0
     for steps in (2, 3):
-        assert posttrain("run", write(resumed, turn_advantages=True, num_steps=steps)).code == 0
+        assert posttrain("run", write(resumed, algorithm=BY_TURN, num_steps=steps)).code == 0
     assert weights(resumed / "out", "0-rl") == weights(whole / "out", "0-rl")
     with few_devices(1):
         found = replay(whole / "out" / "0-rl", 3)
@@ -99,9 +102,7 @@ def test_rows_of_turns_and_a_critic(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         env={**TALK["env"], "split_turns": True, "max_turns": 3},
-        algorithm="ppo",
-        gae_level="turn",
-        kl_coef=0.05,
+        algorithm={"kind": "ppo", "gae_level": "turn", "kl_coef": 0.05},
         num_steps=2,
     )
     assert posttrain("run", file).code == 0
@@ -153,10 +154,13 @@ def test_a_run_with_an_agent(tmp_path: Path) -> None:
         ({"env": {"fn": "envs_of_test.py:Tlak"}}, "did you mean 'Talk'?"),
         ({"agent": {"fn": "envs_of_test.py:play"}}, "env and agent: a conversation is held by one of them"),
         (
-            {"env": None, "rewards": [{"fn": "rewards_of_test.py:low"}], "turn_advantages": True},
+            {"env": None, "rewards": [{"fn": "rewards_of_test.py:low"}], "algorithm": BY_TURN},
             "has no effect without",
         ),
-        ({"gae_level": "turn"}, "gae_level=turn has no effect on algorithm=grpo"),
+        (
+            {"algorithm": {"kind": "grpo", "gae_level": "turn"}},
+            "gae_level: unknown field; a field of 'ppo'",
+        ),
         ({"env": None, "agent": {"command": ["no-such-program"]}}, "agent.command: there is no program"),
     ],
 )

@@ -185,7 +185,7 @@ def test_training_is_bitwise_as_without_evaluation(tmp_path: Path, mode: str) ->
         "num_steps": 3,
         "prompts_per_step": 4,
         "row_tokens": 96,
-        "kl_coef": 0.1,
+        "algorithm": {"kind": "grpo", "kl_coef": 0.1},
         "sampling": ends,
         "dataset": dataset,
     }

@@ -68,18 +68,23 @@ def sft(folder: Path, *overrides: str) -> SFTInputs:
     return inputs
 
 
+def made(folder: Path, fields: str, kind: str = "grpo") -> Algorithm:
+    """Algorithm of a kind with these fields."""
+    return rl(folder, f"algorithm={{kind: {kind}, {fields}}}").algorithm
+
+
 def test_policy_loss(folder: Path) -> None:
-    loss = rl(folder, "clip_low=0.11", "clip_high=0.33", "kl_coef=0.07").algorithm.loss
+    loss = made(folder, "clip_low: 0.11, clip_high: 0.33, kl_coef: 0.07").loss
     assert (loss.clip_low, loss.clip_high, loss.kl_coef) == (0.11, 0.33, 0.07)
-    assert rl(folder, "kl_coef=0").algorithm.loss.kl_coef == 0 != rl(folder).algorithm.loss.kl_coef
+    assert rl(folder, "algorithm.kl_coef=0").algorithm.loss.kl_coef == 0 != rl(folder).algorithm.loss.kl_coef
     others = {"dual_clip": 3.0, "kl_bias_correction": False, "entropy_coef": 0.01, "ratio": "sequence_sum"}
-    changed = rl(folder, *(f"{name}={value}" for name, value in others.items())).algorithm.loss
+    changed = rl(folder, *(f"algorithm.{name}={value}" for name, value in others.items())).algorithm.loss
     assert {name: getattr(changed, name) for name in others} == others
-    assert rl(folder, "kl_estimator=k2").algorithm.loss.kl_estimator is k2
-    assert rl(folder, "reduce=token_mean").algorithm.loss.reduce is token_mean
-    assert rl(folder, "reduce=constant_length").algorithm.loss.reduce == ConstantLength(6)
-    with pytest.raises(ConfigError, match="kl_estimator=k1 with kl_coef=0.04: the gradient of k1 is 0"):
-        rl(folder, "kl_estimator=k1", "kl_bias_correction=false")
+    assert made(folder, "kl_estimator: k2").loss.kl_estimator is k2
+    assert made(folder, "reduce: token_mean").loss.reduce is token_mean
+    assert made(folder, "reduce: constant_length").loss.reduce == ConstantLength(6)
+    with pytest.raises(ConfigError, match="algorithm.kl_estimator=k1 with kl_coef=0.04: the gradient of k1 is 0"):
+        made(folder, "kl_estimator: k1, kl_bias_correction: false")
     algorithms = {rl(folder, f"algorithm={name}").algorithm for name in ("grpo", "dr_grpo", "dapo", "gspo", "rloo")}
     assert len({algorithm.loss for algorithm in algorithms}) == 5
     other = rl(folder, "algorithm=dr_grpo", "sampling.max_tokens=5").algorithm.loss
@@ -89,9 +94,9 @@ def test_policy_loss(folder: Path) -> None:
 def test_algorithm(folder: Path) -> None:
     """Fields of loss, advantage, critic, reference and KL."""
     refused = {
-        "critic.warmup=2": "critic: algorithm=grpo has none; use algorithm: ppo",
-        "placement.critic.offload=true": "critic: algorithm=grpo has none",
-        "reference.refresh_every=2": "reference: without effect, algorithm=dapo has no KL penalty; set kl_coef",
+        "algorithm.critic.warmup=2": "algorithm.critic: unknown field; a field of 'ppo', not of 'grpo'",
+        "placement.critic.offload=true": "placement.critic: algorithm=grpo has no critic; use algorithm: ppo",
+        "reference.refresh_every=2": "reference: without effect, algorithm=dapo has no KL penalty; set algorithm.kl_c",
         "placement.reference.offload=true": "reference: without effect",
         "reference.mixup=0.5": "mixup=0.5 has no effect without refresh_every",
         "updates=3": "updates=3 must divide prompts_per_step=2",
@@ -101,34 +106,30 @@ def test_algorithm(folder: Path) -> None:
         algorithm = "dapo" if "dapo" in message or "reference" in override else "grpo"
         with pytest.raises(ConfigError, match=message):
             rl(folder, f"algorithm={algorithm}", override)
-    made = rl(folder, "kl_in=reward", "kl_coef=0.3", "truncated=mask", "top_entropy=0.2").algorithm
-    assert made.reward_kl == RewardKL(coef=0.3, estimator=k1) and made.loss.kl_coef == 0
-    assert (made.truncated, made.top_entropy) == ("mask", 0.2)
-    critic = rl(
-        folder, "algorithm=ppo", "gamma=0.9", "gae_lambda=0.8", "value_clip=0.4", "group_size=1"
-    ).algorithm.critic
+    other = made(folder, "kl_in: reward, kl_coef: 0.3, truncated: mask, top_entropy: 0.2")
+    assert other.reward_kl == RewardKL(coef=0.3, estimator=k1) and other.loss.kl_coef == 0
+    assert (other.truncated, other.top_entropy) == ("mask", 0.2)
+    values = "algorithm={kind: ppo, gamma: 0.9, gae_lambda: 0.8, value_clip: 0.4}"
+    critic = rl(folder, values, "group_size=1").algorithm.critic
     assert critic is not None and (critic.gae.gamma, critic.gae.lam, critic.loss.clip) == (0.9, 0.8, 0.4)
     assert rl(folder, "algorithm=gdpo").algorithm.advantage is decoupled
-    assert rl(folder, "advantage_scale=none").algorithm.advantage is centered
-    loss = rl(folder, "off_policy_mask=0.3", "reduce=sequence_total", "ratio=sequence_mean_token").algorithm.loss
+    assert made(folder, "advantage_scale: none").advantage is centered
+    loss = made(folder, "off_policy_mask: 0.3, reduce: sequence_total, ratio: sequence_mean_token").loss
     assert (loss.off_policy_mask, loss.reduce, loss.ratio) == (0.3, sequence_total, "sequence_mean_token")
 
 
 def test_surrogate(folder: Path) -> None:
-    sapo = rl(folder, "surrogate={kind: sapo, temperature_positive: 0.5, temperature_negative: 2.0}").algorithm.loss
-    assert sapo.surrogate == SAPO(positive=0.5, negative=2.0)
+    temperatures = "temperature_positive: 0.5, temperature_negative: 2.0"
+    sapo, own = (made(folder, f"surrogate: {{kind: sapo, {temperatures}}}"), made(folder, temperatures, "sapo"))
+    assert sapo.loss.surrogate == own.loss.surrogate == SAPO(positive=0.5, negative=2.0)
     numbers = "k_positive: 1.0, rate_positive: 2.0, k_negative: 3.5, rate_negative: 4.0"
-    vespo = rl(folder, f"surrogate={{kind: vespo, {numbers}}}").algorithm.loss
-    assert vespo.surrogate == VESPO(k_positive=1.0, rate_positive=2.0, k_negative=3.5, rate_negative=4.0)
-    kinds = {
-        kind: rl(folder, f"surrogate={{kind: {kind}}}").algorithm.loss.surrogate for kind in ("cispo", "gmpo", "clip")
-    }
-    assert kinds == {"cispo": CISPO(), "gmpo": GMPO(), "clip": Clip()}
-    defaults = {name: rl(folder, f"algorithm={name}").algorithm.loss.surrogate for name in ("sapo", "vespo")}
-    for kind, surrogate in defaults.items():
-        assert rl(folder, f"surrogate={{kind: {kind}}}").algorithm.loss.surrogate == surrogate
-    with pytest.raises(ConfigError, match="k_positive without effect on the surrogate sapo"):
-        rl(folder, "surrogate={kind: sapo, k_positive: 3.0}")
+    vespo, own = made(folder, f"surrogate: {{kind: vespo, {numbers}}}"), made(folder, numbers, "vespo")
+    expected = VESPO(k_positive=1.0, rate_positive=2.0, k_negative=3.5, rate_negative=4.0)
+    assert vespo.loss.surrogate == own.loss.surrogate == expected
+    plain = {kind: made(folder, f"surrogate: {kind}").loss.surrogate for kind in ("cispo", "gmpo")}
+    assert plain == {"cispo": CISPO(), "gmpo": GMPO()} and rl(folder).algorithm.loss.surrogate == Clip()
+    with pytest.raises(ConfigError, match="surrogate.k_positive: unknown field; known here: temperature_pos"):
+        made(folder, "surrogate: {kind: sapo, k_positive: 3.0}")
 
 
 OWN = """
@@ -158,21 +159,21 @@ def scores(rewards_PG):
 
 def test_own_loss_and_filter(folder: Path) -> None:
     (folder / "own.py").write_text(OWN)
-    algorithm = rl(folder, "loss=own.py:Loss", "filter=own.py:hard").algorithm
+    algorithm = rl(folder, "algorithm.loss=own.py:Loss", "algorithm.filter=own.py:hard").algorithm
     assert type(algorithm.loss).__name__ == "Loss" and not algorithm.needs_reference
     rewards_PG = np.asarray([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0]], np.float32)
     assert algorithm.kept(rewards_PG).tolist() == [False, True]
     wrong = {
-        "loss=own.py:Bare": "must be called with .stats, batch. and have kl_coef",
-        "loss=own.py:Sized": "loss: own.py:Sized needs size; write {fn: own.py:Sized, size: ...}",
-        "filter=own.py:scores": "own.py:scores must return true or false for each",
-        "filter=own.py:Sized": "filter: own.py:Sized needs size",
+        "algorithm.loss=own.py:Bare": "must be called with .stats, batch. and have kl_coef",
+        "algorithm.loss=own.py:Sized": "loss: own.py:Sized needs size; write {fn: own.py:Sized, size: ...}",
+        "algorithm.filter=own.py:scores": "own.py:scores must return true or false for each",
+        "algorithm.filter=own.py:Sized": "filter: own.py:Sized needs size",
     }
     for override, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
             rl(folder, override)
-    with pytest.raises(ConfigError, match="clip_low without effect on a loss of your own"):
-        rl(folder, "loss=own.py:Loss", "clip_low=0.1")
+    with pytest.raises(ConfigError, match="algorithm: clip_low without effect on a loss of your own"):
+        rl(folder, "algorithm.loss=own.py:Loss", "algorithm.clip_low=0.1")
 
 
 def test_importance_sampling(folder: Path) -> None:
@@ -185,17 +186,17 @@ def test_importance_sampling(folder: Path) -> None:
     changes = (*penalties, *others)
     for override in (*(f"sampling.{change}" for change in changes), "rollout.quantize=int8", "asynchronous={}"):
         assert rl(folder, override).algorithm.loss.importance == ImportanceSampling(), override
-    never = rl(folder, "sampling.top_k=3", "importance_sampling.apply=never")
+    never = rl(folder, "sampling.top_k=3", "algorithm.importance_sampling.apply=never")
     assert never.algorithm.loss.importance is None
-    given = "importance_sampling={apply: always, level: sequence_mean, bound: mask, low: 0.5, high: 3.0}"
+    given = "algorithm.importance_sampling={apply: always, level: sequence_mean, bound: mask, low: 0.5, high: 3.0}"
     expected = ImportanceSampling(level="sequence_mean", bound="mask", low=0.5, high=3.0)
     assert rl(folder, given).algorithm.loss.importance == expected
     with pytest.raises(ConfigError, match="masks nothing; set one of them"):
-        rl(folder, "importance_sampling={apply: always, bound: mask, high: null}")
+        rl(folder, "algorithm.importance_sampling={apply: always, bound: mask, high: null}")
     with pytest.raises(
-        ConfigError, match="importance_sampling.high without effect: apply=auto and samples of the same"
+        ConfigError, match="algorithm.importance_sampling.high without effect: apply=auto and samples of the same"
     ):
-        rl(folder, "importance_sampling.high=3.0")
+        rl(folder, "algorithm.importance_sampling.high=3.0")
 
 
 ADVANTAGES = """
@@ -226,21 +227,21 @@ penalised = lambda parts_PG, weights, penalties_PG: parts(parts_PG, weights) + p
 def test_advantages_that_a_run_would_die_of(folder: Path, name: str, message: str) -> None:
     (folder / "advantages.py").write_text(ADVANTAGES)
     with pytest.raises(ConfigError, match=f"advantage: advantages.py:{name}.*{message}"):
-        rl(folder, f"advantage=advantages.py:{name}")
+        rl(folder, f"algorithm.advantage=advantages.py:{name}")
 
 
 def test_advantage(folder: Path) -> None:
     (folder / "advantages.py").write_text(ADVANTAGES)
     rewards_PG = np.asarray([[0.0, 1.0, 2.0, 3.0], [np.nan, 1.0, 2.0, 3.0], [np.nan] * 4], np.float32)
-    made = rl(folder, "advantage=posttrain.rl.advantages:centered").algorithm.advantage(rewards_PG)
+    made = rl(folder, "algorithm.advantage=posttrain.rl.advantages:centered").algorithm.advantage(rewards_PG)
     np.testing.assert_array_equal(made, centered(rewards_PG))
     for name in ("parts", "both"):
-        rl(folder, f"advantage=advantages.py:{name}")
+        rl(folder, f"algorithm.advantage=advantages.py:{name}")
         with pytest.raises(ConfigError, match=f"advantages.py:{name} gives the same advantages whatever"):
-            rl(folder, f"advantage=advantages.py:{name}", "kl_in=reward")
+            rl(folder, f"algorithm.advantage=advantages.py:{name}", "algorithm.kl_in=reward")
     for name in ("penalised", "careful"):
-        rl(folder, f"advantage=advantages.py:{name}", "kl_in=reward")
-    made = rl(folder, "advantage=advantages.py:careful").algorithm.advantage(rewards_PG)
+        rl(folder, f"algorithm.advantage=advantages.py:{name}", "algorithm.kl_in=reward")
+    made = rl(folder, "algorithm.advantage=advantages.py:careful").algorithm.advantage(rewards_PG)
     assert np.isfinite(made).all() and (made[np.isnan(rewards_PG)] == 0).all() and made[1, 1] < made[1, 2] < made[1, 3]
 
 

@@ -44,8 +44,8 @@ class Bare:
 """
 
 
-@pytest.mark.parametrize("own", [{}, {"loss": "loss_of_test.py:Bare"}])
-def test_a_run_names_the_cause(tmp_path: Path, own: dict[str, str]) -> None:
+@pytest.mark.parametrize("own", [{}, {"algorithm": {"kind": "grpo", "loss": "loss_of_test.py:Bare"}}])
+def test_a_run_names_the_cause(tmp_path: Path, own: dict[str, Any]) -> None:
     """Also with a loss of the user's, which measures no gap."""
     file = write_run(tmp_path, rl_stage(rollout={"engine": "engine_of_test.py:Cooler"}, **own))
     (tmp_path / "loss_of_test.py").write_text(LOSS)

@@ -35,8 +35,7 @@ def test_each_program_compiles_once_and_the_first_update_is_on_policy(tmp_path: 
         sft_stage(num_steps=6, eval_dataset=held_out, eval_every=2),
         rl_stage(
             num_steps=6,
-            kl_coef=0.1,
-            old_logps="trainer",
+            algorithm={"kind": "grpo", "kl_coef": 0.1, "old_logps": "trainer"},
             eval_dataset=held_out,
             eval_every=2,
             max_prompt_tokens=5,

@@ -10,8 +10,8 @@ import pytest
 from posttrain.config import RLSection
 from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
+from posttrain.rl.refill import Refill
 from posttrain.runs.prepare import prepare
-from posttrain.stages.rl import refill_of
 from tests.stages.runs import lines, posttrain, rl_stage, weights, write_run
 
 BELOW = '''
@@ -74,11 +74,11 @@ def section(file: Path, *overrides: str) -> RLSection:
 def test_fields_and_refusals(tmp_path: Path) -> None:
     file = write(tmp_path)
     assert "; up to 2 waves of further groups" in " ".join(posttrain("check", file).out.split())
-    assert refill_of(section(file, "refill=null")) is None
-    made = refill_of(section(file, "refill.limit=5", "refill.keep=rewards_of_test.py:any_reward"))
+    assert Refill.of(section(file, "refill=null")) is None
+    made = Refill.of(section(file, "refill.limit=5", "refill.keep=rewards_of_test.py:any_reward"))
     assert made is not None and made.limit == 5
     refused = {
-        "refill.keep=rewards_of_test.py:no_filter": "refill.keep: .*no_filter must return True or False for each",
+        "refill.keep=rewards_of_test.py:no_filter": "refill.keep: .*no_filter must return true or false for each",
         "refill.keep=rewards_of_test.py:halves": r"refill.keep: .*halves\(rewards_PG\) raised AttributeError",
         "curriculum.pools=[0, 0.5, 0.5, 1]": "must rise from 0 to 1",
         "curriculum.pools=[0, 1]": "draw has 3 shares, and pools=.* bound 1 pools",
