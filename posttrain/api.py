@@ -23,8 +23,9 @@ from posttrain.data.files import listed
 from posttrain.errors import ConfigError
 from posttrain.results.result import RunResult, attach
 from posttrain.runs.code_identity import code_digests
+from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runs.plan import plan_elsewhere
-from posttrain.runs.run import CONFIG_NAME, run
+from posttrain.runs.run import run
 from posttrain.runtime.files import digest
 from posttrain.stages.table import stage_names
 from posttrain.tracking.sink import CallbackSink, OnStep

@@ -21,7 +21,7 @@ from posttrain.export.readers import ProofError, Reader, compare_tokenizers, def
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
-from posttrain.runs.run import CONFIG_NAME
+from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runtime.files import check_local
 from posttrain.stages.context import StageRun
 from posttrain.stages.table import STAGES

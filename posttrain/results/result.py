@@ -18,7 +18,7 @@ from posttrain.export.export import Target, export
 from posttrain.export.readers import Reader
 from posttrain.generation import complete
 from posttrain.models.decoder import Decoder
-from posttrain.runs.run import CONFIG_NAME, is_running
+from posttrain.runs.folder import CONFIG_NAME, is_running
 from posttrain.stages.table import stage_names
 from posttrain.tracking.console import cut
 from posttrain.tracking.history import Rows, points, read_metrics, read_samples

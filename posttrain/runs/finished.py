@@ -10,8 +10,8 @@ from posttrain.config import RunConfig, trains_on_samples
 from posttrain.config.yaml_file import load_recorded
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
+from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runs.prepare import run_clock
-from posttrain.runs.run import CONFIG_NAME
 from posttrain.stages.context import RoleDevices, StageRun, read_source
 from posttrain.stages.table import stage_names
 from posttrain.train.loop import StopRequest

@@ -25,7 +25,8 @@ from posttrain.rl.step import learn
 from posttrain.rl.store import Recorded, read_record
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
-from posttrain.runs.run import CONFIG_NAME, mesh_of
+from posttrain.runs.folder import CONFIG_NAME
+from posttrain.runs.run import mesh_of
 from posttrain.stages.cluster import make_critic, make_reference
 from posttrain.stages.context import StageRun
 from posttrain.stages.online import TRAJECTORIES, make_policy_trainer

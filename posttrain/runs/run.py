@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import secrets
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,31 +13,25 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from posttrain import __version__
 from posttrain.config import PlacementSection, RunConfig, trains_on_samples
-from posttrain.config.yaml_file import diff_config, dump_config, load_recorded, stage_settings
+from posttrain.config.yaml_file import stage_settings
 from posttrain.errors import ConfigError, OutsideError, outside_error
 from posttrain.mesh import make_mesh, row_shards
-from posttrain.runs.code_identity import check_code, code_digests, remember_code
 from posttrain.runs.epochs import write_counts
+from posttrain.runs.folder import claimed
 from posttrain.runs.placement import print_placement
 from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.runs.summary import print_summary
 from posttrain.runtime import join, processes
-from posttrain.runtime.files import check_writable, digest, write_whole
+from posttrain.runtime.files import check_writable
 from posttrain.runtime.xla import enable_compile_cache
 from posttrain.stages.context import StageRun, role_devices, training_devices
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.tracking.console import console
 from posttrain.tracking.sink import Sink
 from posttrain.tracking.trackers import require
-from posttrain.train.loop import stop_on_signals
-
-CONFIG_NAME, LOCK_NAME = "config.yaml", ".lock"
-STALE_S = 60
-"""Time for which NFS may not show a folder that another host has made."""
-NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
-"""Keys that may differ between calls of the same run."""
+from posttrain.train.loop import StopRequest, stop_on_signals
 
 
 def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = False) -> list[str]:
@@ -57,55 +49,64 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
     output, names = Path(config.output), stage_names(config)
-    with _outside_failures(output), _claimed(output, config), stop_on_signals() as stop:
+    with _outside_failures(output), claimed(output, config), stop_on_signals() as stop:
         if processes.writes():
             write_counts(output, prepared.counts)
             keep_clock(output, prepared.tokenizer)
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
-        source, trained = None, []
-        for name, inputs in zip(names, prepared.stages, strict=True):
-            folder = output / name
-            if processes.writes():
-                folder.mkdir(exist_ok=True)
-            stage = StageRun(
-                name=name,
-                kind=inputs.section.kind,
-                sampled=trains_on_samples(inputs.section),
-                folder=folder,
-                output=output,
-                model=config.model,
-                source=source,
-                source_name=prepared.files.path,
-                adapter=None if config.model.adapter is None else config.model.adapter.resolved,
-                seed=config.seed,
-                mesh=mesh,
-                devices=role_devices(config, getattr(inputs.section, "placement", PlacementSection())),
-                tokenizer=prepared.tokenizer,
-                tensorboard=config.tensorboard,
-                profile=config.profile,
-                stop=stop,
-                trackers=config.trackers,
-                settings=stage_settings(config, names.index(name)),
-                watchers=watchers,
-                strict=strict,
-            )
-            source = stage.model_folder
-            if processes.agreed(source.exists):
-                console().print(f"{name}: done before; its model is {source}")
-                continue
-            if processes.any_of(stop.requested):
-                raise stop.interrupted(f"stopped before {name}")
-            trained.append(name)
-            console().rule(f"{name}: {inputs.section.steps} steps", align="left")
-            kind = STAGES[stage.kind]()
-            print_placement(inputs.section, mesh, stage.devices, kind.roles(inputs))
-            kind.run(stage, inputs)
-            gc.collect()  # trainer and programs form a cycle that keeps the weights alive
+        trained = _train_stages(prepared, mesh, watchers, stop, strict=strict)
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     if not trained:
         _print_nothing_trained(output, _finished(output / names[-1]))
     print_summary(output, names, results, config)
+    return trained
+
+
+def _train_stages(
+    prepared: Prepared, mesh: Mesh, watchers: Sequence[Sink], stop: StopRequest, *, strict: bool
+) -> list[str]:
+    """Run the stages that are not done, each from the model of the one before; return their names."""
+    config, output, names = prepared.config, Path(prepared.config.output), stage_names(prepared.config)
+    source, trained = None, []
+    for name, inputs in zip(names, prepared.stages, strict=True):
+        folder = output / name
+        if processes.writes():
+            folder.mkdir(exist_ok=True)
+        stage = StageRun(
+            name=name,
+            kind=inputs.section.kind,
+            sampled=trains_on_samples(inputs.section),
+            folder=folder,
+            output=output,
+            model=config.model,
+            source=source,
+            source_name=prepared.files.path,
+            adapter=None if config.model.adapter is None else config.model.adapter.resolved,
+            seed=config.seed,
+            mesh=mesh,
+            devices=role_devices(config, getattr(inputs.section, "placement", PlacementSection())),
+            tokenizer=prepared.tokenizer,
+            tensorboard=config.tensorboard,
+            profile=config.profile,
+            stop=stop,
+            trackers=config.trackers,
+            settings=stage_settings(config, names.index(name)),
+            watchers=watchers,
+            strict=strict,
+        )
+        source = stage.model_folder
+        if processes.agreed(source.exists):
+            console().print(f"{name}: done before; its model is {source}")
+            continue
+        if processes.any_of(stop.requested):
+            raise stop.interrupted(f"stopped before {name}")
+        trained.append(name)
+        console().rule(f"{name}: {inputs.section.steps} steps", align="left")
+        kind = STAGES[stage.kind]()
+        print_placement(inputs.section, mesh, stage.devices, kind.roles(inputs))
+        kind.run(stage, inputs)
+        gc.collect()  # trainer and programs form a cycle that keeps the weights alive
     return trained
 
 
@@ -137,20 +138,6 @@ def mesh_of(config: RunConfig) -> Mesh:
     return mesh
 
 
-def is_running(output: Path) -> bool:
-    """Tell whether a process of this machine, or of another that shares locks, runs in the folder."""
-    import fcntl
-
-    if not (output / LOCK_NAME).exists():
-        return False
-    with (output / LOCK_NAME).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
-
-
 @contextlib.contextmanager
 def _outside_failures(output: Path) -> Iterator[None]:
     """Say of failures outside of the program, such as a full disk, where the same command resumes."""
@@ -168,137 +155,3 @@ def _goes_on(output: Path) -> str:
     steps = [folder for folder in output.glob("*/checkpoints/*") if folder.name.isdecimal()]
     newest = max(steps, key=lambda folder: (int(folder.parts[-3].partition("-")[0]), int(folder.name)), default=None)
     return "begins again" if newest is None else f"resumes after step {newest.name} of {newest.parts[-3]}"
-
-
-@contextlib.contextmanager
-def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
-    """Lock the run's folder, by the first process; ConfigError if another run uses it, another configuration made it,
-    or another process does not see it or has other settings."""
-    with _locked(output, config) if processes.writes() else contextlib.nullcontext():
-        if processes.count() > 1:
-            _check_others(output, config)
-        yield
-
-
-def _check_others(output: Path, config: RunConfig) -> None:
-    """ConfigError, in every process, if one has other settings or code, or does not see the folder of the first."""
-    token = processes.agreed((output / LOCK_NAME).read_text)
-    settings = [dump_config(config), json.dumps(code_digests(config), sort_keys=True), __version__]
-    processes.check_same("settings, code and version of the run", digest("\n".join(settings)))
-    if processes.any_of(not _appears(output / LOCK_NAME, token)):
-        raise ConfigError(
-            f"output: a process does not see {output}, which process 0 has made; give a folder that all hosts share, "
-            "such as NFS"
-        )
-
-
-def _appears(file: Path, content: str) -> bool:
-    """Wait until a file has this content, as long as a network file system may show an old state; False if it never
-    does."""
-    end = time.monotonic() + STALE_S
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError):
-            if file.read_text() == content:
-                return True
-        time.sleep(0.2)
-    return False
-
-
-@contextlib.contextmanager
-def _locked(output: Path, config: RunConfig) -> Iterator[None]:
-    import fcntl
-
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        lock_file = (output / LOCK_NAME).open("a+")
-    except OSError as error:
-        raise ConfigError(f"output: {output}: cannot be written: {error.strerror}; give another output") from error
-    with lock_file as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"output: another process is running in {output}; wait for it, or give another output"
-            ) from error
-        lock.truncate(0)
-        lock.write(secrets.token_hex(8))
-        lock.flush()
-        _check_same(output, config)
-        yield
-
-
-def _check_same(output: Path, config: RunConfig) -> None:
-    file = output / CONFIG_NAME
-    if not file.exists() or not _begun(output):
-        remember_code(output, config)
-        write_whole(file, dump_config(config))
-        return
-    before = load_recorded(file)
-    # Both are compared as YAML, in which a function is its name.
-    extended = _extended_stages(before, config)
-    may_grow = {f"stages.{index}.num_steps" for index in extended}
-    differing = [key for key in diff_config(before, config) if key.partition(".")[0] not in NO_EFFECT]
-    changed = [key for key in differing if key not in may_grow]
-    if changed:
-        rule = " (num_steps may grow)" if any(key.endswith(".num_steps") for key in changed) else ""
-        raise ConfigError(
-            f"output: {output} holds a run with other settings: {', '.join(changed)}{rule}; "
-            "give another output, or delete the folder to start over"
-        )
-    check_code(output, config)
-    if extended:
-        _extend(output, before, config, extended)
-        write_whole(file, dump_config(config))
-
-
-def _extended_stages(before: RunConfig, after: RunConfig) -> list[int]:
-    """Numbers of the stages with more steps than before, for two runs with the same number of stages."""
-    if len(before.stages) != len(after.stages):
-        return []
-    pairs = enumerate(zip(before.stages, after.stages, strict=True))
-    return [index for index, (old, new) in pairs if (old.num_steps or 0) < (new.num_steps or 0)]
-
-
-def _extend(output: Path, before: RunConfig, after: RunConfig, indices: Sequence[int]) -> None:
-    """Reopen these stages at their last checkpoint, deleting the saved model of finished ones.
-
-    ConfigError if a later stage started from that model, or if the last checkpoint is missing.
-    """
-    names = stage_names(after)
-    for index in indices:
-        _check_extension(output, names, index, before.stages[index].steps)
-    for index in indices:
-        old, new, folder = before.stages[index], after.stages[index], output / names[index]
-        line = f"{names[index]}: num_steps grows from {old.steps} to {new.steps}"
-        if new.optimizer.schedule != "constant":
-            line += (
-                f"; the {new.optimizer.schedule} schedule of its learning rate now ends at step {new.steps}, so that "
-                "the result is not that of a run with so many steps from the start"
-            )
-        console().print(line, markup=False, soft_wrap=True)
-        replaced = folder / "model.replaced"
-        if (folder / "model").exists():
-            # Renamed first, so that a killed process leaves no partial model under this name.
-            (folder / "model").rename(replaced)
-        shutil.rmtree(replaced, ignore_errors=True)
-        (folder / "result.json").unlink(missing_ok=True)
-
-
-def _check_extension(output: Path, names: Sequence[str], index: int, old_steps: int) -> None:
-    field, folder = f"stages.{index}.num_steps", output / names[index]
-    if begun := [name for name in names[index + 1 :] if (output / name / "source.json").exists()]:
-        raise ConfigError(
-            f"output: {field} grows, but {begun[0]} in {output} started from the model after {old_steps} steps; "
-            f"delete {', '.join(str(output / name) for name in begun)} to train it anew, or give another output"
-        )
-    if (folder / "model").exists() and not (folder / "checkpoints" / str(old_steps)).is_dir():
-        raise ConfigError(
-            f"output: {field} grows, but {folder / 'checkpoints'} has no checkpoint of step {old_steps} to resume "
-            "from; give another output"
-        )
-
-
-def _begun(output: Path) -> bool:
-    """Tell whether the folder depends on the settings already: a run that failed while loading leaves nothing."""
-    metrics = output / "metrics.jsonl"
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(output.glob("*/before.json"))

@@ -1,0 +1,176 @@
+"""Folder of a run: claimed by one process, for the settings and the code with which the run was started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from posttrain import __version__
+from posttrain.config import RunConfig
+from posttrain.config.yaml_file import diff_config, dump_config, load_recorded
+from posttrain.errors import ConfigError
+from posttrain.runs.code_identity import check_code, code_digests, remember_code
+from posttrain.runtime import processes
+from posttrain.runtime.files import digest, write_whole
+from posttrain.stages.table import stage_names
+from posttrain.tracking.console import console
+
+CONFIG_NAME, LOCK_NAME = "config.yaml", ".lock"
+STALE_S = 60
+"""Time for which NFS may not show a folder that another host has made."""
+NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
+"""Keys that may differ between calls of the same run."""
+
+
+def is_running(output: Path) -> bool:
+    """Tell whether a process of this machine, or of another that shares locks, runs in the folder."""
+    import fcntl
+
+    if not (output / LOCK_NAME).exists():
+        return False
+    with (output / LOCK_NAME).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+@contextmanager
+def claimed(output: Path, config: RunConfig) -> Iterator[None]:
+    """Lock the run's folder, by the first process; ConfigError if another run uses it, another configuration made it,
+    or another process does not see it or has other settings."""
+    with _locked(output, config) if processes.writes() else contextlib.nullcontext():
+        if processes.count() > 1:
+            _check_others(output, config)
+        yield
+
+
+def _check_others(output: Path, config: RunConfig) -> None:
+    """ConfigError, in every process, if one has other settings or code, or does not see the folder of the first."""
+    token = processes.agreed((output / LOCK_NAME).read_text)
+    settings = [dump_config(config), json.dumps(code_digests(config), sort_keys=True), __version__]
+    processes.check_same("settings, code and version of the run", digest("\n".join(settings)))
+    if processes.any_of(not _appears(output / LOCK_NAME, token)):
+        raise ConfigError(
+            f"output: a process does not see {output}, which process 0 has made; give a folder that all hosts share, "
+            "such as NFS"
+        )
+
+
+def _appears(file: Path, content: str) -> bool:
+    """Wait until a file has this content, as long as a network file system may show an old state; False if it never
+    does."""
+    end = time.monotonic() + STALE_S
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            if file.read_text() == content:
+                return True
+        time.sleep(0.2)
+    return False
+
+
+@contextmanager
+def _locked(output: Path, config: RunConfig) -> Iterator[None]:
+    import fcntl
+
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock_file = (output / LOCK_NAME).open("a+")
+    except OSError as error:
+        raise ConfigError(f"output: {output}: cannot be written: {error.strerror}; give another output") from error
+    with lock_file as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"output: another process is running in {output}; wait for it, or give another output"
+            ) from error
+        lock.truncate(0)
+        lock.write(secrets.token_hex(8))
+        lock.flush()
+        _check_same(output, config)
+        yield
+
+
+def _check_same(output: Path, config: RunConfig) -> None:
+    file = output / CONFIG_NAME
+    if not file.exists() or not _begun(output):
+        remember_code(output, config)
+        write_whole(file, dump_config(config))
+        return
+    before = load_recorded(file)
+    # Both are compared as YAML, in which a function is its name.
+    extended = _extended_stages(before, config)
+    may_grow = {f"stages.{index}.num_steps" for index in extended}
+    differing = [key for key in diff_config(before, config) if key.partition(".")[0] not in NO_EFFECT]
+    changed = [key for key in differing if key not in may_grow]
+    if changed:
+        rule = " (num_steps may grow)" if any(key.endswith(".num_steps") for key in changed) else ""
+        raise ConfigError(
+            f"output: {output} holds a run with other settings: {', '.join(changed)}{rule}; "
+            "give another output, or delete the folder to start over"
+        )
+    check_code(output, config)
+    if extended:
+        _extend(output, before, config, extended)
+        write_whole(file, dump_config(config))
+
+
+def _extended_stages(before: RunConfig, after: RunConfig) -> list[int]:
+    """Numbers of the stages with more steps than before, for two runs with the same number of stages."""
+    if len(before.stages) != len(after.stages):
+        return []
+    pairs = enumerate(zip(before.stages, after.stages, strict=True))
+    return [index for index, (old, new) in pairs if (old.num_steps or 0) < (new.num_steps or 0)]
+
+
+def _extend(output: Path, before: RunConfig, after: RunConfig, indices: Sequence[int]) -> None:
+    """Reopen these stages at their last checkpoint, deleting the saved model of finished ones.
+
+    ConfigError if a later stage started from that model, or if the last checkpoint is missing.
+    """
+    names = stage_names(after)
+    for index in indices:
+        _check_extension(output, names, index, before.stages[index].steps)
+    for index in indices:
+        old, new, folder = before.stages[index], after.stages[index], output / names[index]
+        line = f"{names[index]}: num_steps grows from {old.steps} to {new.steps}"
+        if new.optimizer.schedule != "constant":
+            line += (
+                f"; the {new.optimizer.schedule} schedule of its learning rate now ends at step {new.steps}, so that "
+                "the result is not that of a run with so many steps from the start"
+            )
+        console().print(line, markup=False, soft_wrap=True)
+        replaced = folder / "model.replaced"
+        if (folder / "model").exists():
+            # Renamed first, so that a killed process leaves no partial model under this name.
+            (folder / "model").rename(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
+        (folder / "result.json").unlink(missing_ok=True)
+
+
+def _check_extension(output: Path, names: Sequence[str], index: int, old_steps: int) -> None:
+    field, folder = f"stages.{index}.num_steps", output / names[index]
+    if begun := [name for name in names[index + 1 :] if (output / name / "source.json").exists()]:
+        raise ConfigError(
+            f"output: {field} grows, but {begun[0]} in {output} started from the model after {old_steps} steps; "
+            f"delete {', '.join(str(output / name) for name in begun)} to train it anew, or give another output"
+        )
+    if (folder / "model").exists() and not (folder / "checkpoints" / str(old_steps)).is_dir():
+        raise ConfigError(
+            f"output: {field} grows, but {folder / 'checkpoints'} has no checkpoint of step {old_steps} to resume "
+            "from; give another output"
+        )
+
+
+def _begun(output: Path) -> bool:
+    """Tell whether the folder depends on the settings already: a run that failed while loading leaves nothing."""
+    metrics = output / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(output.glob("*/before.json"))
