@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from posttrain.config import (
     ModelSection,
@@ -18,11 +23,15 @@ from posttrain.config import (
 from posttrain.data.files import files_note
 from posttrain.data.tokenizer import ADD_ROWS, Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.models.config import ModelConfig
+from posttrain.kernels import grouped_matmul
+from posttrain.kernels.attention import dispatch
+from posttrain.kernels.attention.call import AttentionCall
+from posttrain.kernels.platform import compute_capability, installed
+from posttrain.models.cache import refusal_of_ragged
+from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from posttrain.models.moe import check_recording, check_router
 from posttrain.runs.check_loss import check_stage_loss
 from posttrain.runs.epochs import read_counts, with_steps
-from posttrain.runs.kernels import check_kernels
 from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
 from posttrain.stages.inputs import Prepared
@@ -218,3 +227,85 @@ def _fit_stage(section: TrainSection, max_positions: int) -> TrainSection:
             f"row_tokens is by default max_position_embeddings={max_positions} of the model, which does not hold "
             f"sampling.max_tokens={fitted['sampling'].max_tokens} beside a prompt; lower it"
         ) from error
+
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+
+
+def check_kernels(config: RunConfig, model: ModelConfig, *, here: bool) -> list[str]:
+    """Check kernels. ConfigError for a kernel that no platform supports for this model, and with `here` for one that
+    this machine does not support.
+
+    Returns a note for each kernel that only another machine supports.
+    """
+    notes = []
+    if config.model.attention != "auto":
+        requests = list(_attention_requests(config, model))
+        notes += _check_kernel("attention", config.model.attention, dispatch.select_attention, requests, here=here)
+    if config.model.grouped_matmul != "auto" and model.mixtures:
+        request = grouped_matmul.GroupedMatmulCall(platform="", dtype=_dtype(config), tokamax=True)
+        notes += _check_kernel(
+            "grouped_matmul", config.model.grouped_matmul, grouped_matmul.select, [request], here=here
+        )
+    if config.model.decode_attention == "ragged":
+        refusal = refusal_of_ragged(model, jnp.dtype(_dtype(config)))
+        if refusal is not None:
+            raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
+    return notes
+
+
+def _check_kernel(
+    field: str, kernel: str, select: Callable[[str, Any], str], requests: list[Any], *, here: bool
+) -> list[str]:
+    try:
+        for request in requests:
+            select(kernel, replace(request, platform=jax.default_backend(), tokamax=installed("tokamax")))
+    except ConfigError as error:
+        if here or not any(_serves(kernel, select, requests, platform) for platform in PLATFORMS):
+            raise ConfigError(f"model.{field}={kernel}: {error}") from error
+        return [f"model.{field}={kernel}: not on this machine: {error}"]
+    return []
+
+
+def _serves(kernel: str, select: Callable[[str, Any], str], requests: list[Any], platform: str) -> bool:
+    try:
+        for request in requests:
+            select(kernel, replace(request, platform=platform))
+    except ConfigError:
+        return False
+    return True
+
+
+def _dtype(config: RunConfig) -> str:
+    return config.model.compute_dtype or config.model.dtype
+
+
+def _attention_requests(config: RunConfig, model: ModelConfig) -> Iterator[AttentionCall]:
+    """Attention calls of the run: whole rows in training; the KV cache of a sampler uses "auto"."""
+    for row_tokens in {section.row_tokens for section in config.stages}:
+        for kind in {block.attention for block in model.blocks}:
+            yield AttentionCall(
+                platform="",
+                rows=1,
+                num_queries=row_tokens // max(1, config.mesh.context),
+                num_keys=row_tokens,
+                dtype=_dtype(config),
+                parents=False,
+                same_tokens=True,
+                row_shards=1,
+                head_shards=max(1, config.mesh.tensor),
+                token_shards=max(1, config.mesh.context),
+                tokamax=True,
+                # Without a local GPU, that of the probable target.
+                compute_capability=compute_capability(None) or 9.0,
+                **_head_shape(kind),
+            )
+
+
+def _head_shape(kind: AttentionConfig | LatentAttentionConfig) -> dict[str, Any]:
+    """Shape of one layer's heads."""
+    if isinstance(kind, LatentAttentionConfig):
+        sizes = {"num_kv_heads": kind.num_heads, "head_dim": kind.nope_dim + kind.rope_dim, "value_dim": kind.value_dim}
+        return {"num_heads": kind.num_heads, **sizes, "soft_cap": None, "sinks": False}
+    sizes = {"num_kv_heads": kind.num_kv_heads, "head_dim": kind.head_dim, "value_dim": kind.head_dim}
+    return {"num_heads": kind.num_heads, **sizes, "soft_cap": kind.soft_cap, "sinks": kind.sinks}

@@ -19,9 +19,8 @@ from posttrain.errors import ConfigError, OutsideError, outside_error
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.epochs import write_counts
 from posttrain.runs.folder import claimed
-from posttrain.runs.placement import print_placement
 from posttrain.runs.prepare import keep_clock, prepare
-from posttrain.runs.summary import print_summary
+from posttrain.runs.summary import print_placement, print_summary
 from posttrain.runtime import join, processes
 from posttrain.runtime.files import check_writable
 from posttrain.runtime.xla import enable_compile_cache

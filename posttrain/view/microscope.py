@@ -108,7 +108,7 @@ def write_token_losses(stage: Path, step: int, file: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    from posttrain.runs.token_losses import token_losses
+    from posttrain.runs.replay import token_losses
 
     found = token_losses(stage, step)
     total = float(np.sum(found.columns["share"]))

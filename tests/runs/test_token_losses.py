@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.batch import Batch
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
-from posttrain.runs.token_losses import shares
+from posttrain.runs.replay import shares
 
 REDUCTIONS = {"token": token_mean, "sequence": sequence_mean, "total": sequence_total, "constant": ConstantLength(7)}
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.runs import token_losses as recipe
-from posttrain.runs.token_losses import PLACE, TokenLosses
+from posttrain.runs import replay as recipe
+from posttrain.runs.replay import PLACE, TokenLosses
 from posttrain.view.microscope import Microscope, write_token_losses
 from tests.view.helpers import STAGE, make_run
 
