@@ -12,8 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from posttrain.config import Locator, RewardSection
+from posttrain.config.locator import callable_of
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.reward.call import LOGGERS, Convention, TrainerState, annotates_text, convention_of
+from posttrain.reward.model import ModelReward, classifier_path
 from posttrain.reward.types import RewardFunction
 from posttrain.reward.worker import NO_LIMITS, Function, Limits
 from posttrain.rollout.trajectory import Trajectory
@@ -32,6 +35,8 @@ PROVIDED = (
 `completion_tokens` for compatibility with other frameworks."""
 MAX_ENTRIES = 1 << 17
 """Maximum number of values kept; the least recently used go first."""
+MODEL_REWARD = "reward_model"
+"""Name in metrics; further reward models get a number."""
 UNCACHED = ("trajectories", "trainer_state", "log_metric", "log_extra")
 """Arguments that differ between equal samples, or whose effect a cached value would lack."""
 
@@ -61,6 +66,34 @@ class Reward:
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", getattr(self.function, "__name__", type(self.function).__name__))
+
+
+def rewards_of(sections: Sequence[RewardSection]) -> list[Reward]:
+    """Import the functions of reward sections, and find their reward models."""
+    rewards: list[Reward] = []
+    for item in sections:
+        if item.model is not None:
+            number = sum(reward.name.startswith(MODEL_REWARD) for reward in rewards)
+            name = item.name or (f"{MODEL_REWARD}_{number + 1}" if number else MODEL_REWARD)
+            function: Any = ModelReward(classifier_path(item.model), item.reduce, name)
+        else:
+            function = callable_of(item.fn, "rewards.fn")
+        isolated = isinstance(item.fn, Locator) and item.isolate != "thread"
+        rewards.append(
+            Reward(
+                function=function,
+                weight=item.weight,
+                args=item.args,
+                name=item.name or "",
+                timeout_s=None if item.fn is None else item.timeout_s,
+                on_error=item.on_error,
+                isolated=(item.fn.object, str(item.fn.folder.resolve())) if isolated else None,
+                text=item.text,
+                cache=item.cache,
+                limits=Limits(item.memory_mib, item.file_mib, item.cpu_s or 0),
+            )
+        )
+    return rewards
 
 
 class Keywords:

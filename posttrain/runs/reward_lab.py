@@ -16,7 +16,7 @@ from posttrain.data.sources import load_rows, with_all_columns
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.generation import complete
-from posttrain.reward.function import Reward, accepted, missing_arguments
+from posttrain.reward.function import Reward, accepted, missing_arguments, rewards_of
 from posttrain.reward.lab.cases import Case, Kind, LabRow, answer_of, cases_of, sample_of
 from posttrain.reward.lab.findings import Finding, findings_of
 from posttrain.reward.lab.measure import Measured, measure
@@ -24,7 +24,7 @@ from posttrain.reward.lab.report import finding_lines, report
 from posttrain.reward.lab.samples import describe_samples, sample_findings
 from posttrain.reward.lab.snapshot import write_tests
 from posttrain.reward.model import ModelReward
-from posttrain.reward.rubric import Rubric, rewards_of
+from posttrain.reward.rubric import Rubric
 from posttrain.rollout.trajectory import Group
 from posttrain.runtime.event_loop import run_async
 from posttrain.weights.load import load_model

@@ -213,7 +213,7 @@ def test_strange_samples_cost_one_time_out_and_no_other_value(file: Path) -> Non
 
 @pytest.mark.parametrize("name", often(("strange", "waits"), "strange"))
 def test_more_samples_hang_than_are_scored_at_once(file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("posttrain.reward.stream.MAX_ALONE", 3)
+    monkeypatch.setattr("posttrain.reward.rubric.MAX_ALONE", 3)
     texts = ["hang"] * 7 + CLEAN[:3]
     with scoring(reward(file, name, timeout_s=2.0)) as score:
         start = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from posttrain.errors import ConfigError
+from posttrain.reward.call import Failure, Scores
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
@@ -207,3 +209,15 @@ def test_an_error_of_the_call_reaches_all_who_wait() -> None:
     with rubric.running():
         found = run_async(run(rubric))
     assert [type(error) for error in found] == [ConfigError] * 4
+
+
+def test_scores_of_parts_are_those_of_the_whole() -> None:
+    failures = {1: Failure("error", "no"), 3: Failure("timeout", "late")}
+    scores = Scores([1.0, math.nan, 0.5, math.nan], failures, {"length": [(2.5, 4)]}, {"answer": ["a", "b", "c", "d"]})
+    parts = Scores.concatenated([scores.part(0, 1), scores.part(1, 3)])
+    assert [str(value) for value in parts.values] == [str(value) for value in scores.values]
+    assert (parts.failures, parts.extras) == (failures, scores.extras)
+    assert parts.metrics == {"length": [(2.5, 1), (2.5, 3)]}
+    whole = scores._replace(failures={1: Failure("error", "no")})
+    sent = Scores.from_json(json.loads(json.dumps(whole.to_json())), 4)
+    assert str(sent) == str(whole)
