@@ -48,6 +48,7 @@ from posttrain.weights.locate import RANDOM_WEIGHTS, Origin, origin_of_adapter, 
 from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.weights.save import SavedTokenizer, save_model
 
+BEST, WHY_BEST = "best", "best.json"
 NO_EVIDENCE = "no evidence: no evaluation is significantly better than the start"
 
 
