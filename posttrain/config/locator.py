@@ -119,8 +119,8 @@ def load_object(spec: Locator, field: str) -> Any:
     process, and has no name in a file."""
     if spec.startswith(("<", "__main__:")) or "<locals>" in spec or "<lambda>" in spec:
         raise ConfigError(
-            f"{field}: {spec} was made in Python, in a script or notebook; resume by running that again, or name it as "
-            "file.py:name"
+            f"{field}: {spec} was made in Python, in a script or notebook, and has no name for another process; run that "
+            "again, or give file.py:name"
         )
     return import_object(spec.object, spec.folder)
 

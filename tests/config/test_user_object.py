@@ -131,7 +131,7 @@ def test_a_path_is_that_of_the_configuration(tmp_path: Path) -> None:
         ("own.py:Clap", "own.py has no 'Clap'; did you mean 'Clip'?"),
         ("__main__:Clip", "loss: __main__:Clip was made in Python, in a script or notebook"),
         ("own:make.<locals>.Clip", "loss: own:make.<locals>.Clip was made in Python"),
-        ("<own:Clip(width=1)>", "was made in Python, in a script or notebook; resume by running that again"),
+        ("<own:Clip(width=1)>", "in a script or notebook, and has no name for another process; run that again"),
     ],
 )
 def test_what_cannot_be_made(value: Any, message: str) -> None:
