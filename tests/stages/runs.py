@@ -224,8 +224,8 @@ def model_of(tmp_path: Path, **model: Any) -> Any:
     return StageRun(model=loaded.model, tokenizer=ready.tokenizer, **fields).load_model()
 
 
-def constructions(monkeypatch: pytest.MonkeyPatch, *classes: type) -> Counter[str]:
-    """Numbers of objects that are made of each class from here on."""
+def builds(monkeypatch: pytest.MonkeyPatch, *classes: type) -> Counter[str]:
+    """Numbers of calls, from here on, of the constructor of each class and of its builder `of`, if it has one."""
     counts: Counter[str] = Counter()
 
     def count(cls: type, make: Callable[..., None]) -> None:
@@ -235,6 +235,15 @@ def constructions(monkeypatch: pytest.MonkeyPatch, *classes: type) -> Counter[st
 
         monkeypatch.setattr(cls, "__init__", counting)
 
+    def count_builder(cls: type, build: Callable[..., Any]) -> None:
+        def counting(*args: Any, **keywords: Any) -> Any:
+            counts[f"{cls.__name__}.of"] += 1
+            return build(*args, **keywords)
+
+        monkeypatch.setattr(cls, "of", staticmethod(counting))
+
     for cls in classes:
         count(cls, cls.__init__)
+        if hasattr(cls, "of"):
+            count_builder(cls, cls.of)
     return counts

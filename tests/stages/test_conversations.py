@@ -11,9 +11,12 @@ import pytest
 
 from posttrain.environments.conversation import Environments
 from posttrain.reward.rubric import Rubric
+from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.monitor import Monitor
+from posttrain.rl.refill import Refill
+from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.replay import MEASURED, replay
-from tests.stages.runs import constructions, few_devices, lines, posttrain, rl_stage, weights, write_run
+from tests.stages.runs import builds, few_devices, lines, posttrain, rl_stage, weights, write_run
 
 ENV = '''
 from posttrain.environments.types import Reply
@@ -79,9 +82,10 @@ def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Turns and rewards are told; a resumed run ends as one that was never stopped; a step is replayed as logged.
     Nothing is built twice."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    built = constructions(monkeypatch, Rubric, Monitor, Environments)
+    built = builds(monkeypatch, Algorithm, Environments, Monitor, NativeEngine, Refill, Rubric)
     assert posttrain("run", write(whole, algorithm=BY_TURN)).code == 0
-    assert built == {"Rubric": 1, "Monitor": 1, "Environments": 1}
+    assert len(built) == 11 and built.pop("Algorithm") >= 1, "an algorithm is a preset with changes"
+    assert set(built.values()) == {1}, built
     told = [line for line in lines(whole / "out") if "grad_norm" in line]
     for line in told:
         assert 1.5 < line["env/turns"] <= 3 and line["env/errors"] == 0 and line["env/said"] > 1
