@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.base import Flag, Section, with_kind
 from posttrain.config.locator import Named, UserObject
@@ -174,24 +174,22 @@ class AlgorithmSection(Section):
         """Field that is set and acts on the turns of conversations alone."""
         return None
 
-    @model_validator(mode="after")
-    def _has_effect(self) -> AlgorithmSection:
+    def _mistakes(self) -> Iterator[str]:
         """Refuse values that another one of the kind leaves without effect."""
         plain = type(self).model_fields
         changed = [name for name in plain if getattr(self, name) != plain[name].default]
         if "entropy_step" in changed and self.entropy_target is None:
-            raise ValueError(f"entropy_step={self.entropy_step} has no effect without entropy_target")
+            yield f"entropy_step={self.entropy_step} has no effect without entropy_target"
         if "kl_bias_correction" in changed and self.kl_in == "reward":
-            raise ValueError("kl_bias_correction has no effect with kl_in: reward, where nothing is differentiated")
+            yield "kl_bias_correction has no effect with kl_in: reward, where nothing is differentiated"
         if self.kl_in == "reward" and self.kl_coef <= 0:
-            raise ValueError(f"kl_in=reward with kl_coef={self.kl_coef:g} has no effect; set kl_coef above 0")
+            yield f"kl_in=reward with kl_coef={self.kl_coef:g} has no effect; set kl_coef above 0"
         if len(several := [name for name in OF_ADVANTAGES if name in changed]) > 1:
-            raise ValueError(f"{' and '.join(several)} each choose the advantages; remove all but one")
+            yield f"{' and '.join(several)} each choose the advantages; remove all but one"
         of_reward = ("kl_coef", "kl_estimator") if self.kl_in == "reward" else ()
         unread = [name for name in changed if name in OF_LOSS and name not in of_reward]
         if self.loss is not None and unread:
-            raise ValueError(f"{', '.join(unread)} without effect on a loss of your own; remove it, or loss")
-        return self
+            yield f"{', '.join(unread)} without effect on a loss of your own; remove it, or loss"
 
 
 class ClippedSection(AlgorithmSection):

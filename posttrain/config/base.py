@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from posttrain.errors import did_you_mean
 from posttrain.runtime.files import check_local
@@ -71,10 +71,20 @@ RolloutQuantize = Literal["none", "int8", "fp8"]
 SamplerTensor = Literal["auto", "trained"] | PositiveInt
 
 
+class Mistakes(ValueError):
+    """Values of a section that do not go together."""
+
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__("; ".join(texts))
+        self.texts = texts
+
+
 class Section(BaseModel):
     """Section of a configuration: unknown keys are errors, values are validated, instances are frozen.
 
-    Types are those of YAML: true is not a number, 1 is not true, and numbers are finite.
+    Types are those of YAML: true is not a number, 1 is not true, and numbers are finite. A class that defines
+    `_mistakes` yields what is wrong with its valid values together, and raises ValueError where it cannot look further;
+    those of its base classes come first, and all are reported.
     """
 
     model_config = ConfigDict(
@@ -86,6 +96,23 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Section:
+        texts: list[str] = []
+        for owner in reversed(type(self).__mro__):
+            if "_mistakes" in vars(owner):
+                try:
+                    for text in vars(owner)["_mistakes"](self):
+                        texts.append(text)
+                except ValueError as error:
+                    texts.append(str(error))
+        if texts:
+            raise Mistakes(texts)
+        return self
 
 
 def with_kind(sections: Any) -> BeforeValidator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -63,45 +64,45 @@ class DistillSection(SequenceSection):
         row = cls.model_fields["row_tokens"].default
         return with_lengths(data, build, default_row=row, prompts_in_row=1, fills_row=False)
 
-    @model_validator(mode="after")
-    def _passes(self) -> DistillSection:
+    def _mistakes(self) -> Iterator[str]:
+        yield from self._passes()
+        yield from self._samples()
+        yield from self._live()
+        yield from self._which_teacher()
+
+    def _passes(self) -> Iterator[str]:
         if 0 < self.on_policy < 1 and self.num_steps is None:
-            raise ValueError(
+            yield (
                 f"num_epochs: steps with on_policy={self.on_policy} draw from the dataset and from samples, and pass "
                 "over neither alone; give num_steps"
             )
         if self.num_steps is None and any(teacher.aligned for teacher in self.teachers):
-            raise ValueError(
+            yield (
                 "num_epochs: rows are packed by the teacher's tokens as well (tokenizer: align or gold), so that "
                 "passes are not counted before the run; give num_steps"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _samples(self) -> DistillSection:
+    def _samples(self) -> Iterator[str]:
         if not self.on_policy:
             if self.sampling is not None or self.rollout != RolloutSection():
-                raise ValueError("sampling and rollout need on_policy, the share of steps on the student's own samples")
-            return self
+                yield "sampling and rollout need on_policy, the share of steps on the student's own samples"
+            return
         if self.sampling is None:
-            raise ValueError(f"on_policy={self.on_policy} needs sampling: {{max_tokens: ...}}")
+            yield f"on_policy={self.on_policy} needs sampling: {{max_tokens: ...}}"
+            return
         check_sampling(self.sampling, self.row_tokens)
         if self.cache is not None:
-            raise ValueError(
-                "cache: it holds the teachers' top-k on the dataset, not on samples; remove it or on_policy"
-            )
+            yield ("cache: it holds the teachers' top-k on the dataset, not on samples; remove it or on_policy")
         if self.mix:
-            raise ValueError("mix: prompts are sampled from one dataset; remove mix or on_policy")
-        return self
+            yield "mix: prompts are sampled from one dataset; remove mix or on_policy"
 
-    @model_validator(mode="after")
-    def _live(self) -> DistillSection:
+    def _live(self) -> Iterator[str]:
         if self.features is None:
-            return self
+            return
         if self.cache is not None:
-            raise ValueError("features: a cache holds the teachers' top-k, not their layers; remove one of both")
+            yield "features: a cache holds the teachers' top-k, not their layers; remove one of both"
         if len(self.teachers) > 1:
-            raise ValueError(f"features: need a single teacher, and teachers has {len(self.teachers)}; keep one")
+            yield f"features: need a single teacher, and teachers has {len(self.teachers)}; keep one"
         teacher = self.teachers[0]
         if teacher.outside:
             where = (
@@ -111,22 +112,17 @@ class DistillSection(SequenceSection):
                 if teacher.mesh is not None
                 else f"tokenizer: {teacher.tokenizer}"
             )
-            raise ValueError(
-                f"features: the layers of a teacher with {where} are not in the training step; remove one of both"
-            )
-        return self
+            yield (f"features: the layers of a teacher with {where} are not in the training step; remove one of both")
 
-    @model_validator(mode="after")
-    def _which_teacher(self) -> DistillSection:
+    def _which_teacher(self) -> Iterator[str]:
         check_teachers(self.teachers, self.teacher_column, self.temperature, samples=False)
         if self.train_on_prompt and any(teacher.aligned for teacher in self.teachers):
-            raise ValueError("teachers: tokenizer: align (or gold) is for completions; set train_on_prompt to false")
+            yield "teachers: tokenizer: align (or gold) is for completions; set train_on_prompt to false"
         self._check_groups()
         if self.top_k is not None and self.cache is None and not any(teacher.outside for teacher in self.teachers):
-            raise ValueError(f"top_k={self.top_k} needs a cache or a teacher outside of the training step; remove it")
+            yield f"top_k={self.top_k} needs a cache or a teacher outside of the training step; remove it"
         if self.sampling is not None:
             check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True, groups=True)
-        return self
 
     def _check_groups(self) -> None:
         gold = any(teacher.tokenizer == "gold" for teacher in self.teachers)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from posttrain.config.base import Arguments, Flag, ListOf, PositiveInt, Section, Text
 from posttrain.config.locator import located
@@ -84,11 +84,9 @@ class AgentSection(Section):
     """One training row for each request, rendered by the template, for templates that change earlier turns; `max_rows`
     must then allow them."""
 
-    @model_validator(mode="after")
-    def _one(self) -> AgentSection:
+    def _mistakes(self) -> Iterator[str]:
         if (self.fn is None) == (not self.command):
-            raise ValueError("an agent is a function (fn) or a command; set one of them")
-        return self
+            yield "an agent is a function (fn) or a command; set one of them"
 
 
 SECRET = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
@@ -107,16 +105,14 @@ class McpSection(Section):
     """Environment variables with the names of those of the run from which they get their values, which are written
     nowhere: `{API_KEY: SEARCH_API_KEY}`."""
 
-    @model_validator(mode="after")
-    def _no_secrets(self) -> McpSection:
+    def _mistakes(self) -> Iterator[str]:
         if both := self.env.keys() & self.env_from.keys():
-            raise ValueError(f"{min(both)} is in env and in env_from; remove one of them")
+            yield f"{min(both)} is in env and in env_from; remove one of them"
         if secrets := [name for name in self.env if SECRET.search(name.upper())]:
-            raise ValueError(
+            yield (
                 f"env.{secrets[0]}: config.yaml and trackers would show this secret; set it in the run's environment, "
                 f"and give env_from: {{{secrets[0]}: {secrets[0]}}}"
             )
-        return self
 
 
 class ToolSection(Section):
@@ -134,13 +130,11 @@ class ToolSection(Section):
     max_chars: PositiveInt = 4000
     """Maximum length of a result in characters; longer ones are cut, and say so."""
 
-    @model_validator(mode="after")
-    def _one(self) -> ToolSection:
+    def _mistakes(self) -> Iterator[str]:
         if (self.fn is None) == (self.mcp is None):
-            raise ValueError("a tool is a function (fn) or an MCP server (mcp); set one of them")
-        if self.mcp is not None and self.args:
-            raise ValueError("args are for functions; put settings of an MCP server into its command or env")
-        return self
+            yield "a tool is a function (fn) or an MCP server (mcp); set one of them"
+        elif self.mcp is not None and self.args:
+            yield "args are for functions; put settings of an MCP server into its command or env"
 
 
 def check_tools(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator
 
 from posttrain.config.base import Flag, ListOf, PositiveInt, Section
 
@@ -56,11 +57,9 @@ class AttentionFeatures(Section):
     """Number of relation heads into which both models are split; by default the student's heads, if they divide the
     teacher's width."""
 
-    @model_validator(mode="after")
-    def _once(self) -> AttentionFeatures:
+    def _mistakes(self) -> Iterator[str]:
         if len({*self.relations}) < len(self.relations):
-            raise ValueError(f"relations: each once; got {', '.join(self.relations)}")
-        return self
+            yield f"relations: each once; got {', '.join(self.relations)}"
 
 
 class FeaturesSection(Section):
@@ -71,8 +70,6 @@ class FeaturesSection(Section):
     attention: AttentionFeatures | None = None
     """Relations among tokens in the attention of layers."""
 
-    @model_validator(mode="after")
-    def _any(self) -> FeaturesSection:
+    def _mistakes(self) -> Iterator[str]:
         if self.hidden is None and self.attention is None:
-            raise ValueError("set hidden or attention, or both; {} takes the defaults: {hidden: {}}")
-        return self
+            yield "set hidden or attention, or both; {} takes the defaults: {hidden: {}}"

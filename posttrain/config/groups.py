@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section
 from posttrain.config.locator import Named
@@ -36,18 +37,16 @@ class CurriculumSection(Section):
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Weight of a prompt's earlier pass rate when another of its groups is scored."""
 
-    @model_validator(mode="after")
-    def _shares(self) -> CurriculumSection:
+    def _mistakes(self) -> Iterator[str]:
         if (self.pools[0], self.pools[-1]) != (0.0, 1.0) or any(low >= high for low, high in pairwise(self.pools)):
-            raise ValueError(f"pools={list(self.pools)} must rise from 0 to 1")
+            yield f"pools={list(self.pools)} must rise from 0 to 1"
         if len(self.draw) != len(self.pools) - 1:
-            raise ValueError(
+            yield (
                 f"draw has {len(self.draw)} shares, and pools={list(self.pools)} bound {len(self.pools) - 1} pools; "
                 "give one share for each"
             )
         if not math.isclose(sum(self.draw), 1.0, abs_tol=1e-6):
-            raise ValueError(f"draw={list(self.draw)} adds up to {sum(self.draw):g}; make it 1")
-        return self
+            yield f"draw={list(self.draw)} adds up to {sum(self.draw):g}; make it 1"
 
 
 def check_selection(

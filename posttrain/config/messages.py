@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from posttrain.config import RLSection, RunConfig, Section
 from posttrain.config.algorithm import ALGORITHMS, AlgorithmSection
-from posttrain.config.base import SCALARS
+from posttrain.config.base import SCALARS, Mistakes
 from posttrain.config.other_names import ABSENT, find_other_name
 from posttrain.config.run import SECTIONS
 from posttrain.config.trl_names import find_trl_name
@@ -127,6 +127,9 @@ def messages(error: ValidationError, source: Source) -> list[str]:
             text = hint if moved else f"unknown field; {hint}"
         else:
             key = (*key, "kind") if item["type"].startswith("union_tag") else key
+            if isinstance(error_of := item.get("ctx", {}).get("error"), Mistakes):
+                found += [(key, item["type"], text) for text in error_of.texts]
+                continue
             text = _explain(item, key, parents, inside)
             if item["type"] == "string_type" and key in source.overrides:
                 text += f" inside the shell's: '{source.shown(key)}=\"{show(item['input'])}\"'"

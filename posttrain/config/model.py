@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.base import (
     Arguments,
@@ -107,21 +108,19 @@ class ModelSection(Section):
     """Use the long-context RoPE factors of a model that has two sets (LongRoPE, as in phi3): rows may then be longer
     than its original context. Only with `path`."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelSection:
+    def _mistakes(self) -> Iterator[str]:
         if (self.path is None) == (self.init is None):
-            raise ValueError("set either path (a checkpoint) or init (random weights)")
-        if self.path is None and self.tokenizer is None:
-            raise ValueError("init needs tokenizer: a folder, a hub id or bytes")
+            yield "set either path (a checkpoint) or init (random weights)"
+        elif self.path is None and self.tokenizer is None:
+            yield "init needs tokenizer: a folder, a hub id or bytes"
         if self.init is not None and self.long_context:
-            raise ValueError("long_context chooses between the two sets of RoPE factors of a checkpoint; init has one")
+            yield "long_context chooses between the two sets of RoPE factors of a checkpoint; init has one"
         if self.adapter is not None and self.lora is not None:
-            raise ValueError("adapter continues an existing adapter, lora starts a new one; set one of them")
+            yield "adapter continues an existing adapter, lora starts a new one; set one of them"
         if self.adapter is not None and self.path is None:
-            raise ValueError("adapter needs path: the model that it was trained on")
+            yield "adapter needs path: the model that it was trained on"
         if self.quantize != "none" and self.lora is None and self.adapter is None:
-            raise ValueError(f"quantize={self.quantize} needs lora or adapter: quantized weights cannot be trained")
-        return self
+            yield f"quantize={self.quantize} needs lora or adapter: quantized weights cannot be trained"
 
 
 class MeshSection(Section):
@@ -138,13 +137,11 @@ class MeshSection(Section):
     tensor: int = 1
     """Tensor parallelism: parts of every matrix product, on the same rows."""
 
-    @model_validator(mode="after")
-    def _sizes(self) -> MeshSection:
+    def _mistakes(self) -> Iterator[str]:
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
             named = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-            raise ValueError(f"{named}: sizes are positive, and at most one is -1 (what is left)")
-        return self
+            yield f"{named}: sizes are positive, and at most one is -1 (what is left)"
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.base import Flag, PositiveInt
 from posttrain.config.locator import NamedOrSet
@@ -98,16 +99,14 @@ class OnlinePreferenceSection(OnlineSection):
         """Rows per step: one for the pair of each prompt."""
         return self.prompts_per_step
 
-    @model_validator(mode="after")
-    def _compares(self) -> OnlinePreferenceSection:
+    def _mistakes(self) -> Iterator[str]:
         if not self.rewards:
-            raise ValueError("set rewards, which rank the samples of a prompt")
+            yield "set rewards, which rank the samples of a prompt"
         if self.group_size < 2:
-            raise ValueError(f"group_size={self.group_size}: a pair needs two samples of one prompt; use 2 or more")
+            yield f"group_size={self.group_size}: a pair needs two samples of one prompt; use 2 or more"
         if 2 * self.sampling.max_tokens >= self.row_tokens:
-            raise ValueError(
+            yield (
                 f"sampling.max_tokens={self.sampling.max_tokens} must be less than half of row_tokens="
                 f"{self.row_tokens}: a row holds two completions, each behind its prompt"
             )
         check_sampling(self.sampling, self.row_tokens)
-        return self

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from posttrain.config.base import Arguments, Flag, ListOf, PositiveInt, Section, Text
 from posttrain.config.locator import Locator, located
@@ -55,24 +56,23 @@ class RewardSection(Section):
     cpu_s: Annotated[int, Field(gt=0)] | None = None
     """CPU seconds after which the child process of a call is killed. By default only `timeout_s` bounds it."""
 
-    @model_validator(mode="after")
-    def _one(self) -> RewardSection:
+    def _mistakes(self) -> Iterator[str]:
         if (self.fn is None) == (self.model is None):
-            raise ValueError("a reward is a function (fn) or a reward model (model); set one of them")
+            yield "a reward is a function (fn) or a reward model (model); set one of them"
+            return
         if self.model is None and self.reduce != "last":
-            raise ValueError(f"reduce={self.reduce} has no effect on a function; it needs a reward model (model)")
+            yield f"reduce={self.reduce} has no effect on a function; it needs a reward model (model)"
         if self.model is not None and self.args:
-            raise ValueError("args are for functions; a reward model (model) takes none")
+            yield "args are for functions; a reward model (model) takes none"
         if self.model is not None and (self.timeout_s != 60.0 or self.isolate != "auto"):
-            raise ValueError("timeout_s and isolate are for functions; a reward model (model) runs on the devices")
+            yield "timeout_s and isolate are for functions; a reward model (model) runs on the devices"
         if self.model is not None and (self.cache or self.text is not None):
-            raise ValueError("cache and text are for functions; a reward model (model) reads tokens")
+            yield "cache and text are for functions; a reward model (model) reads tokens"
         set_limits = [name for name in LIMITS if getattr(self, name) != type(self).model_fields[name].default]
         if set_limits and (self.isolate == "thread" or not isinstance(self.fn, str)):
-            raise ValueError(f"{set_limits[0]} bounds a child process; name the function as file.py:function")
+            yield f"{set_limits[0]} bounds a child process; name the function as file.py:function"
         if self.isolate == "process" and not isinstance(self.fn, str):
-            raise ValueError("isolate: process needs a function that a child can import; name it as file.py:function")
-        return self
+            yield "isolate: process needs a function that a child can import; name it as file.py:function"
 
 
 class MonitorSection(Section):
@@ -95,11 +95,9 @@ class HeldOutSection(DatasetSection):
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     """Name of the dataset in metrics: `eval/<name>/...`."""
 
-    @model_validator(mode="after")
-    def _alone(self) -> HeldOutSection:
+    def _mistakes(self) -> Iterator[str]:
         if self.weight != 1.0:
-            raise ValueError(f"weight={self.weight} has no effect on held-out data; remove it")
-        return self
+            yield f"weight={self.weight} has no effect on held-out data; remove it"
 
 
 class EvaluateSection(Section):
@@ -131,18 +129,16 @@ class EvaluateSection(Section):
         powers = (2**power for power in range(self.samples.bit_length()))
         return self.k or tuple(sorted({*powers, self.samples}))
 
-    @model_validator(mode="after")
-    def _answers(self) -> EvaluateSection:
+    def _mistakes(self) -> Iterator[str]:
         if above := [k for k in self.k if k > self.samples]:
-            raise ValueError(f"k={above[0]} is more than samples={self.samples}; raise samples")
+            yield f"k={above[0]} is more than samples={self.samples}; raise samples"
         if self.answer is not None and "majority" not in self.report:
-            raise ValueError(f"answer={self.answer} is for maj@k; add majority to report")
+            yield f"answer={self.answer} is for maj@k; add majority to report"
         if self.keep_best and "avg" not in self.report:
-            raise ValueError("keep_best compares avg@k; add avg to report")
+            yield "keep_best compares avg@k; add avg to report"
         names = [one.name for one in self.sets]
         if repeated := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"sets: the name {repeated[0]} is used twice; metrics need distinct names")
-        return self
+            yield f"sets: the name {repeated[0]} is used twice; metrics need distinct names"
 
 
 def check_evaluation(

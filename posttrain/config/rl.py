@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -140,18 +141,16 @@ class OnlineSection(TrainSection):
         row = cls.model_fields["row_tokens"].default
         return with_lengths(data, build, default_row=row, prompts_in_row=cls.prompts_in_row, fills_row=True)
 
-    @model_validator(mode="after")
-    def _scores(self) -> OnlineSection:
+    def _mistakes(self) -> Iterator[str]:
         check_evaluation(self.evaluate, self.eval_dataset, self.scored, self.held_out_sampling.temperature)
         skips = self.sampling.skip_special_tokens
         if self.held_out_sampling.skip_special_tokens != skips:
-            raise ValueError(
+            yield (
                 f"eval_sampling.skip_special_tokens={not skips} must be that of sampling, {skips}: the same rewards "
                 "read the texts of both"
             )
         if self.rewards and not any(reward.weight for reward in self.rewards):
-            raise ValueError("rewards: every weight is 0, so there is no training signal; change one of them")
-        return self
+            yield "rewards: every weight is 0, so there is no training signal; change one of them"
 
 
 class RLSection(OnlineSection):
@@ -242,32 +241,37 @@ class RLSection(OnlineSection):
             groups += self.asynchronous.max_staleness * self.prompts_per_step
         return groups * self.group_size
 
-    @model_validator(mode="after")
-    def _learns_from(self) -> RLSection:
+    def _mistakes(self) -> Iterator[str]:
+        yield from self._learns_from()
+        yield from self._weighs()
+        yield from self._turns()
+        yield from self._updates()
+        yield from self._fits()
+
+    def _learns_from(self) -> Iterator[str]:
         check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True)
-        if not self.scored and not self.teachers:
-            raise ValueError("set rewards, env or agent, or teachers for on-policy distillation")
         kind = self.algorithm.kind
-        if not self.scored and kind != "distill":
-            raise ValueError(f"algorithm={kind} needs rewards; without them use algorithm: distill")
-        if kind == "distill" and not self.teachers:
-            raise ValueError("algorithm=distill needs teachers")
+        if not self.scored and not self.teachers:
+            yield "set rewards, env or agent, or teachers for on-policy distillation"
+        elif not self.scored and kind != "distill":
+            yield f"algorithm={kind} needs rewards; without them use algorithm: distill"
+        elif kind == "distill" and not self.teachers:
+            yield "algorithm=distill needs teachers"
         if self.placement.critic != CriticPlacement() and kind != "ppo":
-            raise ValueError(f"placement.critic: algorithm={kind} has no critic; use algorithm: ppo, or remove it")
+            yield f"placement.critic: algorithm={kind} has no critic; use algorithm: ppo, or remove it"
         if self.teachers and (kind == "ppo" or self.algorithm.top_entropy is not None):
             both = "the critic of algorithm=ppo" if kind == "ppo" else "algorithm.top_entropy"
-            raise ValueError(f"teachers: their advantages do not go with {both}; remove one of them")
+            yield f"teachers: their advantages do not go with {both}; remove one of them"
         if self.scored and self.group_size < 2 and self.algorithm.compares:
-            raise ValueError(f"group_size={self.group_size}: rewards are compared within a group; use 2 or more")
+            yield f"group_size={self.group_size}: rewards are compared within a group; use 2 or more"
         if not self.teachers and (self.teacher_column is not None or self.teacher_coef != 1.0):
-            raise ValueError("teacher_column and teacher_coef need teachers")
+            yield "teacher_column and teacher_coef need teachers"
         other = self.eval_sampling
         if self.teachers and other is not None and other.temperature != self.sampling.temperature:
-            raise ValueError(
+            yield (
                 f"eval_sampling.temperature={other.temperature} must be that of sampling, {self.sampling.temperature}: "
                 "the KL from the teachers is measured on the training distribution"
             )
-        return self
 
     @property
     def proximal_logps(self) -> OldLogps:
@@ -288,54 +292,47 @@ class RLSection(OnlineSection):
         apply = self.algorithm.importance_sampling.apply
         return apply == "always" or (apply == "auto" and self.samples_off_policy)
 
-    @model_validator(mode="after")
-    def _weighs(self) -> RLSection:
+    def _weighs(self) -> Iterator[str]:
         # Values, not what was written: a dumped configuration writes every field.
         given, plain = self.algorithm.importance_sampling, ImportanceSection()
         fields = [name for name in ImportanceSection.model_fields if name != "apply"]
         others = [name for name in fields if getattr(given, name) != getattr(plain, name)]
         if others and not self.weighs_samples:
-            raise ValueError(
+            yield (
                 f"algorithm.importance_sampling.{', '.join(sorted(others))} without effect: apply={given.apply} and "
                 f"samples of {'another' if self.samples_off_policy else 'the same'} policy have no importance weights; "
                 "remove it, or use apply: always"
             )
-        return self
 
     @model_validator(mode="before")
     @classmethod
     def _env_of_tools(cls, data: Any) -> Any:
         return with_env(data)
 
-    @model_validator(mode="after")
-    def _turns(self) -> RLSection:
+    def _turns(self) -> Iterator[str]:
         check_tools(self.tools, self.tool_format, self.env, self.agent, rewards=bool(self.rewards or self.teachers))
         if self.env is not None and self.agent is not None:
-            raise ValueError("env and agent: a conversation is held by one of them; remove the other")
+            yield "env and agent: a conversation is held by one of them; remove the other"
         if not self.converses and (name := self.algorithm.of_turns) is not None:
-            raise ValueError(f"algorithm.{name} has no effect without env or agent: a sample then has a single turn")
-        return self
+            yield f"algorithm.{name} has no effect without env or agent: a sample then has a single turn"
 
-    @model_validator(mode="after")
-    def _updates(self) -> RLSection:
+    def _updates(self) -> Iterator[str]:
         each = self.updates_per_batch
         if self.prompts_per_step % self.updates:
-            raise ValueError(f"updates={self.updates} must divide prompts_per_step={self.prompts_per_step}")
+            yield f"updates={self.updates} must divide prompts_per_step={self.prompts_per_step}"
         if self.num_steps % each:
             below = self.num_steps // each * each
-            raise ValueError(
+            yield (
                 f"num_steps={self.num_steps} must be a multiple of updates x update_epochs = {each}, the updates of "
                 f"each batch of rollouts; use {below or each} or {below + each}"
             )
         if self.algorithm.old_logps == "self" and each > 1:
-            raise ValueError(
+            yield (
                 f"old_logps=self with updates={self.updates} and update_epochs={self.update_epochs}: after the first "
                 "update the policy is not the one that sampled; use auto or trainer"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _fits(self) -> RLSection:
+    def _fits(self) -> Iterator[str]:
         check_sampling(self.sampling, self.row_tokens)
         check_selection(self.refill, self.curriculum, rewards=self.scored, shuffle=self.dataset.shuffle)
         if self.asynchronous is not None:
@@ -348,8 +345,7 @@ class RLSection(OnlineSection):
         others = self.rollout.quantize != "none" or self.samples_ahead
         if self.teachers and others and self.proximal_logps != "trainer":
             name = "asynchronous" if self.samples_ahead else f"rollout.quantize={self.rollout.quantize}"
-            raise ValueError(
+            yield (
                 f"teachers with {name} need old_logps: trainer: the advantage is log(teacher / student), and the "
                 "sampler's log-probabilities are not the student's"
             )
-        return self

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.base import (
     Flag,
@@ -56,13 +56,11 @@ class RolloutSection(Section):
     """Custom rollout engine: `module:Engine` or `file.py:Engine`, called with (model, tokenizer, this section), with
     the methods of `posttrain.rollout.types.RolloutEngine`. The fields above apply to the built-in engine only."""
 
-    @model_validator(mode="after")
-    def _of_the_engine(self) -> RolloutSection:
+    def _mistakes(self) -> Iterator[str]:
         plain = RolloutSection.model_construct()
         others = [name for name in RolloutSection.model_fields if getattr(self, name) != getattr(plain, name)]
         if self.engine is not None and (others := [name for name in others if name != "engine"]):
-            raise ValueError(f"{', '.join(others)}: supported by the built-in engine, not by {self.engine}; remove it")
-        return self
+            yield f"{', '.join(others)}: supported by the built-in engine, not by {self.engine}; remove it"
 
 
 S = TypeVar("S", bound=Section)
@@ -231,15 +229,13 @@ class ReferenceSection(Section):
     """Share of the actor in each update of the reference, the rest is the reference before: with `refresh_every: 1` an
     exponential moving average. 1: a copy."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ReferenceSection:
+    def _mistakes(self) -> Iterator[str]:
         if self.path is not None and self.model != "start":
-            raise ValueError(f"path={self.path} and model={self.model} both name the reference; set one of them")
+            yield f"path={self.path} and model={self.model} both name the reference; set one of them"
         if self.refresh_every is None and self.mixup != 1.0:
-            raise ValueError(f"mixup={self.mixup} has no effect without refresh_every; set it, such as 1")
+            yield f"mixup={self.mixup} has no effect without refresh_every; set it, such as 1"
         if self.refresh_every is not None and (self.path is not None or self.model != "start"):
-            raise ValueError("refresh_every copies the actor's weights over a copy of them; it needs model: start")
-        return self
+            yield "refresh_every copies the actor's weights over a copy of them; it needs model: start"
 
 
 class CriticOptimizer(OptimizerSection):

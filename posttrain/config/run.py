@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import Field, model_validator
@@ -57,11 +57,9 @@ class ProfileSection(Section):
     """First and last step to record in each stage, counted from 1; `auto`: three steps once the time of a step is
     stable."""
 
-    @model_validator(mode="after")
-    def _in_order(self) -> ProfileSection:
+    def _mistakes(self) -> Iterator[str]:
         if self.steps != "auto" and self.steps[0] > self.steps[1]:
-            raise ValueError(f"steps={list(self.steps)}: the first step is after the last one")
-        return self
+            yield f"steps={list(self.steps)}: the first step is after the last one"
 
 
 class RunConfig(Section):
@@ -95,36 +93,22 @@ class RunConfig(Section):
             return data
         return {**data, "stages": [with_adapter_rate(stage) for stage in stages]}
 
-    @model_validator(mode="after")
-    def _reward_model_last(self) -> RunConfig:
+    def _mistakes(self) -> Iterator[str]:
         if any(isinstance(stage, RewardModelSection) for stage in self.stages[:-1]):
-            raise ValueError("a reward_model stage must be the last: its model scores answers and cannot generate")
-        return self
-
-    @model_validator(mode="after")
-    def _adapter_in_one_stage(self) -> RunConfig:
+            yield "a reward_model stage must be the last: its model scores answers and cannot generate"
         if self.model.adapter is not None and len(self.stages) > 1:
-            raise ValueError(
+            yield (
                 "model.adapter: a stage leaves its adapter merged, so a second one would have none to continue; "
                 "give one stage, or lora, of which each stage begins its own"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rounding(self) -> RunConfig:
         if self.model.dtype == "float32" and any(stage.optimizer.stochastic_rounding for stage in self.stages):
-            raise ValueError(
+            yield (
                 "optimizer.stochastic_rounding is for bfloat16 parameters, and model.dtype is float32; "
                 "set model.dtype=bfloat16, or remove stochastic_rounding"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _dropout(self) -> RunConfig:
         lora = self.model.lora
         if lora is not None and lora.dropout and any(map(trains_on_samples, self.stages)):
-            raise ValueError(
+            yield (
                 f"model.lora.dropout={lora.dropout}: RL has none, nor have online preference and on-policy "
                 "distillation: the trainer would be another model than the sampler; set it to 0"
             )
-        return self

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.base import PositiveInt, Quantize, Section, Text
 from posttrain.config.locator import Locator
@@ -46,17 +46,15 @@ class TeacherSection(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Timeout per request in seconds; a request is tried 5 times."""
 
-    @model_validator(mode="after")
-    def _where(self) -> TeacherSection:
+    def _mistakes(self) -> Iterator[str]:
         if self.mesh is not None and (self.url is not None or -1 in self.mesh.sizes):
-            raise ValueError("mesh: give the number of devices on each axis (fsdp: 4), and no url")
+            yield "mesh: give the number of devices on each axis (fsdp: 4), and no url"
         plain = TeacherSection.model_construct(path=self.path)
         of_server = ("server", "model", "api_key_env", "concurrency", "timeout_s")
         wrong = of_server if self.url is None else ("dtype", "quantize")
         for name in wrong:
             if getattr(self, name) != getattr(plain, name):
-                raise ValueError(f"{name} is for a teacher {'with' if self.url is None else 'without'} url")
-        return self
+                yield f"{name} is for a teacher {'with' if self.url is None else 'without'} url"
 
     @property
     def outside(self) -> bool:

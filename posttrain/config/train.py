@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.config.base import Arguments, Flag, ListOf, MomentType, NonNegativeInt, PositiveInt, Section
 from posttrain.config.locator import Locator, Named
@@ -152,16 +153,14 @@ class TrainSection(Section):
         """Training datasets, then the held-out one if there is one."""
         return self.datasets if self.eval_dataset is None else (*self.datasets, self.eval_dataset)
 
-    @model_validator(mode="after")
-    def _evaluation(self) -> TrainSection:
+    def _mistakes(self) -> Iterator[str]:
         if self.eval_every is not None and self.eval_dataset is None:
-            raise ValueError("eval_every needs eval_dataset")
+            yield "eval_every needs eval_dataset"
         alone = {"eval_dataset": self.eval_dataset} | ({"dataset": self.dataset} if len(self.datasets) == 1 else {})
         for name, dataset in alone.items():
             if dataset is not None and dataset.weight != 1.0:
-                raise ValueError(f"{name}.weight={dataset.weight} has no effect without other datasets (mix)")
+                yield f"{name}.weight={dataset.weight} has no effect without other datasets (mix)"
         self.check_warmup(self.num_steps)
-        return self
 
     def check_warmup(self, num_steps: int | None) -> None:
         """Check that warm-up ends before the stage. None: number of steps not known yet."""
@@ -189,14 +188,12 @@ class OfflineSection(TrainSection):
             return None
         return 1.0 if self.num_epochs is None else self.num_epochs
 
-    @model_validator(mode="after")
-    def _one_length(self) -> OfflineSection:
+    def _mistakes(self) -> Iterator[str]:
         if self.num_steps is not None and self.num_epochs is not None:
-            raise ValueError(
+            yield (
                 f"num_steps={self.num_steps} and num_epochs={self.num_epochs:g} both set the length of the stage; "
                 "remove one"
             )
-        return self
 
 
 class SequenceSection(OfflineSection):
@@ -214,11 +211,9 @@ class SequenceSection(OfflineSection):
     overlong: Literal["truncate", "drop", "error"] = "error"
     """Sequences longer than a row: truncate, drop, or raise an error."""
 
-    @model_validator(mode="after")
-    def _turns(self) -> SequenceSection:
+    def _mistakes(self) -> Iterator[str]:
         if self.last_turn_only and self.train_on_prompt:
-            raise ValueError("last_turn_only: with train_on_prompt every turn has loss; set one of both to false")
-        return self
+            yield "last_turn_only: with train_on_prompt every turn has loss; set one of both to false"
 
     @property
     def step_rows(self) -> int:
@@ -241,8 +236,6 @@ class SFTSection(SequenceSection):
     noise_alpha: Annotated[float, Field(ge=0)] = 0.0
     """NEFTune noise on the embeddings in training, arXiv:2310.05914; 5 is usual."""
 
-    @model_validator(mode="after")
-    def _smoothed(self) -> SFTSection:
+    def _mistakes(self) -> Iterator[str]:
         if self.label_smoothing and self.loss != "nll":
-            raise ValueError(f"label_smoothing={self.label_smoothing} is for the loss nll, not for {self.loss!r}")
-        return self
+            yield f"label_smoothing={self.label_smoothing} is for the loss nll, not for {self.loss!r}"

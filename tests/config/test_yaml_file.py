@@ -219,6 +219,13 @@ def test_every_mistake_has_its_line_and_a_misspelling_is_one(write: Write) -> No
     ]
 
 
+def test_values_of_a_section_and_its_base_classes_are_checked_together(write: Write) -> None:
+    found = mistakes(write(LONG), "stages.rl.eval_every=2", "stages.rl.group_size=1", "stages.rl.updates=3")
+    assert [text for text in found if "eval_every needs eval_dataset" in text]
+    assert [text for text in found if "group_size=1" in text]
+    assert [text for text in found if "updates=3 must divide" in text]
+
+
 def test_an_empty_list_and_a_list_of_wrong_items(write: Write) -> None:
     head = LONG[: LONG.index("stages:")]
     assert mistakes(write(head + "stages: []\n")) == ["run.yaml:6: stages: must have at least 1 item; got []"]
