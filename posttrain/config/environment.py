@@ -169,5 +169,5 @@ def check_tools(
 def with_env(data: Any) -> Any:
     """Fields of a stage with the default environment, if it has tools and no environment."""
     others = ("env", "agent")
-    given = isinstance(data, dict) and data.get("tools") and all(data.get(name) is None for name in others)
-    return {**data, "env": {}} if given else data
+    without_env = isinstance(data, dict) and data.get("tools") and all(data.get(name) is None for name in others)
+    return {**data, "env": {}} if without_env else data

@@ -49,11 +49,11 @@ class Locator(str):
 
     def __new__(cls, text: str, folder: Path | None = None) -> Locator:
         self = super().__new__(cls, text)
-        given = Path(text).expanduser()
-        root = CHECKOUT or INSTALLED.get(given.parts[0] if given.parts else "")
+        path = Path(text).expanduser()
+        root = CHECKOUT or INSTALLED.get(path.parts[0] if path.parts else "")
         bases = dict.fromkeys((Path.cwd(), *(base.absolute() for base in (folder, root) if base is not None)))
         self.folder = (folder or Path.cwd()).absolute()
-        self.places = tuple(dict.fromkeys(base / given for base in bases))
+        self.places = tuple(dict.fromkeys(base / path for base in bases))
         return self
 
     @property
@@ -64,10 +64,10 @@ class Locator(str):
     @property
     def file(self) -> Path:
         """Absolute path of an existing file or folder. Raises ConfigError with a suggestion if nothing exists."""
-        found = self.found
-        if found is None:
+        path = self.found
+        if path is None:
             raise ConfigError(f"{self}: no such file or folder{self.suggestion}")
-        return found
+        return path
 
     @property
     def resolved(self) -> str:
@@ -78,8 +78,8 @@ class Locator(str):
     def object(self) -> str:
         """Python object as `/absolute/file.py:name`; `module:name` and missing files are unchanged."""
         source, _, name = self.rpartition(":")
-        found = self.beside(source).found if source.endswith(".py") else None
-        return str(self) if found is None else f"{found.resolve()}:{name}"
+        path = self.beside(source).found if source.endswith(".py") else None
+        return str(self) if path is None else f"{path.resolve()}:{name}"
 
     def beside(self, text: str) -> Locator:
         """Locator of another text of the same configuration."""
@@ -108,10 +108,10 @@ def located(value: Any, info: Any) -> Any:
 
 def callable_of(given: Any, field: str) -> Any:
     """Function or class that a field names, imported, or in Python is. ConfigError, which begins with the field."""
-    found = load_object(given, field) if isinstance(given, Locator) else given
-    if not callable(found):
-        raise ConfigError(f"{field}: {given} is a {type(found).__name__}, not a function or class; set file.py:name")
-    return found
+    target = load_object(given, field) if isinstance(given, Locator) else given
+    if not callable(target):
+        raise ConfigError(f"{field}: {given} is a {type(target).__name__}, not a function or class; set file.py:name")
+    return target
 
 
 def load_object(spec: Locator, field: str) -> Any:
@@ -119,8 +119,8 @@ def load_object(spec: Locator, field: str) -> Any:
     process, and has no name in a file."""
     if spec.startswith(("<", "__main__:")) or "<locals>" in spec or "<lambda>" in spec:
         raise ConfigError(
-            f"{field}: {spec} was made in Python, in a script or notebook, and has no name for another process; run that "
-            "again, or give file.py:name"
+            f"{field}: {spec} was made in Python, in a script or notebook, and has no name for another process; run "
+            "that again, or give file.py:name"
         )
     return import_object(spec.object, spec.folder)
 
@@ -180,32 +180,32 @@ class UserObject:
         `positional`, `names`: inputs that a function gets when it is called, which are no settings. ConfigError for
         settings that are unknown, missing or of another type, and for a class that raises.
         """
-        found = self.load(place)
-        if isinstance(found, type):
-            found = self.call(place)
-        if not callable(found):
-            raise ConfigError(f"{place}: {self} is a {type(found).__name__}, which cannot be called")
+        target = self.load(place)
+        if isinstance(target, type):
+            target = self.call(place)
+        if not callable(target):
+            raise ConfigError(f"{place}: {self} is a {type(target).__name__}, which cannot be called")
         if not self.settings or isinstance(self.load(place), type):
-            return found
-        if not inspect.isroutine(found) and not isinstance(found, functools.partial):
-            raise ConfigError(f"{place}: settings are for classes and functions; {self} is a {type(found).__name__}")
-        bound = functools.partial(found, **self._checked(found, place, positional, names))
+            return target
+        if not inspect.isroutine(target) and not isinstance(target, functools.partial):
+            raise ConfigError(f"{place}: settings are for classes and functions; {self} is a {type(target).__name__}")
+        bound = functools.partial(target, **self._checked(target, place, positional, names))
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-            setattr(bound, name, getattr(found, name, None))
-        vars(bound).update(vars(found))
+            setattr(bound, name, getattr(target, name, None))
+        vars(bound).update(vars(target))
         return bound
 
     def call(self, place: str, **inputs: Any) -> Any:
         """Result of calling the function or class with its settings, and with `inputs` by name. ConfigError as of
         `make`, and if a required keyword is missing."""
-        found = self.load(place)
-        values = self._checked(found, place, 0, inputs)
-        required = [name for name, p in _keywords(found).items() if p.default is p.empty]
+        target = self.load(place)
+        values = self._checked(target, place, 0, inputs)
+        required = [name for name, p in _keywords(target).items() if p.default is p.empty]
         if missing := [name for name in required if name not in values and name not in inputs]:
             example = ", ".join(f"{name}: ..." for name in missing)
             raise ConfigError(f"{place}: {self} needs {', '.join(missing)}; write {{fn: {self}, {example}}}")
         try:
-            return found(**inputs, **values)
+            return target(**inputs, **values)
         except (Exception, SystemExit) as error:
             shown = ", ".join(f"{name}={value!r}" for name, value in values.items())
             raise ConfigError(f"{place}: {self}({shown}) raised {describe_error(error)}") from error

@@ -269,11 +269,11 @@ def _scalar(word: str) -> Any:
 
 
 def _config_path(text: str) -> Path:
-    found = Locator(text).found
-    if found is None:
+    path = Locator(text).found
+    if path is None:
         folders = [Path(text).parent, *reversed(Locator("configs").places)]
         raise ConfigError(f"{text}: no such file{_nearest(text, folders, '*.y*ml') or EXAMPLE}")
-    return found
+    return path
 
 
 def _nearest(text: str, folders: Iterable[Path], pattern: str) -> str:

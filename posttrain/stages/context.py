@@ -260,9 +260,9 @@ class StageRun:
         """Return `make()`, stored as JSON in the stage's folder for resumed runs; all processes make it together."""
         file = self._file(name)
         if not processes.agreed(file.exists):
-            made = json.dumps(make())
+            text = json.dumps(make())
             if processes.writes():
-                write_whole(file, made)
+                write_whole(file, text)
             processes.wait_for_all(str(file))
         return json.loads(file.read_text(encoding="utf-8"))
 
@@ -465,9 +465,9 @@ def role_devices(config: RunConfig, placement: PlacementSection) -> RoleDevices:
     """Devices of the roles of a stage: those before the teachers', the rollout engine's last."""
     devices = jax.devices()
     left = devices[: len(devices) - devices_of_teachers(config, len(devices))]
-    found: dict[str, Sequence[jax.Device] | None] = {}
+    devices_of: dict[str, Sequence[jax.Device] | None] = {}
     for role in ("rollout", "reference", "critic"):
         count = getattr(placement, role).devices
-        found[role] = None if count is None else left[-count:]
+        devices_of[role] = None if count is None else left[-count:]
         left = left[: len(left) - (count or 0)]
-    return RoleDevices(**found)
+    return RoleDevices(**devices_of)

@@ -92,7 +92,7 @@ def prepare(section: DistillSection, prepared: Prepared) -> tuple[DistillInputs,
         check_cache(section, prepared.config.mesh.row_shards or 1)
     teachers, notes = find_teachers(section, prepared.tokenizer)
     titles = [teacher.title for teacher in section.teachers]
-    found, more = prepare_sequences(
+    sequences, more = prepare_sequences(
         section,
         prepared,
         distill_loss(section),
@@ -100,7 +100,7 @@ def prepare(section: DistillSection, prepared: Prepared) -> tuple[DistillInputs,
         has_completions=section.on_policy < 1,
     )
     notes += more
-    inputs = DistillInputs(teachers=teachers, **vars(found))
+    inputs = DistillInputs(teachers=teachers, **vars(sequences))
     aligners, more = make_aligners(section, teachers, sources(inputs), prepared.tokenizer)
     notes += more
     inputs = replace(inputs, aligners=aligners)
@@ -219,7 +219,7 @@ DatasetRows = tuple[DatasetSection, Rows, Renderer]
 def sources(inputs: DistillInputs) -> list[DatasetRows]:
     """Datasets of a stage by number, the evaluation dataset last."""
     section = inputs.section
-    found = list(
+    datasets = list(
         zip(
             section.datasets,
             [inputs.rows, *(rows for rows, _ in inputs.mixed)],
@@ -229,8 +229,8 @@ def sources(inputs: DistillInputs) -> list[DatasetRows]:
     )
     if section.eval_dataset is not None:
         assert inputs.eval_rows is not None and inputs.eval_renderer is not None
-        found.append((section.eval_dataset, inputs.eval_rows, inputs.eval_renderer))
-    return found
+        datasets.append((section.eval_dataset, inputs.eval_rows, inputs.eval_renderer))
+    return datasets
 
 
 def cache_folders(
@@ -270,7 +270,7 @@ def _read_by(section: DistillSection, aligner: Aligner, number: int, data: Datas
     tokenize = aligned_tokenizer(section, aligner, number, data)
 
     def read(row: int) -> Sequences:
-        return [None if made is None else teacher_sequence(made) for made in tokenize(row)]
+        return [None if aligned is None else teacher_sequence(aligned) for aligned in tokenize(row)]
 
     return read
 
@@ -301,8 +301,8 @@ class Samples:
         )
         self._targets = targets
         self._trainer, self._engine, self._teachers = trainer, engine, teachers
-        kept = [example.index for example in self._examples]
-        prompts = Prompts(section.dataset, inputs.rows, seed=stage.seed, kept=kept)
+        indices = [example.index for example in self._examples]
+        prompts = Prompts(section.dataset, inputs.rows, seed=stage.seed, kept=indices)
         self.source = Source(prompts, self._examples)
         self._sampler = Sampler(
             engine=engine,
@@ -323,10 +323,10 @@ class Samples:
         self._sample_metrics = sample_metrics(groups, step)
         rows, length = self._section.batch_rows, self._section.row_tokens
         samples = [group[0] for group in groups]
-        made, where = sample_rows(samples, row_tokens=length, num_rows=rows, shares=self._shares)
-        kept = changed(model_inputs(made), teacher_weights=made.teacher_weights, sampler_logps=made.sampler_logps)
+        batch, where = sample_rows(samples, row_tokens=length, num_rows=rows, shares=self._shares)
+        scored = changed(model_inputs(batch), teacher_weights=batch.teacher_weights, sampler_logps=batch.sampler_logps)
         if self._aligner is None:
-            return self._targets.score(kept)
+            return self._targets.score(scored)
         order = sorted(range(len(samples)), key=lambda number: (where[number].row, where[number].tokens.start))
         samples = [samples[number] for number in order]
         read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
@@ -336,7 +336,7 @@ class Samples:
                 f"step {step + 1}: no token of any sample aligns with the teacher's for {UNREAD_STEPS} "
                 "consecutive steps, so there is no training signal; compare the chat templates of both, and a sample"
             )
-        return self._targets.score_samples(kept, read)
+        return self._targets.score_samples(scored, read)
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
         """Sample metrics of an on-policy step, else none. RunError if sampler and trainer disagree."""
@@ -358,8 +358,10 @@ class Samples:
                 return merged_distances(self._teachers[0], self._aligner, len(self._aligner.renderers) - 1, groups)
             return distances(self._teachers, groups, self._shares, length)
 
-        found = run_async(evaluate_prompts(sampler, Rubric([]), self._inputs.eval_examples, distances=measured))
-        return {name.replace("eval/distill/kl", "eval/distill/reverse_kl"): x for name, x in found.metrics().items()}
+        evaluation = run_async(evaluate_prompts(sampler, Rubric([]), self._inputs.eval_examples, distances=measured))
+        return {
+            name.replace("eval/distill/kl", "eval/distill/reverse_kl"): x for name, x in evaluation.metrics().items()
+        }
 
     def close(self) -> None:
         self._engine.close()

@@ -97,20 +97,20 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
     if isinstance(section, PreferenceSection) and loss.needs.reference and section.reference != "live":
         cache_folder("reference")
     share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
-    made, ratios, notes = [], [], []
+    examples, ratios, notes = [], [], []
     for dataset in section.all_datasets:
-        found = rows_and_renderer(dataset, prepared.tokenizer)
-        units = units_of(section, dataset, *found, loss, share_prompts=share_prompts)
+        rows = rows_and_renderer(dataset, prepared.tokenizer)
+        units = units_of(section, dataset, *rows, loss, share_prompts=share_prompts)
         chosen = checked_rows(len(units))
         ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
-        made.append(units)
+        examples.append(units)
         ratios.append(ratio)
         notes += [*lines, *_stop_notes(section, units), *units.rows.notes]
     inputs = PairInputs(
         section=section,
         loss=loss,
-        units=made[0],
-        eval_units=made[1] if len(made) > 1 else None,
+        units=examples[0],
+        eval_units=examples[1] if len(examples) > 1 else None,
         dropped_ratio=ratios[0],
     )
     return inputs, notes
@@ -163,10 +163,10 @@ def _known_loss(spec: str | Mapping[str, Any], known: Mapping[str, tuple[type, M
     """Make a loss of the package from its name or names and its settings."""
     settings = {"kind": spec} if isinstance(spec, str) else dict(spec)
     kind = settings.pop("kind", None)
-    made, fixed = _named(kind, known)
-    values = checked_settings(made, settings, "loss", str(kind), Locator("loss"), names=fixed)
+    loss_class, fixed = _named(kind, known)
+    values = checked_settings(loss_class, settings, "loss", str(kind), Locator("loss"), names=fixed)
     try:
-        return made(**fixed, **values)
+        return loss_class(**fixed, **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss: {error}") from error
 
@@ -236,21 +236,21 @@ def units_of(
 
 def check_units(units: PairExamples, left_out: Iterable[bool]) -> tuple[float, list[str]]:
     """Share of dropped units, and a note about them. ConfigError if all are dropped."""
-    found = list(left_out)
-    dropped = sum(found)
-    if dropped == len(found):
+    drops = list(left_out)
+    dropped = sum(drops)
+    if dropped == len(drops):
         raise ConfigError(
             f"every row of {units.rows.name} is dropped: longer than row_tokens={units.section.row_tokens}, or with "
             "answers that are equal in it; raise row_tokens, or use different answers"
         )
     what = "rows" if len(units) == len(units.rows) else "answers"
-    checked = "" if len(found) == len(units) else " checked"
+    checked = "" if len(drops) == len(units) else " checked"
     note = (
-        f"{dropped:,} of {len(found):,} {what}{checked} of {units.rows.name} are dropped: longer than "
+        f"{dropped:,} of {len(drops):,} {what}{checked} of {units.rows.name} are dropped: longer than "
         f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers "
         "are the same in it"
     )
-    return dropped / len(found), [note] if dropped else []
+    return dropped / len(drops), [note] if dropped else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,7 @@ def prepare_scored(
         notes += more
     conversations = None
     if isinstance(section, RLSection):
-        prompts = [(renderer, examples), *((held.renderer, held.examples) for held in eval_sets)]
+        prompts = [(renderer, examples), *((one.renderer, one.examples) for one in eval_sets)]
         conversations = _conversations_of(section, prompts, tools)
     scored = RolloutInputs(
         section=section,

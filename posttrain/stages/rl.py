@@ -131,14 +131,14 @@ def _async_loop(
 
 
 def _curriculum(rollouts: Rollouts, section: RLSection) -> Curriculum | None:
-    given = section.curriculum
-    if given is None:
+    curriculum = section.curriculum
+    if curriculum is None:
         return None
     return Curriculum(
         len(rollouts.inputs.examples),
-        pools=given.pools,
-        shares=given.draw,
-        decay=given.decay,
+        pools=curriculum.pools,
+        shares=curriculum.draw,
+        decay=curriculum.decay,
         pass_above=section.pass_above,
         seed=rollouts.sampler.seed,
     )
@@ -160,10 +160,10 @@ def step_settings(section: RLSection, seed: int) -> StepSettings:
 
 
 def _entropy_control(section: RLSection) -> EntropyControl | None:
-    given = section.algorithm
-    if given.entropy_target is None:
+    algorithm = section.algorithm
+    if algorithm.entropy_target is None:
         return None
-    return EntropyControl(target=given.entropy_target, start=given.entropy_coef, step=given.entropy_step)
+    return EntropyControl(target=algorithm.entropy_target, start=algorithm.entropy_coef, step=algorithm.entropy_step)
 
 
 def _distances(teachers: Sequence[Scorer], settings: StepSettings) -> Distances | None:

@@ -113,11 +113,11 @@ def _check_sequences(
     tokenize = row_tokenizer(section, dataset, rows, renderer, targets)
     chosen = checked_rows(len(rows))
     dropped = total = split = tokens = whole = 0
-    for made in each_row(rows, chosen, "rows", tokenize):
-        lengths = [len(one["tokens"]) for one in made if one is not None]
-        total += len(made)
-        dropped += len(made) - len(lengths)
-        if len(made) > 1:
+    for sequences in each_row(rows, chosen, "rows", tokenize):
+        lengths = [len(one["tokens"]) for one in sequences if one is not None]
+        total += len(sequences)
+        dropped += len(sequences) - len(lengths)
+        if len(sequences) > 1:
             split += 1
             tokens += sum(lengths)
             whole += max(lengths, default=0)
@@ -142,12 +142,12 @@ def _check_sequences(
 
 def _stop_notes(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> list[str]:
     """Warning about assistant turns that no stop token ends, from a few rows."""
-    made = []
+    masks = []
     for index in range(0, len(rows), -(-len(rows) // STOP_ROWS)) if renderer.chat else ():
         with rows.named(index) as row:
             examples = tokenize_example(row, dataset, renderer, "answers")
-        made += [Masked(example.tokens.tolist(), example.loss_mask.tolist()) for example in examples]
-    return stop_notes(renderer, made)
+        masks += [Masked(example.tokens.tolist(), example.loss_mask.tolist()) for example in examples]
+    return stop_notes(renderer, masks)
 
 
 def evaluate_held_out(trainer: Trainer, inputs: SequenceInputs, targets: RowTargets | None) -> Record:
