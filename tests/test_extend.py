@@ -44,7 +44,7 @@ def fields(page: str, number: int) -> dict[str, Any]:
     [
         pytest.param("sft", {**fields("loss", 1), "model": {**MODEL, "family": "family.py"}}, id="loss-family"),
         pytest.param(
-            "rl", {**fields("loss", 2), **fields("reward", 0), **fields("engine", 0)}, id="loss-reward-engine"
+            "rl", {**fields("algorithm", 0), **fields("reward", 0), **fields("engine", 0)}, id="algorithm-reward-engine"
         ),
         pytest.param("preference", fields("loss", 3), id="preference", marks=pytest.mark.thorough),
         pytest.param("rl", {**fields("environment", 0), "rewards": []}, id="environment", marks=pytest.mark.thorough),
