@@ -39,15 +39,13 @@ from posttrain.config.base import (
     Section,
     Text,
 )
-from posttrain.config.distill import DistillSection
+from posttrain.config.distill import AttentionFeatures, DistillSection, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.environment import AgentSection, EnvSection, McpSection, ToolSection
-from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
-from posttrain.config.groups import AsyncSection
 from posttrain.config.locator import Locator, UserObject
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.preference import OnlinePreferenceSection, PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.reward import EvaluateSection, HeldOutSection, MonitorSection, RecordSection, RewardSection
-from posttrain.config.rl import OnlineSection, RLSection
+from posttrain.config.rl import AsyncSection, OnlineSection, RLSection
 from posttrain.config.rollout import PlacementSection, ReferenceSection, RolloutSection, SamplingSection, answer_tokens
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
 from posttrain.config.teacher import TeacherSection
