@@ -24,9 +24,9 @@ from tests.pairs import BASE, PAGE, STAGES, Pair, Refusals, merged, page, pairs,
 from tests.stages.runs import lines, posttrain, weights
 
 KEPT: dict[str, list[Pair]] = {
-    "rl": [("ppo", "split_turns"), ("agent", "updates"), ("turn_advantages", "asynchronous")],
+    "rl": [("ppo", "split_turns"), ("turn_advantages", "asynchronous")],
     "sft": [("truncate", "mix")],
-    "preference": [("share_prompts", "lora")],
+    "preference": [],
     "distill": [],
 }
 """Pairs that run each time; all others in thorough runs."""

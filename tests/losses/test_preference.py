@@ -190,7 +190,7 @@ def test_sums_of_units(name: str) -> None:
         np.testing.assert_allclose(*by_unit, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@few_losses
 def test_masked_is_removed(name: str) -> None:
     """A pair without weights may hold anything, in the loss, its gradient and its metrics."""
     loss, made = LOSSES[name], sequences(name)

@@ -238,6 +238,7 @@ class GoldenChecks:
             assert_array_equal(tokens, golden.arrays["gen_tokens"])
             assert_allclose(logits, golden.arrays["gen_logits"], atol=golden.atol, rtol=0)
 
+    @pytest.mark.thorough
     def test_scanned_is_unrolled(self, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
         scanned = golden.outputs.logits
         monkeypatch.setattr(golden.model, "unroll", True)

@@ -26,6 +26,7 @@ def test_examples_take_a_template() -> None:
     assert made[2].row["answer"] == "3" and made[0].plain
 
 
+@pytest.mark.thorough
 def test_grpo_by_hand_learns() -> None:
     """Red if the batch lost the advantages, or the engine kept the weights of the start."""
     tokenizer, model = pt.load_tokenizer("bytes"), tiny_model(vocab_size=261)

@@ -185,7 +185,7 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", often(FAULTS, "temperature", "off by one", "template", "not finite"))
+@pytest.mark.parametrize("name", often(FAULTS, "off by one", "not finite"))
 def test_a_fault_is_vetoed_and_named(tokenizer: Tokenizer, name: str) -> None:
     faults, settings, expected = FAULTS[name]
     world = World(tokenizer, model_of(tokenizer), lambda engine: Faulty(engine, **faults), **settings)
@@ -198,7 +198,8 @@ def test_stale_weights_are_named(tokenizer: Tokenizer) -> None:
     assert world.cause().startswith("stale weights: given the weights again")
 
 
-@pytest.mark.parametrize("fault", ["layer", pytest.param("RoPE", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", ["layer", "RoPE"])
 def test_faults_of_the_engines_own_model(tokenizer: Tokenizer, fault: str) -> None:
     """A layer has no name beyond the engine's; RoPE has one."""
     model = model_of(tokenizer, rope_theta=500.0)

@@ -29,7 +29,7 @@ QUANTIZED = 0.02
 """Largest difference of log-probabilities of the 8-bit sampler and the trainer, in nats."""
 
 
-@pytest.fixture(scope="module", params=often(KINDS, "plain", "updates"))
+@pytest.fixture(scope="module", params=often(KINDS, "plain"))
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a finished stage, with checkpoints of the last two steps; the plain one is behind another stage."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -94,6 +94,7 @@ print(before, fewest_faults())
 """
 
 
+@pytest.mark.thorough
 def test_a_program_on_a_cpu_gets_the_memory_that_it_had() -> None:
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
         pytest.skip("needs glibc")

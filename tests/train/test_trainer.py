@@ -97,7 +97,10 @@ def test_row_order_and_empty_rows_change_nothing(update: dict[str, np.ndarray]) 
     assert_same_update(update, moved(trainer(micro_batch_rows=2), padded), 2e-6)
 
 
-@pytest.mark.parametrize(("sizes", "parts"), [({"data": 2, "fsdp": 2, "tensor": 2}, 16), ({"fsdp": 4, "tensor": 2}, 2)])
+THREE_AXES = ({"data": 2, "fsdp": 2, "tensor": 2}, 16)
+
+
+@pytest.mark.parametrize(("sizes", "parts"), often((THREE_AXES, ({"fsdp": 4, "tensor": 2}, 2)), THREE_AXES))
 def test_eight_devices_give_the_update_of_one(
     update: dict[str, np.ndarray], sizes: dict[str, int], parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
