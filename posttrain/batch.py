@@ -111,8 +111,8 @@ def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:
 
 def packing_metrics(batch: Batch) -> dict[str, float]:
     """Metrics `num_tokens` and `data/filled_ratio` of host rows: share of non-padding positions in non-empty rows."""
-    held = np.asarray(batch.segments) > 0
-    num_tokens, num_places = int(held.sum()), int(held.any(axis=1).sum()) * held.shape[1]
+    filled = np.asarray(batch.segments) > 0
+    num_tokens, num_places = int(filled.sum()), int(filled.any(axis=1).sum()) * filled.shape[1]
     return {"num_tokens": float(num_tokens), "data/filled_ratio": num_tokens / max(num_places, 1)}
 
 

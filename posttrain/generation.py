@@ -211,15 +211,15 @@ def _params(
     top_logps: int,
     prompt_logps: bool,
 ) -> SamplingParams:
-    given: dict[str, Any] = {**settings}
-    ends = () if given.pop("ignore_eos", False) else tokenizer.stop_ids
-    given["stop_token_ids"] = (*ends, *given.get("stop_token_ids", ()))
-    stops = given.pop("stop", ())
-    if given.get("allowed_token_ids") is not None:
-        given["allowed_token_ids"] = tuple(given["allowed_token_ids"])
-    given |= {"max_tokens": max_tokens, "temperature": temperature}
+    fields: dict[str, Any] = {**settings}
+    ends = () if fields.pop("ignore_eos", False) else tokenizer.stop_ids
+    fields["stop_token_ids"] = (*ends, *fields.get("stop_token_ids", ()))
+    stops = fields.pop("stop", ())
+    if fields.get("allowed_token_ids") is not None:
+        fields["allowed_token_ids"] = tuple(fields["allowed_token_ids"])
+    fields |= {"max_tokens": max_tokens, "temperature": temperature}
     try:
-        params = SamplingParams(**given, top_logps=top_logps, prompt_logps=prompt_logps, key=(0, 0))
+        params = SamplingParams(**fields, top_logps=top_logps, prompt_logps=prompt_logps, key=(0, 0))
         params = params.stopped_at(stops, tokenizer)
         params.check_vocabulary(model.config.vocab_size)
     except ValueError as error:

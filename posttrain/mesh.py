@@ -56,12 +56,12 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
 
 def mesh_sizes(section: MeshSection, num_devices: int) -> tuple[int, ...]:
     """Sizes of `MESH_AXES` for `num_devices`. Raises ConfigError if they do not multiply to it."""
-    given = section.sizes
-    fixed = math.prod(size for size in given if size != -1)
-    sizes = tuple(num_devices // fixed if size == -1 else size for size in given)
+    wanted = section.sizes
+    fixed = math.prod(size for size in wanted if size != -1)
+    sizes = tuple(num_devices // fixed if size == -1 else size for size in wanted)
     if math.prod(sizes) != num_devices:
-        named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, given, strict=True))
-        rule = f": the product of the others, {fixed}, must divide" if -1 in given else " must multiply to"
+        named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, wanted, strict=True))
+        rule = f": the product of the others, {fixed}, must divide" if -1 in wanted else " must multiply to"
         raise ConfigError(f"mesh: {named}{rule} the number of devices, {num_devices}")
     return sizes
 

@@ -52,8 +52,8 @@ def to_host(metrics: Mapping[str, Metric | float | Array]) -> dict[str, float]:
 
 def tables(metrics: Mapping[str, Metric | float | Array]) -> dict[str, np.ndarray]:
     """Fetch array metrics, such as the share of each expert of each layer."""
-    found = jax.device_get({name: value for name, value in metrics.items() if _is_table(value)})
-    return {name: np.asarray(value) for name, value in found.items()}
+    arrays = jax.device_get({name: value for name, value in metrics.items() if _is_table(value)})
+    return {name: np.asarray(value) for name, value in arrays.items()}
 
 
 def _is_table(value: object) -> bool:

@@ -63,10 +63,10 @@ def share_interval(shares: ArrayLike, samples: int) -> Interval:
     The 95 % interval is that of `mean_interval` for 0/1 outcomes with several samples per prompt. ValueError for a
     number that is no share.
     """
-    found = _finite(shares, "shares")
-    if found.min() < 0.0 or found.max() > 1.0:
-        raise ValueError(f"shares must lie between 0 and 1, got {found.min():g} to {found.max():g}")
-    return _effective_wilson(found, len(found) * samples)
+    checked = _finite(shares, "shares")
+    if checked.min() < 0.0 or checked.max() > 1.0:
+        raise ValueError(f"shares must lie between 0 and 1, got {checked.min():g} to {checked.max():g}")
+    return _effective_wilson(checked, len(checked) * samples)
 
 
 def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
@@ -115,12 +115,16 @@ def paired_ratio_difference(before: ArrayLike, after: ArrayLike, weights: ArrayL
     """Change of `ratio_interval`'s ratio over the same sequences, from totals before and after."""
     first, weight = _weighted(before, weights)
     second, _ = _weighted(after, weights)
-    found = ratio_interval(second - first, weight)
-    if found.n < 2:
-        return PairedDifference(found.mean, found.low, found.high, found.n, 1.0)
+    interval = ratio_interval(second - first, weight)
+    if interval.n < 2:
+        return PairedDifference(interval.mean, interval.low, interval.high, interval.n, 1.0)
     error = _ratio_error(second - first, weight)
-    p_value = 2.0 * float(special.stdtr(found.n - 1, -abs(found.mean) / error)) if error else float(found.mean == 0.0)
-    return PairedDifference(found.mean, found.low, found.high, found.n, p_value)
+    p_value = (
+        2.0 * float(special.stdtr(interval.n - 1, -abs(interval.mean) / error))
+        if error
+        else float(interval.mean == 0.0)
+    )
+    return PairedDifference(interval.mean, interval.low, interval.high, interval.n, p_value)
 
 
 def difference_of_ratios(

@@ -160,13 +160,13 @@ class Renderer:
         if not calls:
             stripped = rest.lstrip()
             return stripped if stripped.startswith(tuple(ends)) else rest
-        found = [rest.find(end) for end in ends if end in rest]
-        if not found:
+        places = [rest.find(end) for end in ends if end in rest]
+        if not places:
             raise ConfigError(
                 f"chat template of {self.tokenizer.name} ends tool calls without a stop token ({', '.join(ends)}); "
                 "name its token in model.stop_tokens"
             )
-        return rest[min(found) :]
+        return rest[min(places) :]
 
     def conversation(
         self, messages: Sequence[Message], *, first: int = 0, tools: Sequence[dict[str, Any]] | None = None
@@ -280,27 +280,27 @@ class Renderer:
         return self.tokenizer.hf.get_chat_template(tools=tools)
 
     def _conversation(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> TemplateInput:
-        given = list(tools) if tools else None
-        messages = self._form(given).fitted(messages)
-        if self.tool_text is not None and given:
-            messages, converted = self.tool_text(messages, given)
-            given = list(converted) if converted else None
+        passed = list(tools) if tools else None
+        messages = self._form(passed).fitted(messages)
+        if self.tool_text is not None and passed:
+            messages, converted = self.tool_text(messages, passed)
+            passed = list(converted) if converted else None
         silent = frozenset(number for number, message in enumerate(messages) if message.pop("weight", 1) == 0)
-        plain = self._form(given).with_arguments(messages)
-        texts = list(_strings([plain, given or []]))
-        found = sorted({match for text in texts for match in self._control.findall(text)})
-        used = set().union(*texts) if found else set()
+        plain = self._form(passed).with_arguments(messages)
+        texts = list(_strings([plain, passed or []]))
+        controls = sorted({match for text in texts for match in self._control.findall(text)})
+        used = set().union(*texts) if controls else set()
         free = (chr(code) for code in STAND_INS if chr(code) not in used)
-        stand_ins = {text: next(free) for text in found}
+        stand_ins = {text: next(free) for text in controls}
         patterns: dict[Any, re.Pattern[str]] = {"assistant": self._control_of_assistant}
         escaped = []
         for message in plain:
             pattern = patterns.get(message["role"], self._control)
             escaped.append(_replace(message, pattern, stand_ins))
-            if found and (token := next((t for text in _strings(message) for t in pattern.findall(text)), None)):
+            if controls and (token := next((t for text in _strings(message) for t in pattern.findall(text)), None)):
                 self.remarks.add("control tokens", f"a message of role {message['role']} holds {token!r}; {LITERAL}")
         literals = {character: text for text, character in stand_ins.items()}
-        return TemplateInput(escaped, _replace(given, self._control, stand_ins) if given else None, literals, silent)
+        return TemplateInput(escaped, _replace(passed, self._control, stand_ins) if passed else None, literals, silent)
 
     def _render(self, conversation: TemplateInput, length: int, *, generation_prompt: bool) -> tuple[str, list[Span]]:
         """Text of the first `length` messages, and the spans that the template marks as generated."""
@@ -382,12 +382,12 @@ class Renderer:
     def _end_at_stop(self, tokens: list[int], begins: list[bool], mask: list[bool]) -> list[bool]:
         """Remove loss after the first stop token of each derived turn: those tokens are never sampled. `begins`: tokens
         that begin a turn."""
-        ended, kept = False, []
+        ended, weighted = False, []
         for token, begin, loss in zip(tokens, begins, mask, strict=True):
             ended = ended and not begin
-            kept.append(loss and not ended)
+            weighted.append(loss and not ended)
             ended = ended or (loss and token in self.tokenizer.stop_ids)
-        return kept
+        return weighted
 
     def _end_turns(self, tokens: list[int], mask: list[bool], *, calls: bool) -> tuple[list[int], list[bool]]:
         """Add loss to the stop token behind a turn that has none. `calls`: the last message calls tools."""
@@ -468,9 +468,9 @@ def plain_text(messages: Sequence[Message]) -> str:
     """Concatenate the contents. ConfigError for messages that hold more than text."""
     refuse_unknown_keys(messages, "")
     for index, message in enumerate(messages):
-        held = [key for key in ("tool_calls", "weight", *THINKING) if key in message]
-        if held or not isinstance(message.get("content"), str):
-            what = f"has {held[0]}" if held else "has no text content"
+        extra = [key for key in ("tool_calls", "weight", *THINKING) if key in message]
+        if extra or not isinstance(message.get("content"), str):
+            what = f"has {extra[0]}" if extra else "has no text content"
             raise ConfigError(f"message {index} {what}; plain rendering (dataset.chat off) takes contents alone")
     return "".join(message["content"] for message in messages)
 

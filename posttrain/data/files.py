@@ -254,15 +254,15 @@ def folder_files(section: DatasetSection, folder: Path) -> FolderFiles:
         raise ConfigError(
             f"dataset.path={folder}: a folder's path must not contain *, ? or [; rename it, or make a link"
         )
-    found = _resolve(folder, "**")
-    if not found:
+    all_files = _resolve(folder, "**")
+    if not all_files:
         names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:NAMED_FILES])
         raise ConfigError(
             f"dataset.path={section.path}: no {', '.join(FILE_SUFFIXES)} in the folder; it holds {names or 'nothing'}"
         )
     splits = _splits(section, folder)
     if section.split not in splits:
-        raise no_split(section, [] if list(splits.values()) == [found] else splits)
+        raise no_split(section, [] if list(splits.values()) == [all_files] else splits)
     taken = splits[section.split]
     for name, others in splits.items():
         if name != section.split and (shared := sorted(set(taken) & set(others))):
@@ -278,7 +278,7 @@ def folder_files(section: DatasetSection, folder: Path) -> FolderFiles:
             f"dataset.path={section.path}: the split {section.split} has files of several formats: "
             f"{_names(folder, rows)}; give one file, or a folder with one format"
         )
-    return FolderFiles(rows, [path for path in found if path not in rows])
+    return FolderFiles(rows, [path for path in all_files if path not in rows])
 
 
 def files_note(section: DatasetSection) -> str | None:

@@ -253,12 +253,12 @@ def _with_system(messages: list[Message], row: Row, section: DatasetSection) -> 
     own = row.get("system") if _obeys("system", row, section) else None
     if own is not None and not isinstance(own, str):
         raise ConfigError(f"column 'system' holds a {type(own).__name__}; it must be the text of a system message")
-    given = [text for text in (section.system, own) if text]
+    texts = [text for text in (section.system, own) if text]
     begins = messages[0]["role"] in ("system", "developer")
-    if len(given) + begins > 1:
+    if len(texts) + begins > 1:
         where = "dataset.system is set, but the row" if section.system else "the column system is set, but the row also"
         raise ConfigError(f"{where} brings a system message; remove one of them")
-    return [_message("system", given[0]), *messages] if given else messages
+    return [_message("system", texts[0]), *messages] if texts else messages
 
 
 def _history(row: Row, section: DatasetSection) -> list[Message]:
@@ -346,8 +346,8 @@ def standard_row(row: Row) -> tuple[dict[str, Any], str | None]:
         return {**row, name: row["conversations"]}, f"the column conversations is read as {name}"
     if isinstance(row.get("instruction"), str) and (pair or "output" in row):
         parts = [row["instruction"], row.get("input")]
-        made = {"prompt": "\n".join(str(part) for part in parts if part)}
+        prompt = {"prompt": "\n".join(str(part) for part in parts if part)}
         answer = {} if pair or "completion" in row else {"completion": row["output"]}
         remark = "the columns instruction and input are read as prompt" + (", output as completion" if answer else "")
-        return {**row, **made, **answer}, remark
+        return {**row, **prompt, **answer}, remark
     return dict(row), None

@@ -78,10 +78,10 @@ def json_messages(text: str) -> list[Any] | None:
     if not re.match(r"\s*\[\s*\{", text):
         return None
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
         return None
-    return found if all(isinstance(one, dict) and {"role", "from"} & set(one) for one in found) else None
+    return parsed if all(isinstance(one, dict) and {"role", "from"} & set(one) for one in parsed) else None
 
 
 def checked_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -257,18 +257,18 @@ class TemplateForm:
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """Messages with roles and keys that the template reads. ConfigError for what it would leave out."""
         refuse_unknown_keys(messages, self.template)
-        found: list[Message] = []
+        fitted: list[Message] = []
         for message in messages:
             role = message["role"]
             if role == "developer" and not self._writes_developer:
-                if any(one["role"] == "system" for one in found):
+                if any(one["role"] == "system" for one in fitted):
                     raise ConfigError(
                         f"chat template of {self.name} leaves out messages of role developer, and a system message "
                         "is there already; make one system message of both"
                     )
                 role = "system"
-            found.append(cast(Message, {self._key(key): value for key, value in message.items()} | {"role": role}))
-        return found
+            fitted.append(cast(Message, {self._key(key): value for key, value in message.items()} | {"role": role}))
+        return fitted
 
     def with_arguments(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages with arguments of tool calls as the template takes them: mappings, or JSON text."""
@@ -390,8 +390,10 @@ def from_wire(messages: Any) -> list[Message]:
         raise ConfigError("messages must be a list")
     # A turn that says nothing comes back with null.
     silent = {"content": ""}
-    given = [silent | {k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in messages]
-    checked = checked_messages(given, "messages")
+    present = [
+        silent | {k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in messages
+    ]
+    checked = checked_messages(present, "messages")
     if checked[-1]["role"] == "assistant":
         raise ConfigError("messages must end before the assistant turn to sample")
     return checked

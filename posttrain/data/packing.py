@@ -135,24 +135,24 @@ def fill_rows(
     `like`: arrays of the same types and trailing shapes. Each name in `numbered` also gets `_positions`, from 0 in each
     sequence, and `_segments`, from 1 in each row. `padding`: values of empty places, by default 0.
     """
-    made: Arrays = {}
+    packed: Arrays = {}
     laid: dict[tuple[int, tuple[tuple[int, ...], ...]], Spans] = {}
     for name, length in lengths.items():
         key = length, tuple(tuple(len(member[name]) for member in members) for members in rows)
         where = laid.get(key) or laid.setdefault(key, spans(key[1], length))
         arrays = [member[name] for members in rows for member in members]
         values, shape = np.concatenate([like[name][:0], *arrays]), (num_rows, length)
-        made[name] = _spread(values, where, shape, (padding or {}).get(name, 0))
+        packed[name] = _spread(values, where, shape, (padding or {}).get(name, 0))
         if name in numbered:
-            made[f"{name}_positions"] = _spread(where.positions.astype(np.int32), where, shape)
-            made[f"{name}_segments"] = _spread(where.segments.astype(np.int32), where, shape)
-    return made
+            packed[f"{name}_positions"] = _spread(where.positions.astype(np.int32), where, shape)
+            packed[f"{name}_segments"] = _spread(where.segments.astype(np.int32), where, shape)
+    return packed
 
 
 def _spread(values: np.ndarray, where: Spans, shape: tuple[int, int], padding: int = 0) -> np.ndarray:
-    made = np.full((shape[0] * shape[1], *values.shape[1:]), padding, values.dtype)
-    made[where.places] = values
-    return made.reshape(*shape, *values.shape[1:])
+    flat = np.full((shape[0] * shape[1], *values.shape[1:]), padding, values.dtype)
+    flat[where.places] = values
+    return flat.reshape(*shape, *values.shape[1:])
 
 
 class RowSpan(NamedTuple):
@@ -176,21 +176,21 @@ def pack(
     """
     lengths = [len(sequence["tokens"]) for sequence in sequences]
     rows = best_fit(np.asarray(lengths, np.int64).reshape(-1, 1), np.asarray([row_tokens]))
-    found: dict[int, RowSpan] = {}
+    spans_of: dict[int, RowSpan] = {}
     for row, members in enumerate(rows):
         start = 0
         for member in members:
-            found[member] = RowSpan(row, slice(start, start + lengths[member]))
+            spans_of[member] = RowSpan(row, slice(start, start + lengths[member]))
             start += lengths[member]
     example = sequences[0] if like is None else like
-    made = fill_rows(
+    arrays = fill_rows(
         [[sequences[member] for member in members] for members in rows],
         dict.fromkeys(example, row_tokens),
         num_rows=len(rows) if num_rows is None else num_rows,
         like=example,
         padding=padding,
     )
-    return made, [found[member] for member in range(len(sequences))]
+    return arrays, [spans_of[member] for member in range(len(sequences))]
 
 
 def sequence(example: TokenizedExample) -> dict[str, np.ndarray]:
@@ -303,34 +303,34 @@ class PackedBatches:
     def _read(self) -> bool:
         """Pack the next non-empty window; False at the end."""
         while not self._rows:
-            kept, taken = self._sequences()
+            sequences, taken = self._sequences()
             if not taken:
                 return False
             self._next_start = self._start + taken
-            if not kept:
+            if not sequences:
                 self._start = self._next_start
                 continue
             if not self._window.rows:
-                self._rows.extend([one] for one in kept)
+                self._rows.extend([one] for one in sequences)
                 continue
-            lengths_ND = np.asarray([[len(one[name]) for name in self._numbered] for one in kept])
+            lengths_ND = np.asarray([[len(one[name]) for name in self._numbered] for one in sequences])
             room_D = np.asarray([self._lengths[name] for name in self._numbered])
-            self._rows.extend([kept[member] for member in members] for members in best_fit(lengths_ND, room_D))
+            self._rows.extend([sequences[member] for member in members] for members in best_fit(lengths_ND, room_D))
         return True
 
     def _sequences(self) -> tuple[list[Arrays], int]:
         """Sequences of the window at `_start`, and its number of examples including dropped ones."""
         left = min(self._epoch - self._start % self._epoch, len(self._examples) - self._start)
-        kept: list[Arrays] = []
+        sequences: list[Arrays] = []
         taken = tokens = 0
         # The rest of the epoch after a window is never less than a window, so the next one fills its rows as well.
         while taken < left and not (self._is_enough(taken, tokens) and left - taken >= taken):
             example = self._examples[self._start + taken]
             taken += 1
             there = [one for one in example if one is not None]
-            kept += there
+            sequences += there
             tokens += sum(len(one["tokens"]) for one in there)
-        return kept, taken
+        return sequences, taken
 
     def _is_enough(self, taken: int, tokens: int) -> bool:
         fills = tokens >= self._window.rows * self._lengths["tokens"]

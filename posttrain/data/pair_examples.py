@@ -134,7 +134,12 @@ class PairExamples:
         # The next row with an answer to another prompt, which is the same in every epoch.
         others = (self._labelled_answer((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
         other = next(
-            (found for found in others if found is not None and prompt_tokens(found) != prompt_tokens(answer)), None
+            (
+                candidate
+                for candidate in others
+                if candidate is not None and prompt_tokens(candidate) != prompt_tokens(answer)
+            ),
+            None,
         )
         if other is None:
             raise ConfigError("the KL of KTO needs answers to other prompts; give at least two rows with other prompts")
@@ -142,8 +147,8 @@ class PairExamples:
 
     def _labelled_answer(self, row: int, side: int) -> TokenizedAnswer | None:
         with self.rows.named(row) as values:
-            found = labelled_answers(values, self.dataset, self.renderer)
-        return found[side] if found else None
+            answers = labelled_answers(values, self.dataset, self.renderer)
+        return answers[side] if answers else None
 
     def _fit(self, sequences: Sequence[LabelledSequence]) -> list[LabelledSequence] | None:
         """Sequences truncated to a row; None: the unit is dropped."""
@@ -271,8 +276,8 @@ def all_rows(units: PairExamples) -> Iterator[NumberedRows]:
 
     section = units.section
     window = Window.of(packing=section.packing, ordered=False, batch_rows=section.batch_rows)
-    for made in _packed(units, grain.MapDataset.range(len(units)).map(units.as_sequences), window):
-        yield _to_batch(made, units)
+    for arrays in _packed(units, grain.MapDataset.range(len(units)).map(units.as_sequences), window):
+        yield _to_batch(arrays, units)
 
 
 def _packed(units: PairExamples, examples: Any, window: Window) -> PackedBatches:

@@ -236,8 +236,10 @@ def fingerprint(section: DatasetSection, rows: Rows) -> str:
 
 def token_fingerprint(rows: Rows, tokenize: Callable[[int], Sequences]) -> str:
     """Hash of the tokenised sequences of up to 64 rows, which depend on tokenizer, template and columns."""
-    made = [one for index in _sampled(rows) for one in tokenize(index)]
-    return _digest(json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in made]))
+    sequences = [one for index in _sampled(rows) for one in tokenize(index)]
+    return _digest(
+        json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in sequences])
+    )
 
 
 def _sampled(rows: Rows) -> list[int]:
@@ -303,12 +305,12 @@ def row_tokenizer(
     sequences = rows.sequences(key, make)
 
     def tokenize(index: int) -> Sequences:
-        made = sequences(index)
+        example = sequences(index)
         if targets is None:
-            return made
+            return example
         with rows.named(index) as row:
-            more = targets.arrays(number, index, row, made)
-        return [None if one is None else one | (added or {}) for one, added in zip(made, more, strict=True)]
+            more = targets.arrays(number, index, row, example)
+        return [None if one is None else one | (added or {}) for one, added in zip(example, more, strict=True)]
 
     return tokenize
 

@@ -50,10 +50,10 @@ def pair_answers(row: Row, section: DatasetSection, renderer: Renderer) -> list[
     if not is_paired(list(row), section):
         raise ConfigError("the row holds one completion with a label; this loss needs pairs: chosen and rejected")
     chosen, rejected = _pair_parts(row, section, renderer)
-    made = [
+    answers = [
         TokenizedAnswer(_render(*side, renderer, row), role) for side, role in ((chosen, CHOSEN), (rejected, REJECTED))
     ]
-    return None if made[0].masked.tokens == made[1].masked.tokens else made
+    return None if answers[0].masked.tokens == answers[1].masked.tokens else answers
 
 
 def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> list[TokenizedAnswer]:

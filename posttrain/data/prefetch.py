@@ -79,14 +79,14 @@ class Prefetch:
         if self._error is not None:
             raise self._error
         with span("data"):
-            made = worker.made.get()
+            item = worker.made.get()
         self._waited += time.perf_counter() - start
-        if isinstance(made, BaseException):
-            self._error = made
-            raise made
+        if isinstance(item, BaseException):
+            self._error = item
+            raise item
         worker.consumed.put(True)
-        self._state = made.state
-        return made.batch
+        self._state = item.state
+        return item.batch
 
     def state(self) -> State:
         return self._stream.state() if self._state is None else self._state
@@ -139,13 +139,13 @@ class _Worker:
         room = None
         while not self._stopped.is_set():
             try:
-                made = _Made(next(self._stream), deepcopy(self._stream.state()))
+                item = _Made(next(self._stream), deepcopy(self._stream.state()))
             except BaseException as error:
                 self.made.put(error)
                 return
-            self.made.put(made)
+            self.made.put(item)
             # All batches of a stream have the same shape.
-            room = self._room(made.batch) if room is None else room
+            room = self._room(item.batch) if room is None else room
             room -= 1
             if room <= 0:
                 if not self.consumed.get():

@@ -274,18 +274,21 @@ class SequenceCache:
         if chunk == _LEFT_OUT:
             return [None for _ in self._parts.get(number, [None])]
         if chunk == _UNKNOWN:
-            made = self._make(number)
+            sequences = self._make(number)
             with self._lock:
-                self._keep(number, made)
-            return made
+                self._keep(number, sequences)
+            return sequences
         start = int(self._starts[number])
-        found: Sequences = []
+        cached: Sequences = []
         for length in self._parts.get(number, [int(self._lengths[number])]):
             stop = start + (length or 0)
-            arrays = {f.name: kept[start:stop] for f, kept in zip(self._fields, self._chunks[chunk], strict=True)}
-            found.append(None if length is None else arrays)
+            arrays = {
+                f.name: chunk_array[start:stop]
+                for f, chunk_array in zip(self._fields, self._chunks[chunk], strict=True)
+            }
+            cached.append(None if length is None else arrays)
             start = stop
-        return found
+        return cached
 
     @property
     def num_kept(self) -> int:

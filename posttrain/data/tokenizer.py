@@ -195,8 +195,8 @@ class Tokenizer:
         """Texts of several pairs (tokens before, tokens), see `decode`."""
         skipped = frozenset(self.control_ids.values()) if skip_special_tokens else frozenset[int]()
         contexts = [_last(before, CONTEXT_TOKENS, skipped) for before, _ in pairs]
-        kept = [[token for token in tokens if token not in skipped] for _, tokens in pairs]
-        both = [[*context, *tokens] for context, tokens in zip(contexts, kept, strict=True)]
+        shown = [[token for token in tokens if token not in skipped] for _, tokens in pairs]
+        both = [[*context, *tokens] for context, tokens in zip(contexts, shown, strict=True)]
         texts = self.hf.backend_tokenizer.decode_batch(
             [self._whole_characters(tokens) for tokens in (*contexts, *both)], skip_special_tokens=False
         )
@@ -211,14 +211,14 @@ class Tokenizer:
         single one of them would spoil the characters beside it."""
         if self._byte_of.keys().isdisjoint(tokens):
             return tokens
-        found: list[int] = []
+        whole: list[int] = []
         for is_byte, run in itertools.groupby(tokens, self._byte_of.__contains__):
             if is_byte:
                 text = bytes(self._byte_of[token] for token in run).decode(errors="replace")
-                found += [self._byte_ids[byte] for byte in text.encode()]
+                whole += [self._byte_ids[byte] for byte in text.encode()]
             else:
-                found += run
-        return found
+                whole += run
+        return whole
 
     @cached_property
     def _byte_ids(self) -> list[int]:
@@ -354,8 +354,8 @@ def _load_hub(name: str) -> Tokenizer:
 
 def _last(tokens: Sequence[int], count: int, skipped: Collection[int]) -> list[int]:
     """Last `count` tokens without those that are skipped."""
-    kept = (token for token in reversed(tokens) if token not in skipped)
-    return list(itertools.islice(kept, count))[::-1]
+    plain = (token for token in reversed(tokens) if token not in skipped)
+    return list(itertools.islice(plain, count))[::-1]
 
 
 def _num_common(one: str, other: str) -> int:

@@ -38,8 +38,8 @@ def portable(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
     transformers 5 writes a class that 4 does not know, lists where 4 takes mappings, and the template apart.
     """
-    given = config_of(files)
-    config = {key: value for key, value in given.items() if key not in ("auto_map", "backend", "is_local")}
+    original = config_of(files)
+    config = {key: value for key, value in original.items() if key not in ("auto_map", "backend", "is_local")}
     extra = config.pop("extra_special_tokens", None)
     if isinstance(extra, list):
         config["additional_special_tokens"] = [*config.get("additional_special_tokens", []), *extra]
@@ -48,7 +48,7 @@ def portable(files: Mapping[str, bytes]) -> dict[str, bytes]:
         config["extra_special_tokens"] = named
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = ANY_CLASS
-    if CONFIG in files and given == config:
+    if CONFIG in files and original == config:
         return dict(files)
     if TEMPLATE in files:
         config["chat_template"] = files[TEMPLATE].decode()
@@ -57,8 +57,8 @@ def portable(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def config_of(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Content of `tokenizer_config.json`."""
-    found: dict[str, Any] = json.loads(files[CONFIG]) if CONFIG in files else {"tokenizer_class": ANY_CLASS}
-    return found
+    config: dict[str, Any] = json.loads(files[CONFIG]) if CONFIG in files else {"tokenizer_class": ANY_CLASS}
+    return config
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:

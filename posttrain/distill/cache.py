@@ -64,14 +64,14 @@ class RecordFormat:
         ids, logps, halves = np.split(flat, ends, axis=1)
         steps = (1 << LOGP_BITS) - 1
         scalars = np.ascontiguousarray(halves).view("<f2").astype(np.float32).reshape(*shape, 3)
-        found = LOWEST * np.square(_unpack(logps, LOGP_BITS, self.k).astype(np.float32) / steps)
+        logps_of_ids = LOWEST * np.square(_unpack(logps, LOGP_BITS, self.k).astype(np.float32) / steps)
         codes = _unpack(ids, self.id_bits, self.k)
         known = codes < self.vocab_size
         # An impossible outcome of no name is no outcome: the student's probability of it is 0, too.
-        found = np.where(known | (found > LOWEST), found, np.float32(NO_LOGIT))
+        logps_of_ids = np.where(known | (logps_of_ids > LOWEST), logps_of_ids, np.float32(NO_LOGIT))
         return TopK(
             ids=np.where(known, codes, np.int32(NO_ID)).reshape(*shape, self.k),
-            logps=found.reshape(*shape, self.k),
+            logps=logps_of_ids.reshape(*shape, self.k),
             tail=scalars[..., 0],
             scaled_tail=scalars[..., 1],
             token_logps=scalars[..., 2],
@@ -209,32 +209,32 @@ class TeacherCache:
                 f"cache: its tokens are not those that {self._datasets[dataset].folder} was written for; write it anew "
                 "with posttrain distill --cache"
             )
-        found: list[Int[np.ndarray, " T"] | None] = []
+        all_places: list[Int[np.ndarray, " T"] | None] = []
         first = self._starts[dataset][row] + 1
         for sequence in sequences:
             counts = np.zeros(0, bool) if sequence is None else sequence["loss_weight"] > 0
             places = np.zeros(len(counts), np.int64)
             places[counts] = first + np.arange(np.count_nonzero(counts))
             first += np.count_nonzero(counts)
-            found.append(None if sequence is None else places)
-        return found
+            all_places.append(None if sequence is None else places)
+        return all_places
 
     def read(self, places: Int[np.ndarray, "B T"]) -> TopK:
         """Decode the records of tokens; entries of tokens without a record are arbitrary."""
         wanted = np.nonzero(places)
         at = places[wanted] - 1
         shard_of = np.searchsorted(self._shard_starts, at, side="right") - 1
-        found = np.empty((len(at), self.format.num_bytes), np.uint8)
+        records = np.empty((len(at), self.format.num_bytes), np.uint8)
         for shard in np.unique(shard_of):
             inside = shard_of == shard
-            found[inside] = self._shard(int(shard))[at[inside] - self._shard_starts[shard]]
+            records[inside] = self._shard(int(shard))[at[inside] - self._shard_starts[shard]]
 
         def spread(x: np.ndarray) -> np.ndarray:
             whole = np.zeros((*places.shape, *x.shape[1:]), x.dtype)
             whole[wanted] = x
             return whole
 
-        topk: TopK = jax.tree.map(spread, self.format.decode(found))
+        topk: TopK = jax.tree.map(spread, self.format.decode(records))
         return topk
 
 

@@ -49,7 +49,7 @@ def groups(one: Int[np.ndarray, " N1"], other: Int[np.ndarray, " M1"]) -> list[G
     common = np.intersect1d(one, other)
     # A token without text belongs to the group before it.
     places = [np.searchsorted(bounds, common, side="right") - 1 for bounds in (one, other)]
-    pairs = [list(zip(found[:-1].tolist(), found[1:].tolist(), strict=True)) for found in places]
+    pairs = [list(zip(indices[:-1].tolist(), indices[1:].tolist(), strict=True)) for indices in places]
     return [Group(a, b) for a, b in zip(*pairs, strict=True)]
 
 
@@ -69,14 +69,14 @@ def runs(
     tokens: Sequence[int], mask: Bool[np.ndarray, " T"], pieces: Sequence[bytes], stop_ids: Collection[int]
 ) -> list[Run]:
     """Find the runs of a sequence. `pieces`: bytes of each token id. Text after the last stop token of a run is cut."""
-    found = []
+    result = []
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         ends = [place for place in range(start, stop) if tokens[place] in stop_ids]
         texts = [pieces[token] for token in tokens[start : ends[-1] if ends else stop]]
         bounds = np.cumsum([0, *map(len, texts)])
-        found.append(Run(start, bounds, b"".join(texts), ends[-1] if ends else None))
-    return found
+        result.append(Run(start, bounds, b"".join(texts), ends[-1] if ends else None))
+    return result
 
 
 class Pairs(NamedTuple):
@@ -103,10 +103,12 @@ def pair_runs(one: Sequence[Run], other: Sequence[Run]) -> Pairs:
         shift = _shift(a.text, b.text)
         if shift is None:
             continue
-        found = groups(a.bounds, b.bounds + shift)
-        places += [(a.first + g.one[0], b.first + g.other[0], a.first + g.one[1], b.first + g.other[1]) for g in found]
+        matched = groups(a.bounds, b.bounds + shift)
+        places += [
+            (a.first + g.one[0], b.first + g.other[0], a.first + g.one[1], b.first + g.other[1]) for g in matched
+        ]
         same_text += min(len(a.text), len(b.text) + shift) - max(0, shift)
-        single += sum(int(a.bounds[g.one[1]] - a.bounds[g.one[0]]) for g in found if g.single)
+        single += sum(int(a.bounds[g.one[1]] - a.bounds[g.one[0]]) for g in matched if g.single)
         if a.end is not None and b.end is not None and len(a.text) == len(b.text) + shift:
             places.append((a.end, b.end, a.end + 1, b.end + 1))
     one_at, other_at, one_stop, other_stop = np.asarray(places, np.int64).reshape(-1, 4).T
@@ -125,8 +127,8 @@ def _shift(one: bytes, other: bytes) -> int | None:
         at = longer.find(shorter)
         if shorter and at >= 0:
             return sign * at if at == longer.rfind(shorter) else None
-    found = [sign * at for sign, a, b in ((1, one, other), (-1, other, one)) for at in _overlaps(a, b)]
-    return found[0] if len(found) == 1 else None
+    offsets = [sign * at for sign, a, b in ((1, one, other), (-1, other, one)) for at in _overlaps(a, b)]
+    return offsets[0] if len(offsets) == 1 else None
 
 
 def _overlaps(one: bytes, other: bytes) -> list[int]:
@@ -219,8 +221,8 @@ class Aligner:
         if isinstance(self.map, SharedTokens):
             covered[_inside(one, pairs.one_stop)] = scored[_inside(other, pairs.other_stop)] = -1
         else:
-            found = tokens[other]
-            same = np.where(found == its_end, own_end, self.map.ids(found)) == mine[one]
+            theirs = tokens[other]
+            same = np.where(theirs == its_end, own_end, self.map.ids(theirs)) == mine[one]
             one, other = one[same], other[same]
         covered[one], scored[other] = 1 + own_end, 1 + its_end
         return Aligned(covered, tokens, scored, pairs)
@@ -241,14 +243,14 @@ class Aligner:
         """Place the teacher's top-k at the aligned student tokens; zeros elsewhere."""
         covered = mine[1]
         there, at = np.nonzero(covered > 0), np.nonzero(its[1])
-        found = jax.tree.map(lambda x: np.asarray(x)[at], topk)
+        scored_topk = jax.tree.map(lambda x: np.asarray(x)[at], topk)
 
         def spread(x: np.ndarray) -> np.ndarray:
             whole = np.zeros((*covered.shape, *x.shape[1:]), x.dtype)
             whole[there] = x
             return whole
 
-        return self.grouped(jax.tree.map(spread, self.translate(found, mine, its)), covered)
+        return self.grouped(jax.tree.map(spread, self.translate(scored_topk, mine, its)), covered)
 
     def grouped(self, topk: TopK, covered: Int[np.ndarray, "B T"]) -> TopK:
         """Add the token groups, for a GOLD teacher."""
@@ -289,7 +291,7 @@ def make_aligners(
         if source.tokenizer is None:
             continue
         student, teacher = Vocabulary(tokenizer), Vocabulary(source.tokenizer)
-        made = Aligner(
+        aligner = Aligner(
             student=student,
             teacher=teacher,
             renderers=[
@@ -302,9 +304,9 @@ def make_aligners(
             row_tokens=source.max_positions or LONGEST_ROW,
             loss_on=loss_on(section),
         )
-        found = _look(section, made, data)
-        aligners[number] = dataclasses.replace(made, row_tokens=_row_tokens(section, source, found))
-        notes.append(_note(source, aligners[number], found))
+        sample = _look(section, aligner, data)
+        aligners[number] = dataclasses.replace(aligner, row_tokens=_row_tokens(section, source, sample))
+        notes.append(_note(source, aligners[number], sample))
     return aligners, notes
 
 
@@ -313,15 +315,17 @@ Found = list[tuple[int, Aligned]]
 
 
 def _look(section: DistillSection, aligner: Aligner, data: Sequence[Data]) -> Found:
-    found: Found = []
+    sample: Found = []
     for number, (dataset, rows, renderer) in enumerate(data):
         tokenize = row_tokenizer(section, dataset, rows, renderer)
         chosen = range(0, len(rows), -(-len(rows) // LOOKED_AT))
         for index, sequences in zip(chosen, each_row(rows, chosen, "alignment", tokenize), strict=True):
             with rows.named(index) as row:
                 pairs = zip(sequences, aligner.align(number, row, sequences), strict=True)
-            found += [(int((one["loss_weight"] > 0).sum()), a) for one, a in pairs if one is not None and a is not None]
-    return found
+            sample += [
+                (int((one["loss_weight"] > 0).sum()), a) for one, a in pairs if one is not None and a is not None
+            ]
+    return sample
 
 
 def _row_tokens(section: DistillSection, source: TeacherSource, found: Found) -> int:
@@ -374,9 +378,9 @@ def aligned_tokenizer(section: DistillSection, aligner: Aligner, number: int, da
             aligned = aligner.align(number, row, sequences)
         return [
             None
-            if one is None or made is None
-            else made.part_of(one) | {"covered": made.covered, "teacher_tokens": made.tokens, "scored": made.scored}
-            for one, made in zip(sequences, aligned, strict=True)
+            if one is None or match is None
+            else match.part_of(one) | {"covered": match.covered, "teacher_tokens": match.tokens, "scored": match.scored}
+            for one, match in zip(sequences, aligned, strict=True)
         ]
 
     return align
@@ -393,8 +397,8 @@ def aligned_scorer(
     """Make a scorer of `aligned_tokenizer` sequences that returns top-k in the student's tokens."""
 
     def scored(sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
-        for made, topk in zip(sequences, score([teacher_sequence(one) for one in sequences]), strict=True):
-            mine, its = (made["tokens"], made["covered"]), (made["teacher_tokens"], made["scored"])
+        for sequence, topk in zip(sequences, score([teacher_sequence(one) for one in sequences]), strict=True):
+            mine, its = (sequence["tokens"], sequence["covered"]), (sequence["teacher_tokens"], sequence["scored"])
             yield aligner.translate(topk, mine, its)
 
     return scored

@@ -66,9 +66,9 @@ def check_features(
         how = "" if matching.widths is None else f"; learned projections {matching.widths[0]} -> {matching.widths[1]}"
         lines.append(f"hidden states {start} {_shown(matching.hidden)} ({matching.kind}{how})")
     for name in dict.fromkeys(relation.name for relation in matching.relations):
-        found = [relation for relation in matching.relations if relation.name == name]
-        heads = ", ".join(str(heads) for heads in dict.fromkeys(relation.heads for relation in found))
-        pairs = tuple((relation.student, relation.teacher) for relation in found)
+        named = [relation for relation in matching.relations if relation.name == name]
+        heads = ", ".join(str(heads) for heads in dict.fromkeys(relation.heads for relation in named))
+        pairs = tuple((relation.student, relation.teacher) for relation in named)
         lines.append(f"relations among {WORDS[name]} {start} {_shown(pairs)} (heads: {heads})")
     return lines
 
@@ -113,10 +113,10 @@ def _relations(features: AttentionFeatures, student: ModelConfig, teacher: Model
 
 
 def _projection(model: ModelConfig, whose: str, layer: int, name: str) -> tuple[int, int]:
-    found = model.blocks[layer].attention.projections.get(name)
-    if found is None:
+    projection = model.blocks[layer].attention.projections.get(name)
+    if projection is None:
         raise ConfigError(
             f"features.attention: layer {layer} of the {whose} has no {WORDS[name]} of its own, it takes those of a "
             "layer before; name other layers, or only the relation q"
         )
-    return found
+    return projection

@@ -67,38 +67,38 @@ class TeacherTargets:
             parts = [s if s is None or a is None else a.part_of(s) for s, a in pairs]
             # The cache has no record of a row in which the teacher has no share.
             places.append(cache.places(dataset, index, parts) if shares[n] else nothing)
-        made: Sequences = []
+        result: Sequences = []
         for number, sequence in enumerate(sequences):
             if sequence is None:
-                made.append(None)
+                result.append(None)
                 continue
-            mine = {n: found for n, of_row in aligned.items() if (found := of_row[number]) is not None}
+            mine = {n: match for n, of_row in aligned.items() if (match := of_row[number]) is not None}
             arrays = self._weights_of(shares, len(sequence["tokens"]), mine)
             for name, of_row in zip(self._places, places, strict=True):
                 at = of_row[number]
                 assert at is not None
                 arrays[name] = at
-            made.append(arrays)
-        return made
+            result.append(arrays)
+        return result
 
     def _weights_of(
         self, shares: Float[np.ndarray, " N"], length: int, aligned: Mapping[int, Aligned]
     ) -> dict[str, np.ndarray]:
         """Teacher weights of a sequence of `length` tokens, and its alignment with teachers of other tokens."""
-        made: dict[str, np.ndarray] = {}
+        result: dict[str, np.ndarray] = {}
         where = [np.ones(length, bool)] * len(shares)
         for n, aligner in self._aligners.items():
-            found = aligned[n]
-            where[n] = found.covered != 0
+            match = aligned[n]
+            where[n] = match.covered != 0
             if self._caches is None:
                 keep = np.int32(shares[n] > 0)
-                arrays = (found.covered * keep, found.tokens, found.scored * keep)
-                made |= dict(zip((f"covered_{n}", *_of_teacher(n)), arrays, strict=True))
+                arrays = (match.covered * keep, match.tokens, match.scored * keep)
+                result |= dict(zip((f"covered_{n}", *_of_teacher(n)), arrays, strict=True))
             elif aligner.shared is not None:
-                made[f"covered_{n}"] = found.covered
+                result[f"covered_{n}"] = match.covered
         for n, name in enumerate(self._weights):
-            made[name] = np.where(where[n], shares[n], np.float32(0))
-        return made
+            result[name] = np.where(where[n], shares[n], np.float32(0))
+        return result
 
     def batch(self, batch: Batch, rows: Mapping[str, np.ndarray]) -> Batch:
         """Add teacher weights and targets to a batch."""
@@ -161,18 +161,20 @@ def teacher_shares(row: Mapping[str, Any], column: str, titles: Sequence[str]) -
     if column not in row:
         raise ConfigError(f"teacher_column: {no_column(column, row)}")
     value = row[column]
-    given = {value: 1.0} if isinstance(value, str) else value
-    if not isinstance(given, Mapping):
+    weights = {value: 1.0} if isinstance(value, str) else value
+    if not isinstance(weights, Mapping):
         raise ConfigError(
             f"teacher_column: {column!r} holds a {type(value).__name__}; it must name a teacher or map names to weights"
         )
-    for name in given:
+    for name in weights:
         if name not in titles:
             raise ConfigError(
                 f"teacher_column: {column!r} names {name!r}{did_you_mean(name, titles)}; there are {', '.join(titles)}"
             )
     # Columns of a table hold every key for every row; null stands for none.
-    shares = np.asarray([given.get(title) or 0.0 for title in titles], np.float32)
+    shares = np.asarray([weights.get(title) or 0.0 for title in titles], np.float32)
     if (shares < 0).any() or not shares.sum() > 0:
-        raise ConfigError(f"teacher_column: weights must not be negative, and one must be positive; got {dict(given)}")
+        raise ConfigError(
+            f"teacher_column: weights must not be negative, and one must be positive; got {dict(weights)}"
+        )
     return shares / shares.sum()

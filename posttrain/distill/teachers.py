@@ -75,7 +75,7 @@ def find_teachers(
 
     With a cache the teachers' files may be missing.
     """
-    found, notes = [], []
+    sources, notes = [], []
     cached = isinstance(section, DistillSection) and section.cache is not None
     if isinstance(section, DistillSection) and cached and section.beta > 0:
         notes.append(
@@ -96,15 +96,15 @@ def find_teachers(
                 raise ConfigError(f"teachers: {str(error).removeprefix('model.path: ')}") from error
             files = ModelFiles(path=str(teacher.path), hf_json=None, config=None)
             if teacher.aligned:
-                found.append(TeacherSource(section=teacher, files=_with_tokenizer(teacher, files, tokenizer)))
+                sources.append(TeacherSource(section=teacher, files=_with_tokenizer(teacher, files, tokenizer)))
                 continue
-            found.append(TeacherSource(section=teacher, files=files))
+            sources.append(TeacherSource(section=teacher, files=files))
             what = "its cache alone is used" if cached else "not checked: whether its tokens are the student's"
             notes.append(f"teacher {teacher.title} is not there: {what}")
             continue
         config = files.config
         if config is None or tokenizer is None:
-            found.append(TeacherSource(section=teacher, files=files))
+            sources.append(TeacherSource(section=teacher, files=files))
             notes.append(f"not checked, no network: the teacher {teacher.path}")
             continue
         if config.scalar_head:
@@ -116,8 +116,8 @@ def find_teachers(
         else:
             _check_model(section, teacher, config, tokenizer)
             notes += _check_tokens(teacher, files, config, tokenizer)
-        found.append(TeacherSource(section=teacher, files=files))
-    return found, notes
+        sources.append(TeacherSource(section=teacher, files=files))
+    return sources, notes
 
 
 def _check_limit(section: DistillSection | RLSection, teacher: TeacherSection) -> list[str]:

@@ -176,8 +176,8 @@ class SharedTokens:
     def of(cls, student: Vocabulary, teacher: Vocabulary) -> SharedTokens:
         table = np.full(len(teacher.pieces), NO_ID, np.int64)
         for number in teacher.names:
-            found = student.same_as(teacher, number)
-            table[number] = NO_ID if found is None else found
+            same = student.same_as(teacher, number)
+            table[number] = NO_ID if same is None else same
         unshared = np.zeros(len(student.pieces), bool)
         unshared[list(student.names)] = True
         unshared[[*table[table != NO_ID], *student.tokenizer.stop_ids]] = False
@@ -230,8 +230,8 @@ class SharedTokens:
 
 def _sum(tail: Float[np.ndarray, " G"], more: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:
     """Log of tail plus added mass; bitwise the tail where nothing is added."""
-    found = np.log(np.maximum(np.exp(np.float64(tail)) + more, LEAST))
-    return np.where(more == 0, tail, found).astype(np.float32)
+    added = np.log(np.maximum(np.exp(np.float64(tail)) + more, LEAST))
+    return np.where(more == 0, tail, added).astype(np.float32)
 
 
 def back_of(covered: Int[np.ndarray, "*B T"]) -> Int[np.ndarray, "*B T"]:

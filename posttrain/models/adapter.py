@@ -53,8 +53,8 @@ class Adapter(nnx.Module):
     def down(self, x: Float[Array, "*B in"], product: Product = matmul) -> Float[Array, "*B r"]:
         """x A, with dropout on x in training."""
         if self.key is not None:
-            kept = jax.random.bernoulli(self.key[...], 1.0 - self.dropout, x.shape)
-            x = jnp.where(kept, x / (1.0 - self.dropout), jnp.zeros((), x.dtype))
+            mask = jax.random.bernoulli(self.key[...], 1.0 - self.dropout, x.shape)
+            x = jnp.where(mask, x / (1.0 - self.dropout), jnp.zeros((), x.dtype))
         return product(x, self.lora_a[...].astype(x.dtype))
 
     def added(
@@ -155,7 +155,7 @@ def without_dropout(model: nnx.Module) -> None:
 def drop(model: nnx.Module, key: Array) -> None:
     """Enable adapter dropout for one training pass, with a separate key per layer."""
     nodes = ((".".join(map(str, path)), node) for path, node in nnx.iter_graph(model) if isinstance(node, Adapter))
-    found = dict(sorted({path: node for path, node in nodes if node.dropout > 0.0}.items()))
-    for index, adapter in enumerate(found.values()):
+    adapters = dict(sorted({path: node for path, node in nodes if node.dropout > 0.0}.items()))
+    for index, adapter in enumerate(adapters.values()):
         keys = jax.random.split(jax.random.fold_in(key, index), adapter.lora_scale.shape[0])
         adapter.key = DropoutKey(keys, dims=("layers",))

@@ -220,9 +220,9 @@ def _check_quantization(quantization: Mapping[str, Any] | None) -> None:
         )
     for key, value in DEQUANTIZED[method].items():
         # transformers does not write the format, which has one value.
-        if (found := quantization.get(key, value if key == "fmt" else None)) != value:
+        if (actual := quantization.get(key, value if key == "fmt" else None)) != value:
             raise ConfigError(
-                f"quantization_config: {method} with {key}={found} is not supported, only {value}; "
+                f"quantization_config: {method} with {key}={actual} is not supported, only {value}; "
                 "use a checkpoint of the same model with full weights"
             )
 
@@ -243,8 +243,8 @@ def config_from_init(hf: Mapping[str, Any]) -> ModelConfig:
     fields.refuse_unread(allowed=NEUTRAL_KEYS)
     if config.further_layers:
         raise ConfigError(f"num_nextn_predict_layers={config.further_layers}: a new model has no such layers; use 0")
-    made = {key: value for key, value in fields.read.items() if value is not None}
-    return replace(config, hf_json=json.dumps({"architectures": [module.ARCHITECTURE], **dict(hf), **made}))
+    defaults = {key: value for key, value in fields.read.items() if value is not None}
+    return replace(config, hf_json=json.dumps({"architectures": [module.ARCHITECTURE], **dict(hf), **defaults}))
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -291,8 +291,8 @@ def attention_config(
     `default_kv_heads`: default of `num_key_value_heads` where it may be absent; null means as many as query heads.
     """
     num_heads, key = hf.get("num_attention_heads", int), "num_key_value_heads"
-    given = hf.get(key, int) if default_kv_heads is None else hf.optional(key, int, default_kv_heads)
-    num_kv_heads = num_heads if given is None else given
+    number = hf.get(key, int) if default_kv_heads is None else hf.optional(key, int, default_kv_heads)
+    num_kv_heads = num_heads if number is None else number
     if num_heads % num_kv_heads:
         raise ConfigError(f"num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}")
     plain = AttentionConfig(

@@ -58,8 +58,8 @@ class Router(nnx.Module):
             grouped = scores.reshape(*scores.shape[:-1], c.num_groups, -1)
             best_two = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
             threshold = jax.lax.top_k(best_two, c.top_groups)[1]
-            kept = jnp.any(jax.nn.one_hot(threshold, c.num_groups, dtype=bool), axis=-2)
-            scores = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+            in_top_groups = jnp.any(jax.nn.one_hot(threshold, c.num_groups, dtype=bool), axis=-2)
+            scores = jnp.where(in_top_groups[..., None], grouped, -jnp.inf).reshape(scores.shape)
         return jax.lax.top_k(scores, self.config.top_k)[1]
 
     def weights(self, scores: Float[Array, "B T E"], experts: Int[Array, "B T k"]) -> Float[Array, "B T k"]:
@@ -271,8 +271,8 @@ class MoE(nnx.Module):
         scores = self.router.scores(logits)
         experts = chosen = self.router.choose(scores)
         if context.experts is not None:
-            given = context.experts[index.moe]
-            experts = jnp.where(given < 0, chosen, given)
+            recorded = context.experts[index.moe]
+            experts = jnp.where(recorded < 0, chosen, recorded)
         weights = self.router.weights(scores, experts)
         state.routing.append((router_stats(logits, scores, experts, chosen, context.segments), experts))
         # Padding would be routed alike, to the devices of few experts.
@@ -333,16 +333,16 @@ def router_stats(
 
 def correction_paths(config: ModelConfig) -> dict[str, list[int]]:
     """Parameter paths of the routers' bias corrections -> indices of the MoE layers stacked in each."""
-    found: dict[str, list[int]] = {}
+    paths: dict[str, list[int]] = {}
     number = 0
     for s, stage in enumerate(config.stages):
         for _ in range(stage.repeats):
             for b, block in enumerate(stage.blocks):
                 if isinstance(block.mlp, MoEConfig):
                     if block.mlp.router.correction:
-                        found.setdefault(f"stages.{s}.blocks.{b}.mlp.router.correction", []).append(number)
+                        paths.setdefault(f"stages.{s}.blocks.{b}.mlp.router.correction", []).append(number)
                     number += 1
-    return found
+    return paths
 
 
 def check_router(config: ModelConfig, loss_on: bool, correction_rate: float, *, adapter: bool) -> None:

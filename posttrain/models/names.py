@@ -97,7 +97,7 @@ def tensors(
 ) -> list[CheckpointTensor]:
     """List the checkpoint tensors of our parameters (path, dimension names, shape), in the same order."""
     shapes = {path: shape for path, _, shape in params}
-    found: dict[str, CheckpointTensor] = {}
+    by_name: dict[str, CheckpointTensor] = {}
     for path, dims, shape in params:
         prefix, key, layers = _layers(config, path)
         name = names[key]
@@ -117,10 +117,10 @@ def tensors(
                 transpose=name.transpose,
                 parts=(ParamSlice(param=path, index=index, columns=columns),),
             )
-            if earlier := found.get(tensor.name):
+            if earlier := by_name.get(tensor.name):
                 tensor = CheckpointTensor(**{**vars(earlier), "parts": earlier.parts + tensor.parts})
-            found[tensor.name] = tensor
-    return list(found.values())
+            by_name[tensor.name] = tensor
+    return list(by_name.values())
 
 
 def _lead(dims: tuple[str, ...], name: Name) -> tuple[str, ...]:

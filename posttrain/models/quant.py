@@ -103,8 +103,8 @@ def quantized(
     column = jax.vmap(column, in_axes=-1, out_axes=-1)
     for _ in matrix.shape[:-2]:
         column = jax.vmap(column)
-    found = column(matrix.astype(jnp.float32))
-    codes, scales = found.qvalue, found.scale.astype(_scale_type(kind))
+    quantized = column(matrix.astype(jnp.float32))
+    codes, scales = quantized.qvalue, quantized.scale.astype(_scale_type(kind))
     return codes if kind in PER_OUTPUT else _packed(codes, scales.shape[-2]), scales
 
 
@@ -155,11 +155,11 @@ def _packed(codes: Shaped[Array, "*L in out"], tiles: int) -> UInt8[Array, "*L r
 
 def _looked_up(codes: UInt8[Array, "*L"], numbers: Sequence[float]) -> Float[Array, "*L"]:
     """values[code] by bitwise selects: unlike the gather of qwix they fuse with the consumer, sharded or not."""
-    found: list[Any] = [np.float32(number) for number in numbers]
+    choices: list[Any] = [np.float32(number) for number in numbers]
     for bit in range(4):
         is_set = (codes & (1 << bit)) != 0
-        found = [jnp.where(is_set, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
-    return found[0]
+        choices = [jnp.where(is_set, high, low) for low, high in zip(choices[::2], choices[1::2], strict=True)]
+    return choices[0]
 
 
 @functools.cache

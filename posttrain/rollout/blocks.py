@@ -220,8 +220,8 @@ class BlockPool:
             chain.blocks[index] = twin.block
             chain.nodes.append(twin)
             return True
-        kept = None if routing is None else routing.copy()
-        node = Node(chain.blocks[index], part, parent, routing=kept, level=level)
+        own_routing = None if routing is None else routing.copy()
+        node = Node(chain.blocks[index], part, parent, routing=own_routing, level=level)
         if level:
             self._pending.append(node)
         siblings.append(node)

@@ -50,11 +50,11 @@ def choose_placement(
     trained = mesh_of_arrays(next(iter(arrays.values())).sharding)
     on_cpu = platform_of(source.model.compute.mesh if trained is None else trained) == "cpu"
 
-    kept = Placement(trained, () if on_cpu else ("attention",))
+    unchanged = Placement(trained, () if on_cpu else ("attention",))
     if trained is None:
         if wanted not in ("auto", "trained", 1):
             raise ConfigError(f"rollout.tensor={wanted}: the model is on one device; use auto")
-        return kept
+        return unchanged
     copied: tuple[FusedPart, ...] = () if on_cpu else ("attention", "mlp")
     if isinstance(wanted, int):
         mesh = _sampling_mesh(trained, wanted)
@@ -71,9 +71,9 @@ def choose_placement(
             _bytes(source, arrays, mesh)
         except ConfigError as error:
             raise ConfigError(f"rollout.tensor={wanted}: {error}") from error
-        return kept if mesh == trained else Placement(mesh, copied)
+        return unchanged if mesh == trained else Placement(mesh, copied)
     if wanted == "trained" or _sampling_mesh(trained, trained.shape["tensor"]) == trained:
-        return kept
+        return unchanged
     for size in _sizes(trained):
         mesh = _sampling_mesh(trained, size)
         if mesh is None or size < trained.shape["tensor"] or not _divides(source.model.config, size):
@@ -86,7 +86,7 @@ def choose_placement(
         "token; rollout.tensor makes one all the same",
         SHARE,
     )
-    return kept
+    return unchanged
 
 
 def _sizes(mesh: Mesh) -> list[int]:
@@ -205,7 +205,7 @@ class DecodeLayout:
         mesh = placement.mesh
         lying = {path: array.sharding for path, array in loaded.arrays.items()}
         trained = mesh_of_arrays(next(iter(lying.values())))
-        found: list[tuple[Any, list[str | None], list[NamedSharding | None]]] = []
+        traced: list[tuple[Any, list[str | None], list[NamedSharding | None]]] = []
 
         def make(weights: Weights) -> list[Array]:
             model = _prepared(source.bind(weights), placement)
@@ -217,13 +217,13 @@ class DecodeLayout:
             names = [own.get(id(leaf)) for leaf in leaves]
             derived = [leaf for leaf, name in zip(leaves, names, strict=True) if name is None]
             wanted = [places.get(id(leaf)) for leaf in derived]
-            found.append((tree, names, wanted))
+            traced.append((tree, names, wanted))
             if mesh == trained:
                 return derived
             return [_moved(leaf, place, dims.get(id(leaf), ())) for leaf, place in zip(derived, wanted, strict=True)]
 
         jax.eval_shape(make, loaded.arrays)
-        tree, names, places = found[0]
+        tree, names, places = traced[0]
         lowered = (jax.jit(make) if mesh is None else jax.jit(make, out_shardings=places)).lower(loaded.arrays)
         compiled = lowered.compile()
         shapes = [

@@ -296,8 +296,8 @@ def deliver(
     dispatch: Dispatch, outcome: DispatchOutcome, holds: Callable[[Row], bool], decode_text: Decode | None
 ) -> Ended:
     """Append the new tokens to every request; returns the rows that ended. Rows that `holds` refuses are skipped."""
-    for call, found in zip(dispatch.prompts, outcome.prefilled, strict=True):
-        _deliver_prompts(call, found, holds)
+    for call, prefilled in zip(dispatch.prompts, outcome.prefilled, strict=True):
+        _deliver_prompts(call, prefilled, holds)
     ended = Ended()
     if dispatch.decode is None or outcome.chunk is None:
         return ended

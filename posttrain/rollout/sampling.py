@@ -278,8 +278,8 @@ def _draw(of: _Distribution, s: Sampling, u: Float[Array, " R"]) -> tuple[Int[Ar
     truncated = (s.temperature > 0) & ((s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0))
 
     def cut() -> tuple[Array, Array]:
-        kept, kept_logps = _truncate(of.probs, of.total, truncated, s.top_k, s.top_p, s.min_p)
-        return _inverse_cdf(kept, u), kept_logps
+        truncated_probs, kept_logps = _truncate(of.probs, of.total, truncated, s.top_k, s.top_p, s.min_p)
+        return _inverse_cdf(truncated_probs, u), kept_logps
 
     return jax.lax.cond(jnp.any(truncated), cut, lambda: (_inverse_cdf(of.probs, u), jnp.zeros_like(u)))
 
@@ -411,8 +411,8 @@ def _truncate(
     mass_limit = jnp.where(truncated & (top_p < 1), top_p * _row_sums(inside_k), jnp.inf)
     cut_p = _bisect(inside_k, inside_k, mass_limit)
     cut = jnp.maximum(cut_p, jnp.where(truncated, min_p, 0.0))
-    kept = jnp.where(top | (inside_k >= cut[:, None]), inside_k, 0.0)
-    return kept, jnp.where(truncated, jnp.log(_row_sums(kept) / total), 0.0)
+    inside = jnp.where(top | (inside_k >= cut[:, None]), inside_k, 0.0)
+    return inside, jnp.where(truncated, jnp.log(_row_sums(inside) / total), 0.0)
 
 
 def _bisect(

@@ -333,16 +333,16 @@ class Scheduler:
         Prefers the lane with the longest cached prefix, unless it has many more rows than another.
         """
         positions = request.positions(self.steps)
-        found: list[tuple[int, Match]] = []
+        matches: list[tuple[int, Match]] = []
         for index, lane in enumerate(self.lanes):
             if lane.running < self.slots // len(self.lanes):
                 match = _found(lane.blocks, request)
                 if lane.blocks.cost(match, positions) <= lane.blocks.available:
-                    found.append((index, match))
-        if len(found) < 2:
-            return found[0] if found else None
-        fewest = min(self.lanes[index].running for index, _ in found)
-        near = [place for place in found if self.lanes[place[0]].running <= fewest + SPREAD]
+                    matches.append((index, match))
+        if len(matches) < 2:
+            return matches[0] if matches else None
+        fewest = min(self.lanes[index].running for index, _ in matches)
+        near = [place for place in matches if self.lanes[place[0]].running <= fewest + SPREAD]
         return max(near, key=lambda place: (place[1].length, -self.lanes[place[0]].running))
 
     def _pieces(self, row: Row, budget: _Budget) -> Iterator[PromptPiece]:

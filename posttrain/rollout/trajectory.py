@@ -105,10 +105,10 @@ class Trajectory:
         # Stable: tokens of equal numbers keep the order of rows and positions.
         ranks = np.empty(len(own), np.int32)
         ranks[np.argsort(own, kind="stable")] = np.arange(len(own))
-        found = [np.full(len(row.tokens), -1, np.int32) for row in self.rows]
-        for row, at, rank in zip(found, places, np.split(ranks, np.cumsum([len(at) for at in places])), strict=False):
+        result = [np.full(len(row.tokens), -1, np.int32) for row in self.rows]
+        for row, at, rank in zip(result, places, np.split(ranks, np.cumsum([len(at) for at in places])), strict=False):
             row[at] = rank
-        return found
+        return result
 
     @property
     def num_sampled(self) -> int:

@@ -52,13 +52,13 @@ def read_qwen_coder(text: str, schemas: Schemas) -> Iterator[Piece]:
     position = 0
     while (opening := FUNCTION.search(text, position)) is not None:
         yield text[position : opening.start()].rstrip().removesuffix("<tool_call>")
-        found = _tagged_call(opening[1].strip(), text, opening.end(), schemas)
-        if isinstance(found, Malformed):
-            yield found
+        parsed = _tagged_call(opening[1].strip(), text, opening.end(), schemas)
+        if isinstance(parsed, Malformed):
+            yield parsed
             end = text.find("</function>", opening.end())
             position = len(text) if end < 0 else end + len("</function>")
         else:
-            call, position = found
+            call, position = parsed
             yield call
         after = TOOL_CALL_END.match(text, position)
         position = position if after is None else after.end()
@@ -110,8 +110,8 @@ def _types(schema: Any) -> set[str]:
     """Types that a schema allows; empty if it does not tell."""
     if not isinstance(schema, Mapping):
         return set()
-    given = schema.get("type")
-    types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
     for key in ("anyOf", "oneOf"):
         types = types.union(*(_types(option) for option in schema.get(key, ())))
     return types | ({"null"} if schema.get("nullable") else set())
@@ -151,15 +151,15 @@ def _no_arguments(recipient: str) -> Malformed:
 
 def _harmony_call(recipient: str, text: str, start: int) -> tuple[WrittenCall | Malformed, int]:
     """Read a call whose arguments begin at `start`, and return the index after them."""
-    found = read_json_value(text, start)
-    if isinstance(found, Malformed):
-        return found, start
-    end = HARMONY_END.search(text, found[1])
-    if text[found[1] : len(text) if end is None else end.start()].strip():
+    parsed = read_json_value(text, start)
+    if isinstance(parsed, Malformed):
+        return parsed, start
+    end = HARMONY_END.search(text, parsed[1])
+    if text[parsed[1] : len(text) if end is None else end.start()].strip():
         return Malformed(
             f"arguments of {recipient} must be one object, got {one_line(text[start : start + 320])}"
         ), start
-    return call_of({"name": recipient.removeprefix("functions."), "arguments": found[0]}, ("arguments",)), found[1]
+    return call_of({"name": recipient.removeprefix("functions."), "arguments": parsed[0]}, ("arguments",)), parsed[1]
 
 
 Reader = Callable[[str, Schemas], Iterator[Piece]]
@@ -273,9 +273,9 @@ def format_name(name: str, tokenizer: Tokenizer) -> str:
         return name
     template = tokenizer.hf.chat_template
     texts = list(template.values()) if isinstance(template, dict) else [template or ""]
-    for found, marks in MARKS:
+    for detected, marks in MARKS:
         if any(all(mark in _unescaped(text) for mark in marks) for text in texts):
-            return found
+            return detected
     raise ConfigError(
         f"tool_format=auto: the chat template of {tokenizer.name} has no known form of tool calls; set tool_format to "
         f"{_names()}"
@@ -421,19 +421,19 @@ class ToolText:
         return {**message, "content": f"{content}\n\n{text}" if message["role"] == "system" else f"{text}\n\n{content}"}
 
     def _joined(self, messages: Sequence[Message]) -> list[Message]:
-        found: list[Message] = []
+        joined: list[Message] = []
         in_results = False
         for message in messages:
             if message["role"] != "tool":
-                found.append(self._with_calls(message))
+                joined.append(self._with_calls(message))
             else:
                 result = RESULTS.get(self._format, "<tool_response>\n{}\n</tool_response>")
                 text = result.replace("{}", str(message.get("content", "")))
                 if in_results:
-                    text = f"{found.pop()['content']}\n{text}"
-                found.append({"role": "user", "content": text})
+                    text = f"{joined.pop()['content']}\n{text}"
+                joined.append({"role": "user", "content": text})
             in_results = message["role"] == "tool"
-        return found
+        return joined
 
     def _with_calls(self, message: Message) -> Message:
         calls = message.get("tool_calls")

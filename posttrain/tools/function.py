@@ -74,15 +74,15 @@ def function_schema(function: Callable[..., Any], hidden: Collection[str] = ()) 
     """
     templates = import_transformers("utils.chat_template_utils")
     name = getattr(function, "__name__", type(function).__name__)
-    given = inspect.signature(function).parameters
-    for key, parameter in given.items():
+    parameters = inspect.signature(function).parameters
+    for key, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"tools: {name} takes *{key}, which has no schema; name its parameters one by one")
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(f"tools: {name} has positional-only parameters, but models name arguments; remove the /")
     for key in hidden:
-        if key not in given:
-            raise ConfigError(f"tools.args: {name} takes no argument {key!r}{did_you_mean(key, given)}")
+        if key not in parameters:
+            raise ConfigError(f"tools.args: {name} takes no argument {key!r}{did_you_mean(key, parameters)}")
     try:
         schema = templates.get_json_schema(_without(function, hidden))
     except (templates.DocstringParsingException, templates.TypeHintParsingException, NameError, TypeError) as error:
@@ -100,10 +100,10 @@ def _without(function: Callable[..., Any], hidden: Collection[str]) -> Callable[
     def described() -> None: ...
 
     signature = inspect.signature(function)
-    kept = [parameter for key, parameter in signature.parameters.items() if key not in hidden]
+    visible = [parameter for key, parameter in signature.parameters.items() if key not in hidden]
     described.__name__ = getattr(function, "__name__", type(function).__name__)
     described.__doc__ = inspect.getdoc(function)
     hints = get_type_hints(function)
     described.__annotations__ = {key: hint for key, hint in hints.items() if key not in hidden}
-    described.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    described.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
     return described

@@ -44,8 +44,8 @@ JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 def skip_space(text: str, start: int) -> int:
     """Return the index of the first character from `start` on that is no white space of JSON."""
-    found = JSON_SPACE.match(text, start)
-    return start if found is None else found.end()
+    space = JSON_SPACE.match(text, start)
+    return start if space is None else space.end()
 
 
 def read_json_value(text: str, start: int) -> tuple[Any, int] | Malformed:
@@ -111,8 +111,8 @@ def call_of(value: Any, keys: Sequence[str]) -> WrittenCall | Malformed:
     arguments: Any = next((value[key] for key in keys if key in value), {})
     if not isinstance(arguments, dict):
         return Malformed(f'"{keys[0]}" of {name} must be an object, got {one_line(arguments)}')
-    given = value.get("id")
-    return WrittenCall(name, arguments, given if isinstance(given, str) else None)
+    identifier = value.get("id")
+    return WrittenCall(name, arguments, identifier if isinstance(identifier, str) else None)
 
 
 def calls_of(value: Any, keys: Sequence[str]) -> Iterator[WrittenCall | Malformed]:
@@ -222,13 +222,13 @@ def _tagged(text: str, opening: str, closing: str) -> Iterator[Piece]:
     while (begin := text.find(opening, position)) >= 0:
         yield text[position:begin]
         start = begin + len(opening)
-        found = read_json_value(text, start)
-        if isinstance(found, Malformed):
-            yield found
+        parsed = read_json_value(text, start)
+        if isinstance(parsed, Malformed):
+            yield parsed
         else:
-            end = skip_space(text, found[1])
+            end = skip_space(text, parsed[1])
             if text.startswith(closing, end):
-                yield from calls_of(found[0], ARGUMENTS)
+                yield from calls_of(parsed[0], ARGUMENTS)
                 position = end + len(closing)
                 continue
             yield Malformed(f"a call must end with {closing}")
@@ -246,23 +246,23 @@ def _after(text: str, start: int, closing: str, opening: str) -> int:
 
 def _list(text: str, start: int) -> Iterator[Piece]:
     """List of calls, and the text after it."""
-    found = read_json_value(text, start)
-    if isinstance(found, Malformed):
-        yield found
+    parsed = read_json_value(text, start)
+    if isinstance(parsed, Malformed):
+        yield parsed
         return
-    yield from calls_of(found[0], ARGUMENTS)
-    yield text[found[1] :]
+    yield from calls_of(parsed[0], ARGUMENTS)
+    yield text[parsed[1] :]
 
 
 def _separated(text: str) -> Iterator[Piece]:
     """JSON calls one after another, separated by semicolons, commas or white space."""
     position = 0
     while position < len(text):
-        found = read_json_value(text, position)
-        if isinstance(found, Malformed):
-            yield found
+        parsed = read_json_value(text, position)
+        if isinstance(parsed, Malformed):
+            yield parsed
             return
-        value, end = found
+        value, end = parsed
         function = value.get("function") if isinstance(value, dict) else None
         yield call_of(function if isinstance(function, dict) else value, PARAMETERS)
         separators = SEPARATORS.match(text, end)
@@ -288,13 +288,13 @@ def _headed(text: str, start: int, pattern: re.Pattern[str], form: str) -> tuple
     head = pattern.match(text, start)
     if head is None:
         return Malformed(f"{form}: {one_line(text[start : start + SHOWN])!r}"), start
-    found = read_json_value(text, head.end())
-    if isinstance(found, Malformed):
-        return found, head.end()
+    parsed = read_json_value(text, head.end())
+    if isinstance(parsed, Malformed):
+        return parsed, head.end()
     groups = head.groupdict()
     name, identifier = groups.get("fenced") or groups["name"], (groups.get("id") or "").strip()
-    call = call_of({"name": name.strip(), "arguments": found[0], "id": identifier or None}, ARGUMENTS)
-    return call, found[1]
+    call = call_of({"name": name.strip(), "arguments": parsed[0], "id": identifier or None}, ARGUMENTS)
+    return call, parsed[1]
 
 
 FENCE = re.compile(r"```(?P<kind>tool_code|tool_call|json)[ \t]*\n(?P<body>.*?)(?P<end>\n[ \t]*```|\Z)", re.DOTALL)
@@ -357,12 +357,12 @@ def python_calls(source: str, schemas: Schemas) -> Iterator[Piece]:
 
 
 def _json(text: str) -> Iterator[Piece]:
-    found = read_json_value(text, 0)
-    if isinstance(found, Malformed):
-        yield found
+    parsed = read_json_value(text, 0)
+    if isinstance(parsed, Malformed):
+        yield parsed
         return
-    yield from calls_of(found[0], KEYS)
-    yield text[found[1] :]
+    yield from calls_of(parsed[0], KEYS)
+    yield text[parsed[1] :]
 
 
 def _calls(node: ast.expr, schemas: Schemas) -> Iterator[Piece]:

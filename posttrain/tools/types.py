@@ -142,8 +142,8 @@ def _fault(value: Any, schema: Any, where: str) -> str | None:
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if choices is not None and not any(_same(value, choice) for choice in choices):
         return f"{where} must be one of {_shown(choices)}, got {_shown(value)}"
-    given = schema.get("type")
-    types = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    named = schema.get("type")
+    types = [named] if isinstance(named, str) else named if isinstance(named, list) else []
     if types and not any(_is(value, name) for name in types):
         return f"{where} must be of type {' or '.join(map(str, types))}, got {_shown(value)}"
     return _fault_inside(value, schema, where)

@@ -112,10 +112,10 @@ def refuse_misspelt(field: str, name: Locator) -> None:
     parent = Path(name).parent
     if not near and (parent == Path() or name.beside(str(parent)).found is None):
         return
-    kept = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" for kind in ("model", "dataset")] + [
+    cached = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" for kind in ("model", "dataset")] + [
         Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
     ]
-    if not any(folder.is_dir() for folder in kept):
+    if not any(folder.is_dir() for folder in cached):
         raise ConfigError(f"{field}: {name} is not a local file or folder, and the hub is unreachable{near}")
 
 

@@ -86,27 +86,27 @@ def sites(model: Decoder) -> dict[str, Site]:
     """Adapter sites by path, such as `stages.0.blocks.0.attention.q`, `stages.0.blocks.0.mlp.experts.up`, `embed`,
     `head`."""
     modules = _modules(model)
-    found = {}
+    by_path = {}
     for where, node in nnx.iter_graph(model):
         if not isinstance(node, Adaptable):
             continue
         path, matrices = ".".join(map(str, where)), node.matrices()
         for name in matrices:
             param = f"{path}.{name}"
-            found[param if len(matrices) > 1 else path] = Site(
+            by_path[param if len(matrices) > 1 else path] = Site(
                 owner=node, name=name, param=param, layers=_layers(model, path), modules=modules[param]
             )
-    return dict(sorted(found.items()))
+    return dict(sorted(by_path.items()))
 
 
 def _modules(model: Decoder) -> dict[str, tuple[frozenset[str], ...]]:
     """Checkpoint module names of each parameter, per stacked layer."""
-    found: dict[str, dict[int, set[str]]] = {}
+    by_layer: dict[str, dict[int, set[str]]] = {}
     for tensor in base_tensors(model):
         for part in tensor.parts:
-            layer_names = found.setdefault(part.param, {})
+            layer_names = by_layer.setdefault(part.param, {})
             layer_names.setdefault(part.index[0] if part.index else 0, set()).add(module_of(tensor))
-    return {param: tuple(frozenset(names[i]) for i in sorted(names)) for param, names in found.items()}
+    return {param: tuple(frozenset(names[i]) for i in sorted(names)) for param, names in by_layer.items()}
 
 
 def _layers(model: Decoder, path: str) -> range | None:
@@ -186,12 +186,14 @@ def _targeted(target: str, path: str, site: Site, modules: Iterable[str]) -> boo
 def _named(target: str, all_sites: Mapping[str, Site]) -> list[str]:
     """Sites matched by a target. Raises ConfigError if there is none."""
     _check_pattern("targets", target)
-    found = [p for p, site in all_sites.items() if any(_targeted(target, p, site, modules) for modules in site.modules)]
-    if not found:
+    matched = [
+        p for p, site in all_sites.items() if any(_targeted(target, p, site, modules) for modules in site.modules)
+    ]
+    if not matched:
         raise ConfigError(
             f"lora.targets: {target!r} matches no matrix that supports adapters; available: {_site_names(all_sites)}"
         )
-    return found
+    return matched
 
 
 def _site_names(paths: Iterable[str]) -> str:
@@ -212,18 +214,18 @@ def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
     saved: set[str] = set()
     for pattern in lora.modules_to_save:
         _check_pattern("modules_to_save", pattern)
-        found = {p for p, names in modules.items() if any(_matches(pattern, p.rsplit(".", 1)[0], n) for n in names)}
-        if not found:
+        matched = {p for p, names in modules.items() if any(_matches(pattern, p.rsplit(".", 1)[0], n) for n in names)}
+        if not matched:
             kinds = _site_names(path.rsplit(".", 1)[0] for path in modules)
             raise ConfigError(f"lora.modules_to_save: {pattern!r} matches no module; available: {kinds}")
-        if both := sorted(found & set(adapted)):
+        if both := sorted(matched & set(adapted)):
             raise ConfigError(f"lora.modules_to_save: {pattern!r} matches {both[0]}, which has an adapter; choose one")
-        if fixed := sorted(found & quantized):
+        if fixed := sorted(matched & quantized):
             raise ConfigError(
                 f"lora.modules_to_save: {pattern!r} matches {fixed[0]}, which model.quantize freezes; "
                 "give it an adapter"
             )
-        saved |= found
+        saved |= matched
     return saved
 
 
@@ -257,8 +259,8 @@ def attach_adapters(
 
 def _dims(dims: tuple[str, ...], *, dora: bool) -> dict[str, tuple[str, ...]]:
     *lead, before, after = dims
-    found = {"lora_a": (*lead, before, "rank"), "lora_b": (*lead, "rank", after), "lora_scale": tuple(lead[:1])}
-    return found | ({"lora_magnitude": (*lead, after)} if dora else {})
+    dims_of = {"lora_a": (*lead, before, "rank"), "lora_b": (*lead, "rank", after), "lora_scale": tuple(lead[:1])}
+    return dims_of | ({"lora_magnitude": (*lead, after)} if dora else {})
 
 
 def _shardings(mesh: Mesh, dims: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, dict[str, Sharding]]:
@@ -278,12 +280,12 @@ def _draw_arrays(sites: Mapping[str, tuple[Array, Site, AdapterPlan]]) -> dict[s
         *lead, before, after = site.matrix.shape
         normal, rank = site.name == "embedding", max(plan.ranks)
         groups.setdefault((normal, *lead, *((rank, after) if normal else (before, rank))), []).append(path)
-    found: dict[str, Array] = {}
+    values_of: dict[str, Array] = {}
     for (normal, *shape), paths in groups.items():
         draw = functools.partial(jax.random.normal if normal else _uniform, shape=tuple(shape))
         values = jax.vmap(draw)(jnp.stack([sites[path][0] for path in paths]))
-        found |= {path: values[i] for i, path in enumerate(paths)}
-    return found
+        values_of |= {path: values[i] for i, path in enumerate(paths)}
+    return values_of
 
 
 def _uniform(key: Array, shape: tuple[int, ...]) -> Array:
@@ -392,16 +394,16 @@ class ParameterCount:
 def parameter_rows(model: Decoder) -> list[ParameterCount]:
     """Parameter counts by module type over all layers: `attention.q`, `mlp.up`, `norms`, `head`, ..."""
     weights = ModelWeights(model)
-    trainable, found = weights.trainable(), dict[str, list[int]]()
+    trainable, numbers = weights.trainable(), dict[str, list[int]]()
     for path, _, shape in plain_shapes(weights.shapes()):
         if path.endswith(".lora_scale"):
             continue
         module = path.split(ADAPTER)[0] if ADAPTER in path else path.rsplit(".", 1)[0]
         kind = re.sub(r"^stages\.\d+\.blocks\.\d+\.", "", module)
-        counts = found.setdefault("norms" if "norm" in kind else kind, [0, 0])
+        counts = numbers.setdefault("norms" if "norm" in kind else kind, [0, 0])
         counts[0] += math.prod(shape) * (path in trainable)
         counts[1] += math.prod(shape)
-    return [ParameterCount(kind=kind, trainable=counts[0], total=counts[1]) for kind, counts in sorted(found.items())]
+    return [ParameterCount(kind=kind, trainable=counts[0], total=counts[1]) for kind, counts in sorted(numbers.items())]
 
 
 def count_parameters(model: Decoder) -> ParameterCount:

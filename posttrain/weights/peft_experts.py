@@ -27,17 +27,17 @@ def expert_parameters(every: Iterable[CheckpointTensor]) -> dict[str, Checkpoint
 
     Shape [experts, out, in], or as in the checkpoint. `every`: all tensors of the checkpoint.
     """
-    found: dict[str, CheckpointTensor] = {}
+    stacked: dict[str, CheckpointTensor] = {}
     alone: dict[str, dict[str, list[CheckpointTensor]]] = {}
     for tensor in every:
         if len(tensor.shape) == 3 and ".experts." in tensor.parts[0].param:
-            found[tensor.name] = tensor
+            stacked[tensor.name] = tensor
         elif match := PER_EXPERT.fullmatch(tensor.name):
             stem = in_memory(f"{match[1]}.experts")
             param = tensor.parts[0].param
             name = f"{stem}.{'down' if param.endswith('.down') else 'gate_up'}_proj"
             alone.setdefault(name, {}).setdefault(param, []).append(tensor)
-    return found | {name: _stack_experts(name, of) for name, of in alone.items()}
+    return stacked | {name: _stack_experts(name, of) for name, of in alone.items()}
 
 
 def _stack_experts(name: str, of: Mapping[str, list[CheckpointTensor]]) -> CheckpointTensor:

@@ -75,13 +75,13 @@ def load_adapter(
     if has_lora(model):
         raise ConfigError(f"{find_folder(path)}: the model already has an adapter; merge it first")
     _resize(model, adapted_config(model, path, text_name), mesh)
-    found = _match_files(model, path, text_name, mesh=mesh)
-    _attach(model, found, mesh)
+    files = _match_files(model, path, text_name, mesh=mesh)
+    _attach(model, files, mesh)
     weights, placed = ModelWeights(model), ModelWeights(model).read()
-    new = _adapter_arrays(model, found.modules, found.tensors) | _whole_arrays(model, found.whole)
+    new = _adapter_arrays(model, files.modules, files.tensors) | _whole_arrays(model, files.whole)
     arrays = {p: array.astype(placed[p].dtype) for p, array in new.items()}
     weights.write(processes.on_devices(arrays, {p: placed[p].sharding for p in new}))
-    weights.set_saved(_saved_params(model, found))
+    weights.set_saved(_saved_params(model, files))
 
 
 def is_table(tensor: CheckpointTensor) -> bool:
@@ -136,15 +136,15 @@ def adapter_outline(
     outline: Decoder, path: str | Path, *, text_name: Callable[[str], str | None] | None = None
 ) -> Decoder:
     """A model of shapes with the shapes of an adapter, trained as `load_adapter` leaves it. ConfigError as there."""
-    found = _match_files(outline, path, text_name)
+    files = _match_files(outline, path, text_name)
 
     def attached(model: Decoder) -> Decoder:
-        _attach(model, found, None)
+        _attach(model, files, None)
         return model
 
-    made = nnx.eval_shape(attached, outline)
-    ModelWeights(made).set_saved(_saved_params(made, found))
-    return made
+    adapted = nnx.eval_shape(attached, outline)
+    ModelWeights(adapted).set_saved(_saved_params(adapted, files))
+    return adapted
 
 
 def absent_targets(outline: Decoder, path: str | Path) -> list[str]:
@@ -279,18 +279,20 @@ def _match_tensors(
         else:
             faults.append(f"{key} {array.shape} matches no parameter of the model")
     modules = {}
-    for module, found in parts.items():
+    for module, tensors_of in parts.items():
         *experts, into, out = shape_of(tensors[module])
-        ranks = found["A"].shape[0] if "A" in found else 0
+        ranks = tensors_of["A"].shape[0] if "A" in tensors_of else 0
         shapes = {"A": (ranks, into), "B": (out, ranks)} | ({"magnitude": (out,)} if config.get("use_dora") else {})
-        got = {name: array.shape for name, array in found.items()}
+        got = {name: array.shape for name, array in tensors_of.items()}
         if got != shapes or ranks % math.prod(experts):
             of = f", with a multiple of the {experts[0]} experts in place of {ranks}" if experts else ""
             faults.append(f"{module} has shapes {got}, expected {shapes}{of}")
         else:
-            a, b = unstack(found["A"], found["B"], *experts) if experts else (found["A"], found["B"])
+            a, b = (
+                unstack(tensors_of["A"], tensors_of["B"], *experts) if experts else (tensors_of["A"], tensors_of["B"])
+            )
             scale = _scale(config, _pattern_name(config, module), a.shape[-2])
-            modules[module] = _Module(a=a, b=b, magnitude=found.get("magnitude"), scale=scale)
+            modules[module] = _Module(a=a, b=b, magnitude=tensors_of.get("magnitude"), scale=scale)
     faults += _missing(config, modules, whole, tensors)
     if faults:
         raise ConfigError(f"{folder / WEIGHTS}: {'; '.join(faults)}")
@@ -342,11 +344,13 @@ def _missing(
     for target in config.get("target_parameters") or []:
         if not any(_has_suffix(_pattern_name(config, module), target) for module in modules):
             faults.append(f"{target} of target_parameters is missing")
-    held = [name.rsplit(".", 1)[0] for name in whole]
+    saved_modules = [name.rsplit(".", 1)[0] for name in whole]
     # PEFT lists every name that a classifier's head may have.
     optional = {"classifier", "score"} if config.get("task_type") == CLASSIFIER else set[str]()
     saved = [m for m in config.get("modules_to_save") or [] if m not in optional]
-    return faults + [f"{m} of modules_to_save is missing" for m in saved if not any(h.endswith(m) for h in held)]
+    return faults + [
+        f"{m} of modules_to_save is missing" for m in saved if not any(h.endswith(m) for h in saved_modules)
+    ]
 
 
 def _excluded(config: Mapping[str, Any], module: str) -> bool:
@@ -390,19 +394,19 @@ def _plans(
 def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Mapping[str, CheckpointTensor]) -> Arrays:
     """Arrays of the attached adapters: stacked, in our layout, with the B of fused modules split."""
     by_param = {site.param: site for site in sites(model).values()}
-    found: dict[str, Arrays] = {}
+    by_path: dict[str, Arrays] = {}
     for name, module in modules.items():
         for part in tensors[name].parts:
             site, rank = by_param[part.param], module.a.shape[-2]
-            if part.param not in found:
-                found[part.param] = _empty(site)
-            arrays = found[part.param]
+            if part.param not in by_path:
+                by_path[part.param] = _empty(site)
+            arrays = by_path[part.param]
             arrays["lora_a"][part.index][..., :rank] = module.a.swapaxes(-1, -2)
             arrays["lora_b"][part.index][..., :rank, :] = module.b.swapaxes(-1, -2)[..., part.columns]
             if module.magnitude is not None:
                 arrays["lora_magnitude"][part.index] = module.magnitude[part.columns]
     result: Arrays = {}
-    for param, arrays in found.items():
+    for param, arrays in by_path.items():
         site = by_param[param]
         base, _, name = param.rpartition(".")
         if "lora_magnitude" in arrays:
@@ -414,12 +418,12 @@ def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Map
 
 def _empty(site: Site) -> Arrays:
     assert site.adapter is not None
-    found = {
+    variables = {
         "lora_a": site.adapter.lora_a,
         "lora_b": site.adapter.lora_b,
         "lora_magnitude": site.adapter.lora_magnitude,
     }
-    return {name: np.zeros(array.shape, np.float32) for name, array in found.items() if array is not None}
+    return {name: np.zeros(array.shape, np.float32) for name, array in variables.items() if array is not None}
 
 
 def _whole_arrays(model: Decoder, whole: Arrays) -> Arrays:

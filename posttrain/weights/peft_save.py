@@ -148,8 +148,8 @@ class _Export:
         for tensor in experts:
             for part in tensor.parts:
                 kind_has_adapter = here.setdefault(tensor.name.rsplit(".", 1)[-1], set())
-                kind_has_adapter.add(found := self._scale(part) != 0.0)
-                if found:
+                kind_has_adapter.add(has_adapter := self._scale(part) != 0.0)
+                if has_adapter:
                     ranks.add((int(self._used(part).sum()), self._scale(part)))
         routers = any(".router." in param for param in self.scales)
         if (
@@ -256,8 +256,8 @@ class _Export:
 
 def _short(meant: Collection[str], every: Collection[str], end: Callable[[str], str]) -> list[str]:
     """Shorten names to suffixes where all names with that suffix are included."""
-    total, found = (Counter(end(name) for name in set(names)) for names in (every, meant))
-    return sorted({name if total[e := end(name)] != found[e] else e for name in meant})
+    total, chosen = (Counter(end(name) for name in set(names)) for names in (every, meant))
+    return sorted({name if total[e := end(name)] != chosen[e] else e for name in meant})
 
 
 def _word(name: str) -> str:

@@ -70,15 +70,15 @@ class Pieces:
 
     def bands(self, start: tuple[int, ...]) -> Iterator[tuple[tuple[slice, slice], ...]]:
         """Contiguous blocks of a piece: for each dimension the slice of the piece and the slice of the parameter."""
-        found = []
+        bands = []
         for size, n, b, first in zip(self.shape, self.parts, self.block, start, strict=True):
             part = size // n
             if b == part:
-                found.append([(slice(0, size), slice(0, size))])
+                bands.append([(slice(0, size), slice(0, size))])
             else:
                 bounds = [(k * b, k * part + first) for k in range(n)]
-                found.append([(slice(to, to + b), slice(at, at + b)) for to, at in bounds])
-        return product(*found)
+                bands.append([(slice(to, to + b), slice(at, at + b)) for to, at in bounds])
+        return product(*bands)
 
 
 def stored_order(sources: Sources, ndim: int) -> list[int]:

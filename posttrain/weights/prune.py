@@ -157,8 +157,8 @@ def _top_kv_groups(arrays: Mapping[str, np.ndarray], groups: int, count: int) ->
 
 
 def _norms(arrays: Mapping[str, np.ndarray], name: str, axis: int) -> np.ndarray:
-    (found,) = [array for path, array in arrays.items() if path.endswith(f".{name}.kernel")]
-    return np.linalg.norm(found.astype(np.float64), axis=axis)
+    (matrix,) = [array for path, array in arrays.items() if path.endswith(f".{name}.kernel")]
+    return np.linalg.norm(matrix.astype(np.float64), axis=axis)
 
 
 EXPERT_FIELDS = (
@@ -203,13 +203,13 @@ def dense_config(mixture: ModelConfig, experts: int) -> ModelConfig:
     hf.family(mixture.model_type).config_from_hf(fields)
     # Write out the MoE family's defaults, since another family may have different ones.
     known = {key: value for key, value in fields.read.items() if value is not None} | json.loads(mixture.hf_json)
-    kept = {key: value for key, value in known.items() if key not in EXPERT_FIELDS}
+    shared = {key: value for key, value in known.items() if key not in EXPERT_FIELDS}
     changes = {
         "model_type": family,
         "architectures": [hf.family(family).ARCHITECTURE],
         "intermediate_size": experts * moe.expert.dim,
     }
-    config = replace(hf.config_from_hf(kept | changes), generation_json=mixture.generation_json)
+    config = replace(hf.config_from_hf(shared | changes), generation_json=mixture.generation_json)
     if faults := differences(config, mixture):
         raise ConfigError(f"prune: {family} cannot express {', '.join(faults)} of this {mixture.model_type}")
     return config
@@ -235,10 +235,10 @@ def dense(model: Decoder, experts: int, load: Float[np.ndarray, "L E"]) -> Decod
             arrays[path] = mixture[path]
             continue
         source = mixture[f"{before}.mlp.experts.{name.removesuffix('.kernel')}"]
-        kept = np.take_along_axis(np.asarray(source, np.float32), chosen[:, :, None, None], axis=1)
+        experts_of = np.take_along_axis(np.asarray(source, np.float32), chosen[:, :, None, None], axis=1)
         if name.startswith("down"):
-            joined = (kept * share[:, :, None, None]).reshape(shape)
+            joined = (experts_of * share[:, :, None, None]).reshape(shape)
         else:
-            joined = kept.swapaxes(1, 2).reshape(shape)
+            joined = experts_of.swapaxes(1, 2).reshape(shape)
         arrays[path] = jnp.asarray(joined.astype(source.dtype))
     return weights.bind(arrays)

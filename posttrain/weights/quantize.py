@@ -86,7 +86,7 @@ def read_quantized(
     """Read and quantize a parameter layer by layer; return codes, scales and `squared_error`."""
     parts = {path + CODES: outline.codes, path + SCALES: outline.scales}
     placed = {p: _sharding(sharding, p, part.get_metadata("dims"), part.shape) for p, part in parts.items()}
-    found = {p: jnp.zeros(part.shape, part.dtype, device=placed[p]) for p, part in parts.items()}
+    arrays = {p: jnp.zeros(part.shape, part.dtype, device=placed[p]) for p, part in parts.items()}
     squares = []
     for layer in range(outline.shape[0]):
         layer_sources = {(0, *index[1:]): source for index, source in sources.items() if index[0] == layer}
@@ -96,10 +96,10 @@ def read_quantized(
         # Reading may be at most one layer ahead of the devices.
         jax.block_until_ready(squares[-2:-1])
         start = np.asarray([layer] + [0] * len(outline.shape[1:]), np.int32)
-        found = {
-            p: write(array, piece, start, placed[p]) for (p, array), piece in zip(found.items(), pieces, strict=True)
+        arrays = {
+            p: write(array, piece, start, placed[p]) for (p, array), piece in zip(arrays.items(), pieces, strict=True)
         }
-    return found, sum(squares[1:], squares[0])
+    return arrays, sum(squares[1:], squares[0])
 
 
 def _sharding(
@@ -178,16 +178,16 @@ class Copies:
         old = source.dims().keys()
         changed = {re.sub(re.escape(ADAPTER) + r"(\w+)\..*", r".\1", path) for path in old if ADAPTER in path}
         new = {path: (dims, shape) for path, dims, shape in outline.shapes()}
-        kept = frozenset(p for p in new if p in old and p not in changed and not p.endswith((CODES, SCALES)))
+        unchanged = frozenset(p for p in new if p in old and p not in changed and not p.endswith((CODES, SCALES)))
         mesh = source.model.compute.mesh
 
         def program(arrays: Weights) -> Weights:
-            found = ModelWeights(copied(arrays)).read(lambda path: path not in kept)
+            changed_arrays = ModelWeights(copied(arrays)).read(lambda path: path not in unchanged)
             if mesh is None:
-                return found
-            return {path: _placed(w, param_sharding(mesh, path, *new[path])) for path, w in found.items()}
+                return changed_arrays
+            return {path: _placed(w, param_sharding(mesh, path, *new[path])) for path, w in changed_arrays.items()}
 
-        return _CopyProgram(outline=outline, kept=kept, program=jax.jit(program))
+        return _CopyProgram(outline=outline, kept=unchanged, program=jax.jit(program))
 
 
 class Merged:
@@ -220,15 +220,15 @@ def _merged_layer(graph: Any, name: str, state: Any, index: int | Array | None) 
 
 def plain_arrays(model: Decoder) -> dict[str, Array | Merged]:
     """Parameters as if the model had neither adapter nor quantized matrices, computed lazily."""
-    found: dict[str, Array | Merged] = {
+    plain: dict[str, Array | Merged] = {
         path: array
         for path, array in ModelWeights(model).read().items()
         if ADAPTER not in path and not path.endswith((CODES, SCALES))
     }
     for site in sites(model).values():
         if site.adapter is not None or isinstance(site.matrix, Quantized):
-            found[site.param] = Merged(site.owner, site.name)
-    return found
+            plain[site.param] = Merged(site.owner, site.name)
+    return plain
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,7 +213,7 @@ def attend_short_rows(plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Arra
 def _short_forward(
     plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_inputs: MaskInputs
 ) -> tuple[Array, Any]:
-    outs, kept, least = [], [], _sinks(plan, q, sinks)
+    outs, saved, least = [], [], _sinks(plan, q, sinks)
     for i in range(q.shape[0]):
         keys = _keys(plan, i)
         mask = _mask(plan, i, mask_inputs, groups=q.shape[3])
@@ -225,17 +225,17 @@ def _short_forward(
         exps = jnp.exp(logits - top)
         sink_exps = jnp.exp(least - top) if plan.sinks else None
         outs.append(einsum32("bkrs,bksh->bkrh", exps.astype(v.dtype), v[:, :, keys]) / _total(exps, sink_exps))
-        kept.append((exps, sink_exps))
+        saved.append((exps, sink_exps))
     out = jnp.stack(outs).astype(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
-    return out, (q, k, v, sinks, kept)
+    return out, (q, k, v, sinks, saved)
 
 
 def _short_backward(plan: BlockPlan, saved: Any, d_out: Array) -> tuple[Array, Array, Array, Array | None, None]:
-    q, k, v, sinks, kept = saved
+    q, k, v, sinks, exponentials = saved
     dqs, d_sinks = [], jnp.zeros(())
     dk, dv = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2])) for x in (k, v))
     # Last block first: if its queries see all keys, the other blocks accumulate into its result.
-    for i, saved_block in reversed(list(enumerate(kept))):
+    for i, saved_block in reversed(list(enumerate(exponentials))):
         # The barrier forces a separate sum: the forward pass fuses its own with a product.
         exps, sink_exps = jax.lax.optimization_barrier(saved_block)
         keys, total = _keys(plan, i), _total(exps, sink_exps)
