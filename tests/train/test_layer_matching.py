@@ -17,7 +17,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
 from posttrain.config import MeshSection
-from posttrain.kernels import features
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.chunks import predicting
 from posttrain.kernels.logits.divergence import Divergence
@@ -26,6 +25,7 @@ from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
 from posttrain.models.activations import HIDDEN, Taps
 from posttrain.models.decoder import Decoder
+from posttrain.train import layer_matching
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.layer_matching import Matching, Relation
 from posttrain.train.objective import TrainSettings
@@ -139,7 +139,7 @@ def tapped() -> list[Any]:
     return found
 
 
-def naive(tapped: list[Any], kind: features.HiddenLoss) -> tuple[float, float]:
+def naive(tapped: list[Any], kind: layer_matching.HiddenLoss) -> tuple[float, float]:
     """Both metrics in float64, sequence by sequence and pair by pair."""
     batch, projections = apart(), matching().projections()
     own, theirs = jax.tree.map(lambda x: np.asarray(x, np.float64), tapped)
@@ -187,8 +187,8 @@ def test_the_naive_twin(update: tuple[Any, dict[str, float]], tapped: list[Any])
 
 
 def test_packing_micro_batches_and_chunks_change_nothing(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "CHUNK_ELEMENTS", 1)
-    monkeypatch.setattr(features, "MIN_CHUNK_TOKENS", 3)
+    monkeypatch.setattr(layer_matching, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(layer_matching, "MIN_CHUNK_TOKENS", 3)
     assert_same(update, moved(trainer(rows=1), packed()), 5e-6)
 
 
@@ -206,8 +206,8 @@ def test_no_array_of_tokens_times_tokens_is_whole() -> None:
     segments = jnp.ones((rows, length), jnp.int32)
 
     def total(x: jax.Array, y: jax.Array) -> jax.Array:
-        related = [features.RelationPair(x, y, heads), features.RelationPair(x, x, heads)]
-        return jnp.sum(features.relation_divergence(related, segments, predicting(segments)))
+        related = [layer_matching.RelationPair(x, y, heads), layer_matching.RelationPair(x, x, heads)]
+        return jnp.sum(layer_matching.relation_divergence(related, segments, predicting(segments)))
 
     text = jax.jit(jax.grad(total)).lower(x, y).compile().as_text()
     shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"(?:f32|pred|s32)\[([\d,]+)\]", text)}
