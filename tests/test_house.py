@@ -62,7 +62,7 @@ IMPORTS = """
 import posttrain.stages.sft
 tell()
 import posttrain.runs.check, posttrain.runs.run
-posttrain.runs.run.STAGES["sft"]()
+posttrain.runs.run.stage_kind("sft")
 tell()
 """
 CHECK = """

@@ -24,7 +24,7 @@ from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runtime.files import check_local
 from posttrain.stages.context import StageRun
-from posttrain.stages.table import STAGES
+from posttrain.stages.table import stage_kind
 from posttrain.train.checkpoint import Checkpointer, DamagedCheckpoint
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.locate import add_family_file
@@ -117,7 +117,7 @@ def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
 
 def _trained_model(stage: StageRun, step: int | None) -> Decoder:
     """Model of the stage at a checkpoint: its initial model with the trained parameters."""
-    model = STAGES[stage.kind]().load_model(stage)
+    model = stage_kind(stage.kind).load_model(stage)
     weights = ModelWeights(model)
     with Checkpointer(stage.folder / "checkpoints", read_only=True) as checkpointer:
         if not (steps := checkpointer.steps()):

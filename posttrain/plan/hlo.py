@@ -100,10 +100,6 @@ class Collective:
         return self.size * factor.get(self.kind, share)
 
     @property
-    def in_loop(self) -> bool:
-        return bool(self.loops)
-
-    @property
     def in_dynamic_loop(self) -> bool:
         return None in self.loops
 

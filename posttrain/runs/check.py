@@ -30,7 +30,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
 from posttrain.runtime.files import check_writable
 from posttrain.stages.context import num_training_devices
-from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
+from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
 from posttrain.train.objective import used_once
 from posttrain.train.optimizers import make_optimizer, state_bytes
 from posttrain.weights.load import check_mesh, outline_of
@@ -81,7 +81,7 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
     config = prepared.config
     for name, section in zip(stage_names(config), config.stages, strict=True):
         inputs = next((i for i in prepared.stages if i.section is section), None)
-        lines.append(f"{name}: {STAGES[section.kind]().describe(section, inputs, shards)}")
+        lines.append(f"{name}: {stage_kind(section.kind).describe(section, inputs, shards)}")
         if isinstance(section, OnlineSection):
             lines += describe_roles(name, section, config, prepared.files, mesh)
     return lines + prepared.notes + row_notes(config, shards)

@@ -35,7 +35,7 @@ from posttrain.runs.epochs import read_counts, with_steps
 from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
 from posttrain.stages.inputs import Prepared
-from posttrain.stages.table import STAGES, naming_stage, stage_names
+from posttrain.stages.table import naming_stage, stage_kind, stage_names
 from posttrain.weights.load import check_adapter, check_lora, check_weights, with_adapter
 from posttrain.weights.locate import (
     ModelFiles,
@@ -77,7 +77,7 @@ def prepare(config: RunConfig, *, offline_ok: bool, estimate: bool = False) -> P
     for index, section in enumerate(config.stages):
         with naming_stage(config, index):
             if unchecked:
-                STAGES[section.kind]().check_offline(section)
+                stage_kind(section.kind).check_offline(section)
             else:
                 _prepare_stage(prepared, index, offline_ok=offline_ok, estimate=estimate)
     return prepared
@@ -107,9 +107,9 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate
     if offline_ok and remote:
         names = ", ".join(remote)
         prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names}, if it is on the hub")
-        STAGES[section.kind]().check_offline(section)
+        stage_kind(section.kind).check_offline(section)
         return
-    inputs, notes = STAGES[section.kind]().prepare(section, prepared)
+    inputs, notes = stage_kind(section.kind).prepare(section, prepared)
     check_stage_loss(section, inputs.loss)
     inputs, more = with_steps(inputs, config.seed, prepared.counts, estimate=estimate)
     prepared.add(index, inputs)

@@ -26,7 +26,7 @@ from posttrain.runtime.files import check_writable
 from posttrain.runtime.xla import enable_compile_cache
 from posttrain.stages.context import StageRun, role_devices, training_devices
 from posttrain.stages.inputs import Prepared
-from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
+from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
 from posttrain.tracking.console import console
 from posttrain.tracking.sink import Sink
 from posttrain.tracking.trackers import require
@@ -102,7 +102,7 @@ def _train_stages(
             raise stop.interrupted(f"stopped before {name}")
         trained.append(name)
         console().rule(f"{name}: {inputs.section.steps} steps", align="left")
-        kind = STAGES[stage.kind]()
+        kind = stage_kind(stage.kind)
         print_placement(inputs.section, mesh, stage.devices, kind.roles(inputs))
         kind.run(stage, inputs)
         gc.collect()  # trainer and programs form a cycle that keeps the weights alive

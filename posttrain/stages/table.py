@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from posttrain.batch import rows_per_pass
@@ -37,82 +38,36 @@ class StageKind:
     """Roles beside the actor that a stage with these inputs has."""
 
 
-def _sft() -> StageKind:
-    from posttrain.stages import sft
+def stage_kind(kind: str) -> StageKind:
+    """Functions of a kind of stage. Its module is imported on first use: a run loads no kind that it does not have."""
+    match kind:
+        case "sft":
+            from posttrain.stages import sft
 
-    return StageKind(prepare=sft.prepare, check_offline=sft.check_offline, describe=sft.describe, run=sft.run)
+            return _functions_of(sft)
+        case "distill":
+            from posttrain.stages import distill
 
+            return _functions_of(distill, one_process=lambda _: "its teachers and their caches are those of one")
+        case "preference" | "reward_model":
+            from posttrain.stages import preference
 
-def _distill() -> StageKind:
-    from posttrain.stages import distill
+            own = {"run": preference.run_reward_model, "load_model": preference.load_reward_model}
+            return _functions_of(preference, **(own if kind == "reward_model" else {}))
+        case "rl":
+            from posttrain.stages import online, prompts, rl
 
-    return StageKind(
-        prepare=distill.prepare,
-        check_offline=distill.check_offline,
-        describe=distill.describe,
-        run=distill.run,
-        one_process=lambda _: "its teachers and their caches are those of one",
-    )
+            return _functions_of(rl, one_process=online.one_process, roles=prompts.roles_beside)
+        case "online_preference":
+            from posttrain.stages import online, online_preference, prompts
 
-
-def _preference() -> StageKind:
-    from posttrain.stages import preference
-
-    return StageKind(
-        prepare=preference.prepare,
-        check_offline=preference.check_offline,
-        describe=preference.describe,
-        run=preference.run,
-    )
+            return _functions_of(online_preference, one_process=online.one_process, roles=prompts.roles_beside)
+    raise AssertionError(f"no stage of kind {kind}")
 
 
-def _reward_model() -> StageKind:
-    from posttrain.stages import preference
-
-    return StageKind(
-        prepare=preference.prepare,
-        check_offline=preference.check_offline,
-        describe=preference.describe,
-        run=preference.run_reward_model,
-        load_model=preference.load_reward_model,
-    )
-
-
-def _rl() -> StageKind:
-    from posttrain.stages import online, prompts, rl
-
-    return StageKind(
-        prepare=rl.prepare,
-        check_offline=rl.check_offline,
-        describe=rl.describe,
-        run=rl.run,
-        one_process=online.one_process,
-        roles=prompts.roles_beside,
-    )
-
-
-def _online_preference() -> StageKind:
-    from posttrain.stages import online, online_preference, prompts
-
-    return StageKind(
-        prepare=online_preference.prepare,
-        check_offline=online_preference.check_offline,
-        describe=online_preference.describe,
-        run=online_preference.run,
-        one_process=online.one_process,
-        roles=prompts.roles_beside,
-    )
-
-
-STAGES: Mapping[str, Callable[[], StageKind]] = {
-    "sft": _sft,
-    "distill": _distill,
-    "preference": _preference,
-    "reward_model": _reward_model,
-    "rl": _rl,
-    "online_preference": _online_preference,
-}
-"""Kinds of stages. Their modules are imported on first use, so that a run loads no kind that it does not have."""
+def _functions_of(module: ModuleType, **others: Any) -> StageKind:
+    names = ("prepare", "check_offline", "describe", "run")
+    return StageKind(**{name: getattr(module, name) for name in names} | others)
 
 
 def stage_names(config: RunConfig) -> list[str]:
@@ -147,7 +102,7 @@ def check_processes(config: RunConfig, num_processes: int, shards: int) -> None:
         return
     for index, section in enumerate(config.stages):
         with naming_stage(config, index):
-            if (reason := STAGES[section.kind]().one_process(section)) is not None:
+            if (reason := stage_kind(section.kind).one_process(section)) is not None:
                 raise ConfigError(
                     f"a stage of kind {section.kind} runs in one process, not in {num_processes}: {reason}; use one "
                     "host, whose process has all of its devices"
