@@ -18,7 +18,7 @@ import numpy as np
 from posttrain.data.tokenizer import CONTEXT_TOKENS
 from posttrain.errors import ConfigError
 from posttrain.view.folder import RunFolder
-from posttrain.view.index import RECORD, SAMPLES, connection
+from posttrain.view.queries import RECORD, SAMPLES, connection
 from posttrain.view.records import Rollout, read_rollouts, read_tokens
 
 POLL_S = 1.0

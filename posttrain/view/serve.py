@@ -1,4 +1,4 @@
-"""Server of the run browser: an address on loopback with a random token, an indexer beside it."""
+"""Run browser: the page and JSON on loopback, below an address with a random token, with an indexer beside it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,238 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
-from posttrain.view.app import Viewed, application
-from posttrain.view.curves import Curves
-from posttrain.view.folder import RunFolder, find_runs
-from posttrain.view.index import cache_of, make_index
+from posttrain.view import queries
+from posttrain.view.folder import CurveReader, RunFolder, Stage, find_runs
 from posttrain.view.microscope import Microscope
+from posttrain.view.queries import cache_of, connection, make_index
+from posttrain.view.records import Sequence as TokenSequence
+from posttrain.view.records import read_sample
+
+STATIC = Path(__file__).resolve().parent / "static"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+HOSTS = ("127.0.0.1", "localhost")
+
+
+@dataclass(frozen=True)
+class Viewed:
+    """Run with what is read of it."""
+
+    name: str
+    folder: RunFolder
+    index: Path
+    curves: CurveReader
+    microscope: Microscope
+
+    def stage(self, name: str) -> Stage:
+        """Stage of a name; ConfigError if there is none."""
+        for stage in self.folder.stages():
+            if stage.name == name:
+                return stage
+        raise ConfigError(f"stage={name}: the run {self.name} has none of this name")
+
+
+class Refused(Exception):
+    """Request that gets an answer other than 200."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Api:
+    """Answers of the browser as JSON values; parameters are those of the address."""
+
+    def __init__(self, runs: Sequence[Viewed]):
+        self._runs = runs
+
+    def answers(self) -> dict[str, Callable[[Mapping[str, str]], Any]]:
+        """Answers to GET requests by name."""
+        return {
+            "runs": self.runs,
+            "metrics": self.metrics,
+            "curves": self.curves,
+            "rollouts": self.rollouts,
+            "rollout": self.rollout,
+            "tokens": self.tokens,
+            "microscope": self.microscope,
+            "prompts": self.prompts,
+            "compare": self.compare,
+        }
+
+    def runs(self, given: Mapping[str, str]) -> Any:
+        """Runs with their stages, state, and progress of the index."""
+        found = []
+        for number, run in enumerate(self._runs):
+            with connection(run.index) as index:
+                indexed, progress = {one["stage"]: one for one in queries.stages(index)}, queries.progress(index)
+            stages = [
+                {"name": s.name, "kind": s.kind, "num_steps": s.num_steps, "pass_above": s.pass_above}
+                | {"indexed": indexed.get(s.name)}
+                for s in run.folder.stages()
+            ]
+            about = {"run": number, "name": run.name, "path": str(run.folder.path), "state": run.folder.state()}
+            found.append({**about, "stages": stages, "progress": progress})
+        return found
+
+    def metrics(self, given: Mapping[str, str]) -> Any:
+        """Names of metrics of every run by stage."""
+        return [run.curves.names() for run in self._runs]
+
+    def curves(self, given: Mapping[str, str]) -> Any:
+        """Curves of a metric (`name`) of the stages called `stage`, one for each run that has it."""
+        found = []
+        for number, run in enumerate(self._runs):
+            curve = run.curves.curve(given.get("stage", ""), given.get("name", ""))
+            if curve["steps"]:
+                found.append({"run": number, **curve})
+        return found
+
+    def rollouts(self, given: Mapping[str, str]) -> Any:
+        with connection(self._run(given).index) as index:
+            return queries.rollouts(index, given)
+
+    def rollout(self, given: Mapping[str, str]) -> Any:
+        with connection(self._run(given).index) as index:
+            found = queries.rollout(index, queries.whole(given, "id"))
+        if found is None:
+            raise Refused(404, "there is no such rollout; the run may have removed its record")
+        return found
+
+    def tokens(self, given: Mapping[str, str]) -> Any:
+        """Tokens of a rollout as recorded, and their losses in each update once the step is replayed."""
+        run = self._run(given)
+        with connection(run.index) as index:
+            found = queries.rollout(index, queries.whole(given, "id"))
+            if found is None or found["grp"] is None:
+                raise Refused(404, "there is no record of this rollout, only its text")
+            stage, step = run.folder.path / found["stage"], found["step"]
+            try:
+                parts = read_sample(_record(stage, step), found["grp"], found["sample"])
+            except FileNotFoundError:
+                raise Refused(404, "the run has removed this record") from None
+            texts = queries.token_texts(index, [int(token) for part in parts for token in part.tokens])
+        losses = run.microscope.tokens(stage, step, found["grp"], found["sample"])
+        return {"parts": [_part(part, texts) for part in parts], "losses": losses}
+
+    def microscope(self, given: Mapping[str, str]) -> Any:
+        """State of the replay of a step."""
+        run = self._run(given)
+        stage, step = self._place(run, given)
+        return run.microscope.state(stage, step)
+
+    def replay(self, given: Mapping[str, str]) -> Any:
+        """Start the replay of a step."""
+        run = self._run(given)
+        stage, step = self._place(run, given)
+        if not _record(stage, step).is_file():
+            raise Refused(404, f"step {step} has no record of trajectories")
+        return run.microscope.start(stage, step)
+
+    def prompts(self, given: Mapping[str, str]) -> Any:
+        run = self._run(given)
+        with connection(run.index) as index:
+            return queries.prompts(index, given, run.stage(given.get("stage", "")).pass_above)
+
+    def compare(self, given: Mapping[str, str]) -> Any:
+        """Two steps, given as `run`, `stage`, `step` and `run2`, `stage2`, `step2`."""
+        found = []
+        for suffix in ("", "2"):
+            one = {name: given.get(f"{name}{suffix}", "") for name in ("run", "stage", "step")}
+            with connection(self._run(one).index) as index:
+                found.append(queries.step_summary(index, one["stage"], queries.whole(one, "step")))
+        return found
+
+    def _run(self, given: Mapping[str, str]) -> Viewed:
+        number = given.get("run", "")
+        if not number.isdecimal() or len(number) > 9 or int(number) >= len(self._runs):
+            raise Refused(404, f"run={number[:9]}: there are runs 0 to {len(self._runs) - 1}")
+        return self._runs[int(number)]
+
+    def _place(self, run: Viewed, given: Mapping[str, str]) -> tuple[Path, int]:
+        return run.folder.path / run.stage(given.get("stage", "")).name, queries.whole(given, "step")
+
+
+def application(runs: Sequence[Viewed], token: str) -> Any:
+    """ASGI application. Everything but the right token in the path, on a loopback host, is answered with 404."""
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    api = Api(runs)
+    files = {str(path.relative_to(STATIC)): path for path in STATIC.rglob("*") if path.suffix in TYPES}
+
+    def allowed(request: Request) -> bool:
+        right = secrets.compare_digest(request.path_params["token"].encode(), token.encode())
+        return right and request.url.hostname in HOSTS
+
+    async def page(request: Request) -> Any:
+        name = request.path_params.get("file") or "index.html"
+        if not allowed(request) or name not in files:
+            return Response("not found", status_code=404, headers=HEADERS)
+        file = files[name]
+        return Response(file.read_bytes(), media_type=TYPES[file.suffix], headers=HEADERS)
+
+    async def answer(request: Request) -> Any:
+        known = api.answers() if request.method in ("GET", "HEAD") else {"microscope": api.replay}
+        name = request.path_params["name"]
+        if not allowed(request) or name not in known:
+            return JSONResponse({"error": "not found"}, status_code=404, headers=HEADERS)
+        try:
+            found = await run_in_threadpool(known[name], request.query_params)
+        except Refused as refused:
+            return JSONResponse({"error": str(refused)}, status_code=refused.status, headers=HEADERS)
+        except ConfigError as error:
+            return JSONResponse({"error": str(error)}, status_code=400, headers=HEADERS)
+        return JSONResponse(_finite(found), headers=HEADERS)
+
+    return Starlette(
+        routes=[
+            Route("/{token}/api/{name}", answer, methods=["GET", "POST"]),
+            Route("/{token}/{file:path}", page, methods=["GET"]),
+        ]
+    )
+
+
+def _record(stage: Path, step: int) -> Path:
+    return stage / "trajectories" / f"{step:08d}.parquet"
+
+
+def _part(part: TokenSequence, texts: Mapping[int, str]) -> dict[str, Any]:
+    return {
+        "ids": part.tokens.tolist(),
+        "texts": [texts.get(int(token)) for token in part.tokens],
+        "sampled": part.sampled.tolist(),
+        **{name: values.tolist() for name, values in part.values.items()},
+        "turns": part.turns,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Value with null for numbers that JSON cannot represent."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and value - value != 0 else value
+
 
 HOST = "127.0.0.1"
 
@@ -77,7 +299,7 @@ def viewed(name: str, folder: RunFolder) -> Viewed:
     """Run with its index and replays in the cache."""
     cache = cache_of(folder.key)
     make_index(cache / "index.sqlite")
-    curves = Curves(folder.path / "metrics.jsonl")
+    curves = CurveReader(folder.path / "metrics.jsonl")
     return Viewed(name, folder, cache / "index.sqlite", curves, Microscope(cache / "tokens"))
 
 

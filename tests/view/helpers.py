@@ -15,10 +15,9 @@ import uvicorn
 from posttrain.reward.types import Rewards
 from posttrain.rl.store import Recorded, file_of, write_record
 from posttrain.rollout.trajectory import Example, Trajectory, Turn
-from posttrain.view.app import Viewed, application
 from posttrain.view.folder import RunFolder
 from posttrain.view.indexer import Indexer, index_all
-from posttrain.view.serve import listen, viewed
+from posttrain.view.serve import Viewed, application, listen, viewed
 from tests.stages.runs import rl_stage, write_run
 
 STAGE, TOKEN = "0-rl", "secret"

@@ -12,10 +12,9 @@ import pytest
 
 from posttrain.errors import ConfigError
 from posttrain.rl.store import file_of
-from posttrain.view.app import Viewed
 from posttrain.view.folder import find_runs
 from posttrain.view.indexer import Indexer, index_all
-from posttrain.view.serve import listen, named, viewed
+from posttrain.view.serve import Viewed, listen, named, viewed
 from tests.view.helpers import GROUP, PROMPTS, STAGE, UNSAFE, indexed, make_run, record, served
 
 pytestmark = pytest.mark.fast

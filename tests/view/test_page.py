@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from posttrain.view.app import Viewed
+from posttrain.view.serve import Viewed
 from tests.view.chromium import Chromium, browser
 from tests.view.helpers import GROUP, PROMPTS, UNSAFE, indexed, make_run, served
 
