@@ -135,7 +135,8 @@ def type_text(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(map(str, args))
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(type_text(arg) for arg in args if arg is not type(None)))
+        texts = [word for arg in args if arg is not type(None) for word in type_text(arg).split(" or ")]
+        return " or ".join(dict.fromkeys(texts))
     if origin is tuple:
         return f"list of {type_text(args[0])}"
     return "map" if origin is dict else "section" if _is_section(annotation) else str(annotation)

@@ -229,7 +229,8 @@ def _moved(key: Key, parents: Sections, source: Source) -> str | None:
         return None
     kind, fields = _algorithm(source, key[:-1])
     if kind not in having:
-        return f"is a field of the algorithm, but {kind} has none; {_listed(having)} have it"
+        verb = "has" if len(having) == 1 else "have"
+        return f"is a field of the algorithm, but {kind} has none; {_listed(having)} {verb} it"
     if key in source.overrides:
         return (
             f"is now algorithm.{word}: write {source.shown((*key[:-1], 'algorithm', word))}={show(fields[str(word)])}"
