@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.sync import Shared
-from posttrain.config import OptimizerSection, SamplingSection
+from posttrain.config import AdamW, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.losses.policy import GRPO
@@ -153,7 +153,7 @@ def build(work: str, steps: int, model: Decoder) -> Bench:
     lengths = LENGTHS[work]
     longest, skewed, row = max(lengths), len(set(lengths)) > 1, PROMPT + max(lengths)
     algorithm = Algorithm("grpo", GRPO, standardized)
-    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-30 if skewed else 1e-4), steps)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-30 if skewed else 1e-4), steps)
     trainer = Trainer(
         model,
         algorithm.loss,

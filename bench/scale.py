@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from bench.tpu import DTYPE, SMALL, begin
-from posttrain.config import MeshSection, OptimizerSection
+from posttrain.config import AdamW, MeshSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.models.config import Compute
@@ -36,7 +36,7 @@ def measured(chips: int, sizes: dict[str, int], layers: int) -> np.ndarray:
     """GiB of a chip: peak, and wire of a step."""
     mesh = make_mesh(MeshSection(**sizes), topology_devices("v5e", SLICES[chips]))
     model = model_of(SMALL | {"num_hidden_layers": layers}, Compute(dtype=DTYPE, mesh=mesh, remat="full"), DTYPE)
-    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-5), 100)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-5), 100)
     programs = TrainPrograms(model, SFTLoss(), optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh)
     found = compile_program(programs.lower_update(batch_of(chips, LENGTH)), mesh.size)
     trips = vocabulary_trips(mesh, chips, LENGTH, SMALL["vocab_size"])

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from posttrain.config import MeshSection, OptimizerSection, SamplerTensor
+from posttrain.config import AdamW, MeshSection, SamplerTensor
 from posttrain.kernels.platform import traced_for
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
@@ -97,7 +97,7 @@ def update(
 ) -> str:
     """Figures of one update at fsdp=8; `settings` of the optimizer."""
     mesh = mesh_of(fsdp=8)
-    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-5, **settings), 100, seed=0)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-5, **settings), 100, seed=0)
     programs = TrainPrograms(
         model(fields, mesh), loss, optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh
     )

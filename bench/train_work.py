@@ -21,7 +21,7 @@ from jaxtyping import Int
 
 from posttrain.batch import Batch
 from posttrain.cluster.reference import Reference
-from posttrain.config import LoRA, OptimizerSection
+from posttrain.config import AdamW, LoRA
 from posttrain.data.packing import LOOK_AHEAD, PackedBatches, to_batch
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.logits.divergence import Divergence
@@ -159,7 +159,7 @@ def trainer_of(
     return Trainer(
         init_model(STUDENT, dtype=jnp.float32, lora=lora, seed=0),
         loss,
-        make_optimizer(OptimizerSection(learning_rate=1e-4), num_steps=1000),
+        make_optimizer(AdamW(learning_rate=1e-4), num_steps=1000),
         TrainSettings(temperature=1.0, max_grad_norm=1.0, terms=terms),
         teachers=teachers,
     )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from posttrain.config import RLOO as RLOO
     from posttrain.config import SAPO as SAPO
     from posttrain.config import VESPO as VESPO
+    from posttrain.config import AdamW as AdamW
     from posttrain.config import DrGRPO as DrGRPO
     from posttrain.config import GSPOToken as GSPOToken
     from posttrain.config import LoRA as LoRA
@@ -86,6 +87,7 @@ _MODULES = {
     "ReinforcePlusPlusBaseline": "posttrain.config",
     "SAPO": "posttrain.config",
     "VESPO": "posttrain.config",
+    "AdamW": "posttrain.config",
     "Batch": "posttrain.batch",
     "Checkpointer": "posttrain.train.checkpoint",
     "ConfigError": "posttrain.errors",

@@ -338,7 +338,8 @@ def _plain(value: Any) -> Any:
         return {name: _plain(getattr(value, name)) for name in value.model_fields_set | kind}
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    # A named tuple, such as an optax transformation, is an object.
+    return [_plain(item) for item in value] if type(value) in (list, tuple) else value
 
 
 def _in_python(error: ConfigError) -> ConfigError:

@@ -50,6 +50,7 @@ from posttrain.config.rollout import PlacementSection, ReferenceSection, Rollout
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
+    AdamW,
     DatasetSection,
     OfflineSection,
     OptimizerSection,
@@ -57,6 +58,7 @@ from posttrain.config.train import (
     SequenceSection,
     SFTSection,
     TrainSection,
+    UserOptimizer,
 )
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "ROW_AXES",
     "SAPO",
     "VESPO",
+    "AdamW",
     "AgentSection",
     "AlgorithmSection",
     "AsyncSection",
@@ -138,6 +141,7 @@ __all__ = [
     "ToolSection",
     "TrainSection",
     "UserObject",
+    "UserOptimizer",
     "answer_tokens",
     "trains_on_samples",
 ]

@@ -239,7 +239,7 @@ def user_object(value: Any, folder: Path | None = None) -> UserObject:
         if not value:
             raise ValueError("must not be empty")
         return UserObject(value if isinstance(value, Locator) else Locator(value, folder))
-    if value is None or isinstance(value, bool | int | float | list | tuple):
+    if value is None or isinstance(value, bool | int | float) or type(value) in (list, tuple):
         raise ValueError(f"must be {FORMS}, or in Python a function, class or object; got {value!r}")
     return UserObject(value)
 

@@ -11,17 +11,17 @@ from posttrain.config.base import Flag, PositiveInt
 from posttrain.config.locator import NamedOrSet
 from posttrain.config.rl import OnlineSection
 from posttrain.config.rollout import check_sampling
-from posttrain.config.train import MAX_NEW_TOKENS, OfflineSection, OptimizerSection, Schedule
+from posttrain.config.train import ANY_KIND, MAX_NEW_TOKENS, AdamW, OfflineSection, Schedule, UserOptimizer
 
 
-class PreferenceOptimizer(OptimizerSection):
+class PreferenceOptimizer(AdamW):
     """AdamW settings of preference optimisation."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     schedule: Schedule = "linear"
 
 
-class RewardModelOptimizer(OptimizerSection):
+class RewardModelOptimizer(AdamW):
     """AdamW settings of reward models."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
@@ -49,8 +49,10 @@ class PreferenceSection(PairSection):
     """Preference optimisation: DPO and its variants, KTO, ORPO, CPO, SimPO."""
 
     kind: Literal["preference"] = "preference"
-    optimizer: PreferenceOptimizer = PreferenceOptimizer()
-    """AdamW settings."""
+    optimizer: Annotated[PreferenceOptimizer | UserOptimizer, Field(discriminator="kind"), ANY_KIND] = (
+        PreferenceOptimizer()
+    )
+    """AdamW settings, or an optax transformation (`fn`)."""
     loss: NamedOrSet = "sigmoid"
     """Loss type: a DPO variant (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`,
     `cpo_ipo`, `simpo`; with settings `{kind: sigmoid, beta: 0.1}`. DPO variants can be combined: `{kind: [sigmoid,
@@ -64,8 +66,10 @@ class RewardModelSection(PairSection):
     """Reward model: a sequence classifier trained on pairs, or on labelled steps (process rewards)."""
 
     kind: Literal["reward_model"] = "reward_model"
-    optimizer: RewardModelOptimizer = RewardModelOptimizer()
-    """AdamW settings."""
+    optimizer: Annotated[RewardModelOptimizer | UserOptimizer, Field(discriminator="kind"), ANY_KIND] = (
+        RewardModelOptimizer()
+    )
+    """AdamW settings, or an optax transformation (`fn`)."""
     loss: NamedOrSet = "bradley_terry"
     """Loss type: `bradley_terry` on pairs, `process` on labelled steps; with settings `{kind: bradley_terry,
     center_coef: 0.01}`. Or your own: `file.py:name`, `{fn: file.py:name, ...}`, or in Python the object."""

@@ -25,7 +25,7 @@ from posttrain.config.rollout import (
     with_lengths,
 )
 from posttrain.config.teacher import TeacherSection, check_teachers
-from posttrain.config.train import MAX_NEW_TOKENS, DatasetSection, OptimizerSection, TrainSection
+from posttrain.config.train import ANY_KIND, MAX_NEW_TOKENS, AdamW, DatasetSection, TrainSection, UserOptimizer
 
 
 class RefillSection(Section):
@@ -113,7 +113,7 @@ def check_async(section: AsyncSection, *, old_logps: str, models_refill: bool, r
         )
 
 
-class OnlineOptimizer(OptimizerSection):
+class OnlineOptimizer(AdamW):
     """AdamW settings of online stages."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
@@ -130,8 +130,8 @@ class OnlineSection(TrainSection):
     row_tokens: PositiveInt = 2 * MAX_NEW_TOKENS
     """Row length in tokens, for a prompt and its completion: by default 512 plus `sampling.max_tokens`, or the model's
     context if that is shorter."""
-    optimizer: OnlineOptimizer = OnlineOptimizer()
-    """AdamW settings."""
+    optimizer: Annotated[OnlineOptimizer | UserOptimizer, Field(discriminator="kind"), ANY_KIND] = OnlineOptimizer()
+    """AdamW settings, or an optax transformation (`fn`)."""
     rewards: ListOf[RewardSection] = ()
     """Reward functions and reward models; their weighted sum is the reward."""
     prompts_per_step: PositiveInt = 8

@@ -19,7 +19,7 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.locator import Locator
-from posttrain.config.train import MAX_NEW_TOKENS, OptimizerSection
+from posttrain.config.train import ANY_KIND, MAX_NEW_TOKENS, AdamW, UserOptimizer
 
 
 class RolloutSection(Section):
@@ -238,7 +238,7 @@ class ReferenceSection(Section):
             yield "refresh_every copies the actor's weights over a copy of them; it needs model: start"
 
 
-class CriticOptimizer(OptimizerSection):
+class CriticOptimizer(AdamW):
     """AdamW settings of the critic."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
@@ -252,5 +252,5 @@ class CriticSection(Section):
     of the stage, without an adapter. A model without a scalar head gets a new one."""
     warmup: NonNegativeInt = 0
     """First batches of rollouts from which the critic learns alone (value warm-up)."""
-    optimizer: CriticOptimizer = CriticOptimizer()
-    """AdamW settings of the critic; its schedule has the stage's steps."""
+    optimizer: Annotated[CriticOptimizer | UserOptimizer, Field(discriminator="kind"), ANY_KIND] = CriticOptimizer()
+    """AdamW settings of the critic, or an optax transformation (`fn`); its schedule has the stage's steps."""

@@ -38,7 +38,8 @@ def with_adapter_rate(stage: Any) -> Any:
     """Add the default learning rate of adapters to a raw stage without a learning rate."""
     section = SECTIONS.get(stage.get("kind", "")) if isinstance(stage, Mapping) else None
     given = {} if section is None else stage.get("optimizer", {})
-    if section is None or not isinstance(given, Mapping) or "learning_rate" in given:
+    given = {} if given == "adamw" else given
+    if section is None or not isinstance(given, Mapping) or {"learning_rate", "fn"} & given.keys():
         return stage
     rate = ADAPTER_RATE_FACTOR * section.model_fields["optimizer"].default.learning_rate
     # 10 * 1e-6 is 9.999999999999999e-06.

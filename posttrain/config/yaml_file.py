@@ -210,7 +210,7 @@ def _copy(value: Any) -> Any:
     """Copy containers recursively, so that overriding one use of a YAML anchor leaves the others alone."""
     if isinstance(value, Mapping):
         return {word: _copy(item) for word, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
+    return [_copy(item) for item in value] if type(value) in (list, tuple) else value
 
 
 def _override(raw: dict[str, Any], text: str, source: Source) -> None:

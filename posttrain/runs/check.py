@@ -16,7 +16,6 @@ from posttrain.config import (
     ROW_AXES,
     ModelSection,
     OnlineSection,
-    OptimizerSection,
     RewardModelSection,
     RLSection,
     RunConfig,
@@ -32,7 +31,7 @@ from posttrain.runtime.files import check_writable
 from posttrain.stages.context import num_training_devices
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
 from posttrain.train.objective import used_once
-from posttrain.train.optimizers import make_optimizer, state_bytes
+from posttrain.train.optimizers import AnyOptimizer, make_optimizer, state_bytes
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, unreachable
 from posttrain.weights.lora import attach_lora, has_lora
@@ -149,7 +148,7 @@ def critic_size(section: CriticSection, config: RunConfig, files: ModelFiles, me
 
 
 def training_size(
-    config: RunConfig, outline: Decoder, mesh: Mapping[str, int], optimizer_section: OptimizerSection | None = None
+    config: RunConfig, outline: Decoder, mesh: Mapping[str, int], optimizer_section: AnyOptimizer | None = None
 ) -> TrainingSize:
     """Count parameters and bytes of training for a model of shapes. `optimizer_section`: None: the first stage's."""
     arrays = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(outline))}

@@ -21,7 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import Locator, OnlineSection, RLSection, RunConfig, Section, TrainSection, UserObject
+from posttrain.config import (
+    PPO,
+    Locator,
+    OnlineSection,
+    RLSection,
+    RunConfig,
+    Section,
+    TrainSection,
+    UserObject,
+    UserOptimizer,
+)
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest
 from posttrain.user_code import is_object_spec
@@ -112,6 +122,10 @@ def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
     for number, dataset in enumerate(section.all_datasets):
         if is_object_spec(dataset.path):
             yield f"datasets.{number}", dataset.path
+    optimizers = {"optimizer": section.optimizer}
+    if isinstance(section, RLSection) and isinstance(section.algorithm, PPO):
+        optimizers["algorithm.critic.optimizer"] = section.algorithm.critic.optimizer
+    yield from ((f"{name}.fn", one.fn.fn) for name, one in optimizers.items() if isinstance(one, UserOptimizer))
     of_algorithm = isinstance(section, RLSection)
     owner: Section = section.algorithm if isinstance(section, RLSection) else section
     for field in ("advantage", "filter", "loss"):
@@ -242,8 +256,10 @@ class UserCode:
     def _parts_of_function(self, found: FunctionType) -> Iterable[Any]:
         """Add a function's file, or its text if a script or notebook defines it, and the values that it reads."""
         code, path = found.__code__, Path(found.__code__.co_filename).resolve()
+        closure = zip(code.co_freevars, found.__closure__ or (), strict=True)
+        cells = {name: cell.cell_contents for name, cell in closure if cell != CellType()}
         if path.is_file() and not _is_local(path):
-            return ()
+            return cells.values()  # settings of what an installed package has made, such as an optimiser
         tree = _tree_of(code)
         if path.is_file() and found.__globals__.get("__name__") != "__main__":
             self._add_file(path)
@@ -253,8 +269,7 @@ class UserCode:
             self._add_code(f"{found.__qualname__} of the notebook", tree, Path.cwd())
         if found.__name__ not in ("__init__", "__post_init__"):
             self._changing |= _changed_names(tree)
-        cells = zip(code.co_freevars, found.__closure__ or (), strict=True)
-        values = found.__globals__ | {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+        values = found.__globals__ | cells
         for name in sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & values.keys()):
             self._add_value(name, found.__qualname__, values[name])
         return found.__qualname__, found.__defaults__, found.__kwdefaults__

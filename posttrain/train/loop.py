@@ -163,7 +163,7 @@ class TrainingLoop:
 
     Metrics of a step that still runs on the device are fetched when the next one has been dispatched, others at once.
     Raises Interrupted after a checkpoint when `stop` is requested, FloatingPointError when a gradient is not finite.
-    `recorder`: records some of the steps; without one none is.
+    `recorder`: records some of the steps; without one none is. `learning_rate`: schedule that is logged; None: unknown.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class TrainingLoop:
         num_steps: int,
         checkpointer: Checkpointer,
         sink: Sink,
-        learning_rate: optax.Schedule,
+        learning_rate: optax.Schedule | None,
         every: Every,
         evaluate: Callable[[], Mapping[str, float]] | None,
         stop: StopRequest,
@@ -213,8 +213,9 @@ class TrainingLoop:
                 recorder.start_if_due(step, self._lines.flush)
             with step_span(step):
                 self._lines.start()
-                with span("schedule"):
-                    self._rate = self._schedule(trainer.step_number - trainer.skipped_updates)
+                if self._schedule is not None:
+                    with span("schedule"):
+                        self._rate = self._schedule(trainer.step_number - trainer.skipped_updates)
                 yield step
                 done = trainer.step_number
                 self._after(step - 1, done)
@@ -276,7 +277,7 @@ class _StepLines:
         """
         compiled = self._compiles.metrics()
         self.flush()
-        shown = {**metrics, "learning_rate": learning_rate}
+        shown = {**metrics, **({} if learning_rate is None else {"learning_rate": learning_rate})}
         self._pending = _Pending(step=step, metrics=shown, started=self._started, compiled=compiled)
         if _are_ready(metrics):
             self.flush()

@@ -3,6 +3,8 @@ stochastic rounding."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,8 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.config import MomentType, OptimizerSection
+from posttrain.config import AdamW, MomentType, UserOptimizer
+from posttrain.errors import ConfigError
 from posttrain.train.low_precision import (
     Blocks,
     Moment,
@@ -31,6 +34,7 @@ from posttrain.tree import map_with_path, path_str
 from posttrain.weights.state import Weights
 
 Tree = TypeVar("Tree")
+AnyOptimizer = AdamW | UserOptimizer
 
 UNDECAYED = ("bias", "scale", "correction", "sinks")
 """Last path components excluded from weight decay: biases, norm scales, router bias corrections, attention sinks."""
@@ -64,12 +68,14 @@ def decays(path: str) -> bool:
     return re.split(r"[._]", path)[-1] not in UNDECAYED
 
 
-def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule:
+def make_schedule(section: AnyOptimizer, num_steps: int) -> optax.Schedule | None:
     """Learning rate of step 0, 1, ...: linear warm-up from 0 over `warmup_steps`, then the schedule down to 0 at
-    `num_steps`.
+    `num_steps`. None for a transformation with a rate of its own.
 
     With warm-up the first step has rate 0, as in Hugging Face's `get_*_schedule_with_warmup`.
     """
+    if section.learning_rate is None:
+        return None
     peak, warmup, length = section.learning_rate, section.warmup_steps, max(1, num_steps - section.warmup_steps)
 
     def warming(step: Any) -> Float[Array, ""]:
@@ -90,21 +96,53 @@ def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule:
     return optax.join_schedules([warming, after], [warmup]) if warmup else after
 
 
-def make_optimizer(section: OptimizerSection, num_steps: int, seed: int | None = None) -> Optimizer:
-    """Optimiser of the section, with its schedule. Raises ValueError without the `seed` that stochastic rounding needs.
+def make_optimizer(section: AnyOptimizer, num_steps: int, seed: int | None = None) -> Optimizer:
+    """Optimiser of the section, with its schedule. ConfigError without the `seed` that stochastic rounding needs, and
+    for a function of the user that returns no transformation.
 
     Clipping is done by the trainer with `clipped`, since the gradient norm is also a metric.
     """
-    rate = make_schedule(section, num_steps)
-    betas = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps}
-    decay = {"weight_decay": section.weight_decay, "mask": decay_mask}
+    if isinstance(section, UserOptimizer):
+        transformation, elementwise = _of_user(section, num_steps), section.elementwise
+    else:
+        transformation, elementwise = _adamw(section, num_steps), True
     return Optimizer(
-        transformation=optax.adamw(rate, **betas, **decay) if section.weight_decay else optax.adam(rate, **betas),
-        elementwise=True,
+        transformation=transformation,
+        elementwise=elementwise,
         moments=section.moments,
         stochastic_rounding=section.stochastic_rounding,
         seed=seed,
     )
+
+
+def _adamw(section: AdamW, num_steps: int) -> optax.GradientTransformation:
+    rate = make_schedule(section, num_steps)
+    assert rate is not None
+    betas: dict[str, Any] = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps}
+    if not section.weight_decay:
+        return optax.adam(rate, **betas)
+    return optax.adamw(rate, **betas, weight_decay=section.weight_decay, mask=decay_mask)
+
+
+def _of_user(section: UserOptimizer, num_steps: int) -> optax.GradientTransformation:
+    found = section.fn.load("optimizer.fn")
+    if isinstance(found, optax.GradientTransformation):
+        if section.learning_rate is not None:
+            raise ConfigError(
+                f"optimizer.learning_rate: {section.fn} is a transformation with its own; name a function"
+            )
+        return found
+    if not callable(found):
+        raise ConfigError(f"optimizer.fn: {section.fn} is a {type(found).__name__}; name a function")
+    inputs: dict[str, Any] = {"learning_rate": make_schedule(section, num_steps)}
+    if "num_steps" in inspect.signature(found).parameters:
+        inputs["num_steps"] = num_steps
+    made = dataclasses.replace(section.fn, settings=section.args).call("optimizer.fn", **inputs)
+    if not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(
+            f"optimizer.fn: {section.fn} returned a {type(made).__name__}; return an optax.GradientTransformation"
+        )
+    return made
 
 
 class OptimizerState(NamedTuple):
@@ -147,14 +185,14 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         if self.rounds and self.seed is None:
-            raise ValueError("optimizer: give seed: moments in 16 or 8 bits and stochastic_rounding draw random bits")
+            raise ConfigError("optimizer: give seed: moments in 16 or 8 bits and stochastic_rounding draw random bits")
 
     @property
     def rounds(self) -> bool:
         return self.moments != "float32" or self.stochastic_rounding
 
     def init(self, params: Weights) -> OptimizerState:
-        """State before the first update. ValueError for a state that is not `elementwise`, or cannot be saved."""
+        """State before the first update. ConfigError for a state that is not `elementwise`, or cannot be saved."""
         full = {path: p.astype(jnp.float32) for path, p in params.items()}
         inner = jax.tree.map(jnp.asarray, self.transformation.init(full))
         self._check(inner, params)
@@ -165,14 +203,14 @@ class Optimizer:
         for place in _places(inner, params):
             leaf, shape = place.leaf, params[place.path].shape if place.path else ()
             if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-                raise ValueError(
+                raise ConfigError(
                     f"optimizer: {place.name} of its state is {leaf.dtype}, and a checkpoint holds numbers; keep "
                     "jax.random.key_data of a key"
                 )
             counts = place.path is not None or jnp.issubdtype(leaf.dtype, jnp.integer)
             if self.elementwise and (leaf.shape != shape or not counts):
                 whose = "all parameters together" if place.path is None else f"{place.path} {list(shape)}"
-                raise ValueError(
+                raise ConfigError(
                     f"optimizer.elementwise: {place.name} of its state, {leaf.dtype}{list(leaf.shape)}, belongs to "
                     f"{whose}, and not to single elements; remove elementwise"
                 )
@@ -241,11 +279,12 @@ class Optimizer:
         return jax.tree.unflatten(jax.tree.structure(inner, is_leaf=_is_blocks), leaves)
 
     def _stored(self, inner: Any, group: Group, keys: dict[str, Array]) -> Any:
-        """New state as the old one is stored. ValueError for another structure, which would recompile each step."""
+        """New state as the old one is stored. ConfigError for another structure, which would recompile each step."""
         before, after = list(_places(group.inner, group.params)), list(_places(inner, group.params))
         if [place.name for place in before] != [place.name for place in after]:
-            raise ValueError("optimizer: its update returns a state of another structure than its init")
-        used, leaves = dict.fromkeys(group.params, 0), []
+            raise ConfigError("optimizer: its update returns a state of another structure than its init")
+        used = dict.fromkeys(group.params, 0)
+        leaves: list[Moment] = []
         for old, new in zip(before, after, strict=True):
             if self.moments == "float32" or not _has_shape(old, group.params):
                 leaves.append(jnp.asarray(new.leaf).astype(old.leaf.dtype))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import OptimizerSection
+from posttrain.config import AdamW
 from posttrain.losses.sft import SFTLoss
 from posttrain.models import families
 from posttrain.plan.hlo import kernel_names
@@ -43,7 +43,7 @@ def test_programs_lower_with_their_kernels(name: str) -> None:
     programs = TrainPrograms(
         made,
         SFTLoss(),
-        make_optimizer(OptimizerSection(learning_rate=1e-5), 10),
+        make_optimizer(AdamW(learning_rate=1e-5), 10),
         TrainSettings(temperature=1.0, max_grad_norm=1.0),
         mesh=mesh,
     )

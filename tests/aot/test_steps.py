@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from posttrain.batch import TokenLoss
-from posttrain.config import MomentType, OptimizerSection
+from posttrain.config import AdamW, MomentType
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
 from posttrain.plan.lowered import compile_program
@@ -46,7 +46,7 @@ def test_update(name: str) -> None:
     case, bound = CASES[name], STEPS[name]
     mesh = mesh_of(*case.slice, **case.axes)
     made: Any = model(case.fields, mesh, "full")
-    section = OptimizerSection(learning_rate=1e-5, moments=case.moments)
+    section = AdamW(learning_rate=1e-5, moments=case.moments)
     programs = TrainPrograms(
         made,
         case.loss,

@@ -17,7 +17,7 @@ from posttrain.cluster import sync
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import ModelReference, Reference, WithoutAdapter
 from posttrain.cluster.sync import ColocatedReplica, Replica, ReshardedReplica, Shared, local_bytes, model_on, moved
-from posttrain.config import LoRA, MeshSection, OptimizerSection, SamplingSection
+from posttrain.config import AdamW, LoRA, MeshSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import RunError
@@ -64,7 +64,7 @@ class World:
         self.trainer = Trainer(
             model,
             self.algorithm.loss,
-            make_optimizer(OptimizerSection(learning_rate=1e-2), 100),
+            make_optimizer(AdamW(learning_rate=1e-2), 100),
             TrainSettings(
                 temperature=temperature,
                 max_grad_norm=1.0,

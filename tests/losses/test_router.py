@@ -13,7 +13,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, LossOutput, RouterStats, TokenStats
-from posttrain.config import MeshSection, OptimizerSection
+from posttrain.config import AdamW, MeshSection
 from posttrain.errors import ConfigError
 from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, dr_grpo
 from posttrain.losses.router import RouterLoss, check_weight, load_metrics, updated_correction, weight_of
@@ -200,7 +200,7 @@ def test_no_correction_of_a_balanced_mixture() -> None:
 @pytest.mark.thorough
 def test_only_its_rate_changes_a_correction() -> None:
     """No gradient, no weight decay, whatever the optimiser does to the rest."""
-    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2, weight_decay=0.5), 10)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.5), 10)
     frozen, _ = moved(trainer(optimizer=optimizer), rows())
     assert_array_equal(frozen[CORRECTION], 0.0)
     assert np.abs(frozen["stages.0.blocks.0.mlp.experts.gate"]).max() > 1e-3
@@ -216,7 +216,7 @@ def test_corrections_even_out_the_load() -> None:
 
 
 def test_biases_of_experts_are_not_decayed() -> None:
-    optimizer = make_optimizer(OptimizerSection(learning_rate=1.0, weight_decay=1.0), 10)
+    optimizer = make_optimizer(AdamW(learning_rate=1.0, weight_decay=1.0), 10)
     model = mixture_model(CONFIG)
     params = ModelWeights(model).read()
     zeros = jax.tree.map(jnp.zeros_like, params)

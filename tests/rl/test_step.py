@@ -17,7 +17,7 @@ from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.sync import Shared
-from posttrain.config import ALGORITHMS, LoRA, OptimizerSection, SamplingSection
+from posttrain.config import ALGORITHMS, AdamW, LoRA, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError
@@ -187,7 +187,7 @@ def test_every_algorithm_moves_the_weights(tokenizer: Tokenizer, algorithm: str)
 
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_the_reference_stays_while_the_actor_learns(tokenizer: Tokenizer, lora: bool) -> None:
-    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2 if lora else 2e-2), 100)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-2 if lora else 2e-2), 100)
     world = World(tokenizer, lora=lora, optimizer=optimizer)
     first = world.step()
     reference = world.cluster.reference.logps(first.batch)
@@ -327,7 +327,7 @@ def test_a_step_without_a_mixed_group(tokenizer: Tokenizer, policy: Any) -> None
     def reward(completions: Sequence[str]) -> list[float]:
         return [0.1] * len(completions) if alike[0] else even_share(completions)
 
-    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2, weight_decay=0.1), 100)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), 100)
     world = World(tokenizer, optimizer=optimizer, reward=reward)
     world.settings = replace(world.settings, zero_advantage=policy)
     assert to_host(world.step().metrics)["advantages/abs_max"] > 0.1

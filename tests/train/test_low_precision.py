@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.config import LoRA, MeshSection, OptimizerSection
+from posttrain.config import AdamW, LoRA, MeshSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
@@ -43,11 +43,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def section(**changes: Any) -> OptimizerSection:
-    return OptimizerSection(**{"learning_rate": 3e-3, "weight_decay": 0.1, **changes})
+def section(**changes: Any) -> AdamW:
+    return AdamW(**{"learning_rate": 3e-3, "weight_decay": 0.1, **changes})
 
 
-def trainer(optimizer: OptimizerSection, *, lora: bool = False, mesh: Any = None) -> Trainer:
+def trainer(optimizer: AdamW, *, lora: bool = False, mesh: Any = None) -> Trainer:
     model = tiny_model(num_layers=2, windows=(None,), dtype=jnp.bfloat16)
     if lora:
         attach_lora(model, LoRA(rank=8), seed=0)

@@ -15,7 +15,7 @@ import optax
 import optax.contrib
 import pytest
 
-from posttrain.config import MeshSection, OptimizerSection
+from posttrain.config import AdamW, MeshSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.train.checkpoint import Checkpointer
@@ -36,9 +36,7 @@ CASES = [case for case in json.loads(GOLDENS.read_text())["schedules"] if case["
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['name']}-{case['warmup']}")
 def test_schedules_are_those_of_transformers(case):
-    section = OptimizerSection(
-        learning_rate=case["base_lr"], schedule=SCHEDULES[case["name"]], warmup_steps=case["warmup"]
-    )
+    section = AdamW(learning_rate=case["base_lr"], schedule=SCHEDULES[case["name"]], warmup_steps=case["warmup"])
     schedule = make_schedule(section, case["total"])
     expected = case["lr_used_at_optimizer_step"]
     assert len(expected) == case["total"]
@@ -76,7 +74,7 @@ def test_only_matrices_and_embeddings_decay():
 
 def test_adamw_is_torchs_over_20_steps():
     torch = pytest.importorskip("torch")
-    section = OptimizerSection(
+    section = AdamW(
         learning_rate=0.02, schedule="cosine", warmup_steps=4, weight_decay=0.3, beta1=0.8, beta2=0.95, eps=1e-6
     )
     params = parameters()
@@ -103,7 +101,7 @@ def test_adamw_is_torchs_over_20_steps():
 
 
 def test_adamw_is_optaxs_with_a_skipped_update_between():
-    section = OptimizerSection(learning_rate=0.02, schedule="cosine", weight_decay=0.3, beta2=0.95)
+    section = AdamW(learning_rate=0.02, schedule="cosine", weight_decay=0.3, beta2=0.95)
     decayed = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps, "weight_decay": section.weight_decay}
     twin = Optimizer(transformation=optax.adamw(make_schedule(section, 9), mask=decay_mask, **decayed))
     ends = []
@@ -122,7 +120,7 @@ def test_adamw_is_optaxs_with_a_skipped_update_between():
 
 
 def test_bfloat16_parameters_are_the_rounded_float32_run():
-    section = OptimizerSection(learning_rate=0.05, weight_decay=0.1)
+    section = AdamW(learning_rate=0.05, weight_decay=0.1)
     tx = make_optimizer(section, 10)
     low, full = parameters(jnp.bfloat16), jax.tree.map(lambda p: p.astype(jnp.float32), parameters(jnp.bfloat16))
     low_state, full_state = tx.init(low), tx.init(full)

@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.cluster.reference import Reference
-from posttrain.config import LoRA, MeshSection, OptimizerSection
+from posttrain.config import AdamW, LoRA, MeshSection
 from posttrain.kernels.logits import vocab_sharding
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
@@ -192,7 +192,7 @@ def test_a_batch_without_weight_or_with_a_broken_gradient_changes_nothing() -> N
 
 def test_the_model_shows_the_new_weights_and_their_type_stays() -> None:
     model = small(dtype=jnp.bfloat16, compute_dtype=jnp.float32)
-    t = trainer(model=model, optimizer=make_optimizer(OptimizerSection(learning_rate=1e-2), 10))
+    t = trainer(model=model, optimizer=make_optimizer(AdamW(learning_rate=1e-2), 10))
     before = np.asarray(model.final_norm.scale[...], np.float32)
     t.step(rows(0))
     assert model.final_norm.scale[...].dtype == jnp.bfloat16
@@ -216,7 +216,7 @@ def test_optimizers_of_a_library_keep_the_type_of_their_state(name: str) -> None
 
 @pytest.mark.thorough
 def test_twenty_steps_compile_once_per_row_length() -> None:
-    t = trainer(optimizer=make_optimizer(OptimizerSection(learning_rate=1e-3), 20), micro_batch_rows=2)
+    t = trainer(optimizer=make_optimizer(AdamW(learning_rate=1e-3), 20), micro_batch_rows=2)
     first, last = [], []
     for step in range(20):
         metrics = to_host(t.step(rows(0)))
@@ -247,7 +247,7 @@ def test_clipping_bounds_the_update() -> None:
 @pytest.mark.optimized
 def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary() -> None:
     vocab, length = 32768, 512
-    t = trainer(model=small(vocab_size=vocab), optimizer=make_optimizer(OptimizerSection(learning_rate=1e-3), 10))
+    t = trainer(model=small(vocab_size=vocab), optimizer=make_optimizer(AdamW(learning_rate=1e-3), 10))
     tokens = np.ones((4, length), np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy()
     batch = Batch(tokens=tokens, positions=positions, segments=tokens, loss_weight=np.ones(tokens.shape, np.float32))
