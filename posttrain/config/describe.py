@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from posttrain.config.algorithm import ALGORITHMS
 from posttrain.config.base import Section
 from posttrain.config.locator import Locator, UserObject
-from posttrain.config.messages import owned_fields
+from posttrain.config.messages import Key, owned_fields
 
 WIDTH = 78
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -67,32 +66,37 @@ class FieldTable(list[FieldRow]):
 
 def field_table(section: type[Section], word: str = "") -> FieldTable:
     """Rows of all fields below a section, without `kind`, of which `word` is part of the name or description."""
-    found: dict[str, list[tuple[FieldInfo, type[Section]]]] = {}
+    found: dict[Key, list[tuple[FieldInfo, str]]] = {}
+    kinds: dict[Key, dict[str, None]] = {}
     for key, info, owner in owned_fields(section):
+        kind = str(owner.model_fields["kind"].default) if "kind" in owner.model_fields else ""
+        kinds.setdefault(key[:-1], {})[kind] = None
         if key[-1] != "kind":
-            found.setdefault(".".join(map(str, key)), []).append((info, owner))
-    rows = [_row(name, of_name) for name, of_name in found.items()]
+            found.setdefault(key, []).append((info, kind))
+    rows = [_row(key, of_key, list(kinds[key[:-1]])) for key, of_key in found.items()]
     return FieldTable(row for row in rows if word.lower() in f"{row.name} {row.description}".lower())
 
 
-def _row(name: str, found: Sequence[tuple[FieldInfo, type[Section]]]) -> FieldRow:
-    """Row of a field; of one that several kinds of a section have, with the default of each and their names."""
+def _row(key: Key, found: Sequence[tuple[FieldInfo, str]], kinds: Sequence[str]) -> FieldRow:
+    """Row of a field; where a section has one of several kinds, with the default of each and their names."""
     info = found[0][0]
     defaults: dict[str, list[str]] = {}
-    kinds = {section: kind for kind, section in ALGORITHMS.items()}
-    for one, owner in found:
+    for one, kind in found:
         text = "required" if one.is_required() else default_text(one.default)
-        defaults.setdefault(text, []).extend([kinds[owner]] if owner in kinds else [])
+        defaults.setdefault(text, []).append(kind)
     texts = sorted(defaults, key=lambda text: len(defaults[text]))
     default = ", ".join([*(f"{text} ({', '.join(defaults[text])})" for text in texts[:-1]), texts[-1]])
-    having = {kind for names in defaults.values() for kind in names}
     description = " ".join((info.description or "").split())
-    if lacking := [kind for kind in ALGORITHMS if having and kind not in having]:
-        few = sorted(having, key=list(ALGORITHMS).index)
-        words = few if len(few) < len(lacking) else ["all but", *lacking]
-        description += f" Kinds: {', '.join(words).replace('all but,', 'all but')}."
+    having = [kind for kind in kinds if any(kind in names for names in defaults.values())]
+    if lacking := [kind for kind in kinds if kind not in having]:
+        words = having if len(having) <= len(lacking) else ["all but", *lacking]
+        description = f"{description} Kinds: {', '.join(words).replace('all but,', 'all but')}.".strip()
     return FieldRow(
-        name, type_text(info.annotation) + _bounds(info.metadata), default, description, _choices(info.annotation)
+        ".".join(map(str, key)),
+        type_text(info.annotation) + _bounds(info.metadata),
+        default,
+        description,
+        _choices(info.annotation),
     )
 
 

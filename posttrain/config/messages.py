@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -304,8 +305,14 @@ def _keyword(name: str) -> str:
 
 def _siblings(parents: Sections) -> Mapping[str, type[Section]]:
     """Sections of all kinds where a section has one of several."""
-    kinds: tuple[Mapping[str, type[Section]], ...] = (SECTIONS, ALGORITHMS)
-    return next((table for table in kinds if parents and parents[0] in table.values()), {})
+    return next((table for table in (SECTIONS, *_unions()) if parents and parents[0] in table.values()), {})
+
+
+@functools.cache
+def _unions() -> list[Mapping[str, type[Section]]]:
+    """Sections by kind, of every field that has one of several."""
+    inner = [_sections(info.annotation)[0] for _, info in config_fields()]
+    return [{one.model_fields["kind"].default: one for one in sections} for sections in inner if len(sections) > 1]
 
 
 def _listed(words: Sequence[str]) -> str:
