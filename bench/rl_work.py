@@ -31,10 +31,10 @@ from posttrain.metrics import Timer, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
-from posttrain.rl.act import Act
 from posttrain.rl.advantages import standardized
+from posttrain.rl.agreement import ROUNDED, SamplerGate
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.metrics import ROUNDED, SamplerGate
+from posttrain.rl.collector import Act
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepSettings, rl_step

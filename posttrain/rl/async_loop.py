@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from posttrain.cluster.cluster import Cluster
 from posttrain.metrics import Timer
-from posttrain.rl.act import Act
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.group_tasks import GroupTasks, Queue, new_wave
-from posttrain.rl.queue import packed, unpacked
+from posttrain.rl.collector import Act
+from posttrain.rl.exchange import Queue, new_wave, packed, unpacked
+from posttrain.rl.group_tasks import GroupTasks
 from posttrain.rl.step import StepResult, StepSettings, learn
 from posttrain.rollout.types import PausableEngine
 from posttrain.runtime.event_loop import LoopThread

@@ -4,47 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from posttrain.errors import RunError
 from posttrain.reward.types import Rewards
-from posttrain.rl.act import Act, Wave
-from posttrain.rl.journal import Journal
-from posttrain.rl.rounds import Rounds
+from posttrain.rl.collector import Act, Wave
+from posttrain.rl.exchange import Queue, QueuedGroup, QueuedWave, new_wave
 from posttrain.rl.sampler import IssuedGroup, collect
 from posttrain.rollout.trajectory import Group
-from posttrain.rollout.types import PausableEngine
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueuedGroup:
-    """Group between its beginning and its step."""
-
-    issued: IssuedGroup
-    group: Group | None
-    """None: not all of its samples are there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueuedWave:
-    """Groups of a step that were begun together."""
-
-    groups: Sequence[QueuedGroup]
-    rewards: Rewards | None = None
-    """None: not all groups are scored."""
-    observed: bool = False
-    """True if the source has taken note of the rewards."""
-
-
-Queue = Mapping[int, Sequence[QueuedWave]]
-"""Waves of groups that are ahead, by step."""
-
-
-def new_wave(issued: Sequence[IssuedGroup]) -> QueuedWave:
-    """Wave of groups of which nothing is sampled."""
-    return QueuedWave(groups=[QueuedGroup(issued=one, group=None) for one in issued])
+from posttrain.rollout.types import Call, Completion, PausableEngine, RolloutEngine, SamplingParams
 
 
 @dataclass(kw_only=True)
@@ -305,3 +277,151 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number])
     return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+Key = tuple[int, int]
+
+
+class Rounds:
+    """Rollout engine whose samples take their turns together: those of a round are submitted, in a fixed order, when
+    every sample waits for its next turn or has ended.
+
+    An engine's log-probabilities change by rounding with the samples that it computes at the same time; so they depend
+    on no clock. Samples of one turn are all submitted at once. Samples that are not expected pass.
+    """
+
+    def __init__(self, engine: RolloutEngine):
+        self._engine = engine
+        self._order: dict[Key, int] = {}
+        self._waiting: dict[Key, list[asyncio.Future[None]]] = {}
+        self._live = 0
+
+    def expect(self, keys: Sequence[Key]) -> None:
+        """Wait for samples with these sampling keys, which take their turns in this order."""
+        if not self._live:
+            self._order.clear()
+        for key in keys:
+            self._order[key] = len(self._order)
+        self._live += len(keys)
+
+    def leave(self, count: int) -> None:
+        """Wait for so many samples less: they have ended."""
+        self._live -= count
+        self._release()
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        if params.sample_key in self._order:
+            loop = asyncio.get_running_loop()
+            turn = loop.create_future()
+            self._waiting.setdefault(params.sample_key, []).append(turn)
+            # Later: who is last must not go on before the others.
+            loop.call_soon(self._release)
+            try:
+                await turn
+            finally:
+                if turn.cancelled():
+                    self._forget(params.sample_key, turn)
+        return await self._engine.generate(prompt, params)
+
+    def update_weights(self, model: Any, version: int) -> None:
+        self._engine.update_weights(model, version)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _release(self) -> None:
+        """Begin a round, if all are there."""
+        if not self._waiting or len(self._waiting) < self._live:
+            return
+        waiting, self._waiting = self._waiting, {}
+        for key in sorted(waiting, key=self._order.__getitem__):
+            for turn in waiting[key]:
+                if not turn.done():
+                    turn.set_result(None)
+
+    def _forget(self, key: Key, turn: asyncio.Future[None]) -> None:
+        turns = self._waiting.get(key, [])
+        if turn in turns:
+            turns.remove(turn)
+        if not turns:
+            self._waiting.pop(key, None)
+
+
+COLUMNS = {"tokens": np.int32, "logps": np.float32, "kept_logps": np.float32, "weights_versions": np.int32}
+"""Fields of a completion with a value for each token."""
+
+
+class Turn(NamedTuple):
+    """Request of a sample."""
+
+    sample: Key
+    key: Key
+    prompt: tuple[int, ...]
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], params: SamplingParams) -> Turn:
+        return cls(params.sample_key, params.key, tuple(prompt))
+
+
+class Journal:
+    """Rollout engine that keeps the completions of its samples until they are forgotten.
+
+    A sample that begins again after a restart asks for the same turns: it gets those that it had, and the engine goes
+    on with one that was under way. Where an environment answers otherwise than before, the turns after it are new.
+    """
+
+    def __init__(self, engine: RolloutEngine):
+        self._engine = engine
+        self._known: dict[Turn, Completion] = {}
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        turn = Turn.of(prompt, params)
+        known = self._known.get(turn)
+        if known is None:
+            known = await self._engine.generate(prompt, params)
+        elif known.stop == "abort":
+            assert isinstance(self._engine, PausableEngine), "others have no partial completions"
+            known = await self._engine.generate(prompt, params, partial=known)
+        self._known[turn] = known
+        return known
+
+    def update_weights(self, model: Any, version: int) -> None:
+        self._engine.update_weights(model, version)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def forget(self, keys: Collection[Key]) -> None:
+        """Forget the samples with these sampling keys."""
+        wanted = {*keys}
+        self._known = {turn: completion for turn, completion in self._known.items() if turn.sample not in wanted}
+
+    def state(self, under_way: Sequence[Call]) -> dict[str, Any]:
+        """Completions, and those of `under_way` so far, as JSON and numpy arrays."""
+        partial = {Turn.of(call.prompt, call.params): call.partial for call in under_way if call.partial is not None}
+        turns = {**self._known, **partial}
+        columns = {
+            name: np.concatenate([np.asarray(getattr(one, name), dtype) for one in turns.values()])
+            for name, dtype in COLUMNS.items()
+            if turns
+        }
+        return {
+            "turns": [
+                {
+                    **{name: list(ids) for name, ids in turn._asdict().items()},
+                    "length": len(one.tokens),
+                    "stop": one.stop,
+                }
+                for turn, one in turns.items()
+            ],
+            "tokens": columns,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        start = 0
+        for turn in state["turns"]:
+            end = start + turn["length"]
+            own: dict[str, Any] = {name: tuple(values[start:end].tolist()) for name, values in state["tokens"].items()}
+            known = Turn(*(tuple(turn[name]) for name in Turn._fields))
+            self._known[known] = Completion(stop=turn["stop"], **own)
+            start = end

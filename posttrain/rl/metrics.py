@@ -1,22 +1,22 @@
-"""Metrics of online steps (completion lengths, rewards, staleness, kept probability mass), and guards that abort a run:
-sampler and trainer disagree (a veto inside the step), or samples have no rewards."""
+"""Metrics of online steps, and what is said about steps without a training signal: warnings, once each, and the error
+of those without any reward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections import deque
+from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jaxtyping import Bool, Float
 
 from posttrain.environments.types import UNFINISHED, limit_of
 from posttrain.errors import RunError
 from posttrain.reward.types import Rewards
+from posttrain.rl.advantages import is_mixed
+from posttrain.rl.monitor import Sums, added, lengths_of, within_groups
 from posttrain.rollout.trajectory import Group, Trajectory
 from posttrain.statistics import standard_error
-from posttrain.tree import Max, Mean
+from posttrain.tree import Mean
 
 
 def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, version: int) -> dict[str, Mean | float]:
@@ -109,117 +109,6 @@ def _kept_mass(samples: Sequence[Trajectory]) -> float:
     return float(np.exp(kept).mean()) if kept.size else float("nan")
 
 
-GAP = "sampling/logp_difference"
-LIMITS = {f"{GAP}/mean": 0.1, f"{GAP}/outliers": 0.01, f"{GAP}/max": 10.0, f"{GAP}/stale_mean": 1.0}
-"""Maximum difference of sampler and trainer log-probabilities: mean in nats over tokens sampled with the current
-weights, share of those beyond `OUTLIER_NATS` (bounds the 99th percentile), their maximum, and the mean over tokens of
-earlier weights, which are expected to differ. Typical means: 1e-6 in float32, 5e-3 to 1.3e-2 in bfloat16; with 260,000
-parameters 0.02 in int8 and 0.06 in fp8."""
-LIMIT = f"{GAP}/limit"
-"""Maximum of the mean in this run, see `SamplerGate`."""
-MAX_GROWTH = 20.0
-"""Maximum mean as a multiple of that of the first step, whose weights are known to be equal."""
-ONE_SIDED, ONE_SIDED_NATS = 0.8, 5e-3
-"""Share of the mean that its sign may not explain, where it is above these nats: rounding has no sign."""
-LEAST_TOKENS, LEAST_SIGMAS = 10, 8.0
-"""Tokens, and standard errors of the signed mean, below which its sign may be chance."""
-LEAST_STALE = 16
-"""Tokens of earlier weights that are judged as a mean; fewer are judged as if there were so many."""
-
-
-@dataclass(frozen=True)
-class SamplerGate:
-    """Veto on updates where `sampler_disagrees`, for `TrainSettings.skip_update`.
-
-    The mean over fresh tokens may be at most `MAX_GROWTH` times that of the first step, which is remembered: later
-    weights that do not reach the sampler whole stay below any limit that rounding in 16 or 8 bits leaves room for.
-    """
-
-    rounding: float
-    """Mean in nats that is never refused for its growth: rounding, such as `EXACT` or `ROUNDED`."""
-
-    def start(self) -> np.ndarray:
-        return np.asarray(np.nan, np.float32)
-
-    def __call__(self, metrics: Mapping[str, object], memory: Array) -> tuple[Array, Array, Mapping[str, Array]]:
-        mean = metrics.get(f"{GAP}/mean")
-        if not isinstance(mean, Mean):
-            return jnp.zeros((), bool), memory, {}
-        first = jnp.where(jnp.isnan(memory) & (jnp.asarray(mean.weight) > 0), _value(mean), memory)
-        allowed = jnp.maximum(MAX_GROWTH * first, self.rounding)
-        highest = LIMITS[f"{GAP}/mean"]
-        told = {LIMIT: jnp.where(jnp.isnan(first), highest, jnp.minimum(allowed, highest)).astype(jnp.float32)}
-        return sampler_disagrees({**metrics, **told}), first.astype(jnp.float32), told
-
-
-EXACT, ROUNDED = 1e-3, 0.05
-"""`SamplerGate.rounding` where sampler and trainer compute in float32 with equal weights, and elsewhere: in lower
-precision the first step may have samples of which the model is certain, without any rounding."""
-
-
-def sampler_disagrees(metrics: Mapping[str, object]) -> Array:
-    """Compare a loss's metrics with `LIMITS`, and the mean with that of `SamplerGate`. True also where differences have
-    one sign: only one of the two knows a truncation or a bias. NaN exceeds every limit; missing metrics pass.
-    """
-    within = jnp.ones((), bool)
-    for name, limit in _limits(metrics).items():
-        within &= _value(metrics[name], LEAST_STALE if name.endswith("/stale_mean") else 1) <= limit
-    return ~within | _one_sided(metrics)
-
-
-def _limits(metrics: Mapping[str, object]) -> dict[str, Any]:
-    """Limits of the metrics that are there."""
-    own = {f"{GAP}/mean": metrics[LIMIT]} if LIMIT in metrics else {}
-    return {name: limit for name, limit in {**LIMITS, **own}.items() if name in metrics}
-
-
-def _one_sided(metrics: Mapping[str, object]) -> Array:
-    names = [f"{GAP}/{name}" for name in ("mean", "signed", "square")]
-    if not all(name in metrics for name in names):
-        return jnp.zeros((), bool)
-    mean, signed, square = (_value(metrics[name]) for name in names)
-    weight = jnp.asarray(cast(Mean, metrics[names[0]]).weight)
-    beyond_chance = weight * signed**2 >= LEAST_SIGMAS**2 * (square - signed**2)
-    large = (mean >= ONE_SIDED_NATS) & (weight >= LEAST_TOKENS)
-    return large & (jnp.abs(signed) >= ONE_SIDED * mean) & beyond_chance
-
-
-def check_agreement(metrics: Mapping[str, object], step: int, diagnosis: Callable[[], str] | None = None) -> None:
-    """Raise RunError with the measured differences if `sampler_disagrees`. Reads from the device.
-
-    `diagnosis`: names the likely cause.
-    """
-    if not bool(sampler_disagrees(metrics)):
-        return
-    found = {name: (float(_value(metrics[name])), float(limit)) for name, limit in _limits(metrics).items()}
-    told = [f"{name.removeprefix(f'{GAP}/')} {value:.3g} of {limit:.3g}" for name, (value, limit) in found.items()]
-    if bool(_one_sided(metrics)):
-        signed = float(_value(metrics[f"{GAP}/signed"]))
-        told.append(f"nearly all {'below' if signed > 0 else 'above'} the trainer's: signed {signed:+.3g}")
-    average, _ = max((found[name] for name in found if name.endswith("mean")), key=lambda pair: pair[0] / pair[1])
-    raise RunError(
-        f"step {step}: sampler and trainer disagree by {average:.3g} nats per token on average (differences and their "
-        f"limits: {', '.join(told)}); the weights are those before the step. "
-        + ("Look for stale weights or another temperature in the engine" if diagnosis is None else _told(diagnosis))
-    )
-
-
-def _told(diagnosis: Callable[[], str]) -> str:
-    """Diagnosis in words; its own failure must not hide the error that it explains."""
-    try:
-        return f"Likely cause: {diagnosis()}"
-    except Exception as error:
-        return f"The diagnosis of the cause failed: {type(error).__name__}: {error}"
-
-
-def _value(metric: object, least_weight: int = 1) -> Array:
-    """Value of a metric; 0 without any counted token, and as of `least_weight` where it counts fewer."""
-    if isinstance(metric, Mean):
-        return jnp.asarray(metric.total) / jnp.maximum(jnp.asarray(metric.weight), least_weight)
-    assert isinstance(metric, Max)
-    return jnp.asarray(metric.largest)
-
-
 class NoRewardGuard:
     """Raises RunError after `limit` consecutive steps with no valid reward.
 
@@ -245,3 +134,127 @@ class NoRewardGuard:
                 f"step {step}: no sample has a reward for {self._steps} consecutive steps, so there is no training "
                 f"signal ({why}); check that the rewards apply to the rows of dataset"
             )
+
+
+def group_metrics(rewards_PG: Float[np.ndarray, "P G"], pass_above: float) -> dict[str, float]:
+    """Shares of groups with different rewards (`frac_mixed`), and with equal ones above `pass_above` or not
+    (`frac_all_good`, `frac_all_bad`), which add up to 1; `pass_rate` of the samples. Samples and groups without a
+    reward do not count."""
+    valid_PG = ~np.isnan(rewards_PG)
+    known_P = valid_PG.any(axis=1)
+    if not known_P.any():
+        return dict.fromkeys(("frac_mixed", "frac_all_good", "frac_all_bad", "pass_rate"), float("nan"))
+    mixed_P = is_mixed(rewards_PG)
+    passed_PG = valid_PG & (rewards_PG > pass_above)
+    good_P = ~mixed_P & passed_PG.any(axis=1)
+    return {
+        "frac_mixed": float(mixed_P[known_P].mean()),
+        "frac_all_good": float(good_P[known_P].mean()),
+        "frac_all_bad": float((~mixed_P & ~good_P)[known_P].mean()),
+        "pass_rate": float(passed_PG[valid_PG].mean()),
+    }
+
+
+def refill_metrics(useful_of_waves: Sequence[Bool[np.ndarray, " W"]], wanted: int) -> dict[str, float]:
+    """Waves after the first groups, groups begun in them, and useful groups that are still missing."""
+    return {
+        "sampling/refill/waves": float(len(useful_of_waves) - 1),
+        "sampling/refill/begun": float(sum(map(len, useful_of_waves[1:]))),
+        "sampling/refill/short": float(wanted - sum(int(useful.sum()) for useful in useful_of_waves)),
+    }
+
+
+STEPS = 3
+"""Consecutive steps before a warning."""
+MAX_CUT = 0.5
+LENGTH_ALONE = 0.9
+"""Least correlation of rewards and lengths within groups."""
+LEAST_SAMPLES = 24
+"""Least samples, less groups, of a correlation."""
+
+
+class SignalWarnings:
+    """Warnings of a stage; each is given once. `max_tokens`: of a completion. `scored`: the stage has rewards.
+    `converses`: samples are conversations, of which only those that end too early are told."""
+
+    def __init__(self, *, max_tokens: int, scored: bool, converses: bool):
+        self._max_tokens, self._scored, self._converses = max_tokens, scored, converses
+        self._equal = self._cut = 0
+        self._sums: deque[Sums] = deque(maxlen=STEPS)
+        self._given: set[str] = set()
+
+    def observe(self, groups_P: Sequence[Group], rewards: Rewards) -> list[str]:
+        """New warnings after a step."""
+        samples = [sample for group in groups_P for sample in group]
+        ends = [limit_of(sample) if self._converses else sample.stop for sample in samples]
+        cut = float(np.mean([end in ("length", *UNFINISHED) for end in ends]))
+        self._cut = self._cut + 1 if cut > MAX_CUT else 0
+        line = self._unfinished_line(ends) if self._converses else self._cut_line(cut)
+        found = {"cut": line if self._cut >= STEPS else None}
+        if self._scored and not self._converses:
+            total_PG = np.asarray(rewards.total_PG, np.float64)
+            self._equal = self._equal + 1 if _equal_within(total_PG) else 0
+            self._sums.append(within_groups(lengths_of(groups_P), total_PG))
+            found["equal"] = self._equal_line(rewards) if self._equal >= STEPS else None
+            found["length"] = self._length_line()
+        new = {name: line for name, line in found.items() if line is not None and name not in self._given}
+        self._given |= set(new)
+        return list(new.values())
+
+    def _cut_line(self, cut: float) -> str:
+        return (
+            f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}, for {STEPS} steps: their "
+            "answers are missing, and most rewards are those of unfinished text; raise sampling.max_tokens, or see in "
+            "the samples why they do not end"
+        )
+
+    def _unfinished_line(self, ends: Sequence[str | None]) -> str:
+        shares = {limit: ends.count(limit) / len(ends) for limit in UNFINISHED if limit in ends}
+        causes = ", ".join(f"{share:.0%} at {self._named(limit)}" for limit, share in shares.items())
+        return (
+            f"{sum(shares.values()):.0%} of the conversations end before the environment is done, for {STEPS} steps "
+            f"({causes}): a turn that is cut is the last of its conversation, and these have the reward `unfinished`; "
+            "raise the limit, or see in the samples why they do not end"
+        )
+
+    def _named(self, limit: str) -> str:
+        return f"sampling.max_tokens={self._max_tokens}" if limit == "max_tokens" else limit
+
+    def _equal_line(self, rewards: Rewards) -> str:
+        total_PG = rewards.total_PG
+        valid = total_PG[~np.isnan(total_PG)]
+        parts = ", ".join(f"{name} {_span(part)}" for name, part in rewards.parts_PG.items())
+        where = (
+            "the prompts are too easy or too hard for this model, or its samples are alike"
+            if valid.min() < valid.max()
+            else "read the samples, and try the functions with posttrain reward"
+        )
+        return (
+            f"no group has different rewards, for {STEPS} steps, so nothing is learned from them: reward "
+            f"{_span(total_PG)} ({parts}); {where}"
+        )
+
+    def _length_line(self) -> str | None:
+        sums = added(self._sums)
+        if len(self._sums) < STEPS or sums.count < LEAST_SAMPLES or abs(sums.correlation) < LENGTH_ALONE:
+            return None
+        side = "longer" if sums.correlation > 0 else "shorter"
+        return (
+            f"within groups the reward follows the length of the samples alone (correlation {sums.correlation:.2f} "
+            f"over {STEPS} steps), so {side} ones are learned, whatever they say; try the functions with posttrain "
+            "reward"
+        )
+
+
+def _equal_within(total_PG: np.ndarray) -> bool:
+    """Tell whether no group has two different rewards; False without any reward."""
+    valid = [row[~np.isnan(row)] for row in total_PG]
+    return any(row.size for row in valid) and all(np.ptp(row) == 0 for row in valid if row.size)
+
+
+def _span(values: np.ndarray) -> str:
+    valid = values[~np.isnan(values)]
+    if not valid.size:
+        return "None"
+    low, high = float(valid.min()), float(valid.max())
+    return f"{low:g}" if low == high else f"{low:.3g} to {high:.3g}"

@@ -15,8 +15,8 @@ from posttrain.batch import Batch, BatchLoss, LossOutput, TokenStats
 from posttrain.cluster.cluster import Cluster
 from posttrain.losses.policy import distance_metrics
 from posttrain.metrics import Timer
-from posttrain.rl.act import Act
 from posttrain.rl.assemble import Pair, assemble_pairs
+from posttrain.rl.collector import Act
 from posttrain.rl.metrics import rollout_metrics
 from posttrain.rl.step import StepResult, update
 from posttrain.rollout.trajectory import Group

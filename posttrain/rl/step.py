@@ -18,13 +18,13 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.config.algorithm import OldLogps, ZeroAdvantage
 from posttrain.metrics import Metrics, Timer
 from posttrain.reward.types import Rewards
-from posttrain.rl.act import Act, Acted
+from posttrain.rl.agreement import sampler_disagrees
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import Shares, TurnValues, assemble, sample_rows, sampled_rows
-from posttrain.rl.metrics import rollout_metrics, sampler_disagrees
-from posttrain.rl.returns import with_returns
+from posttrain.rl.collector import Act, Acted
+from posttrain.rl.metrics import rollout_metrics
+from posttrain.rl.returns import rewards_at_ends, turn_advantages, with_returns
 from posttrain.rl.teachers import TeacherKL, add_teachers
-from posttrain.rl.turns import rewards_at_ends, turn_advantages
 from posttrain.rollout.trajectory import Group
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar

@@ -17,9 +17,16 @@ from jaxtyping import Bool, Float, Int
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.types import RewardError, Rewards
 from posttrain.rl.assemble import rows_of
-from posttrain.rl.record_format import FORMAT, META, REWARD, TOKENS
 from posttrain.rollout.trajectory import Example, Group, Trajectory, Turn
 from posttrain.tree import Mean
+
+FORMAT = 3
+META = "posttrain"
+"""Key of the description of the step in a file's metadata."""
+TOKENS = {"tokens": np.int32, "sampled": np.bool_, "logps": np.float32, "kept_logps": np.float32, "versions": np.int32}
+"""Columns with a value for each token: 17 bytes before compression."""
+REWARD = "rewards."
+"""Prefix of the columns of single reward functions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,9 @@ from posttrain.losses.policy import PolicyLoss
 from posttrain.losses.reduce import Reduction
 from posttrain.metrics import Metrics, Timer, to_host
 from posttrain.models.decoder import Decoder
-from posttrain.rl.act import Acted
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.refill import group_metrics
+from posttrain.rl.collector import Acted
+from posttrain.rl.metrics import group_metrics
 from posttrain.rl.step import learn
 from posttrain.rl.store import Recorded, read_record
 from posttrain.rollout.types import Completion, SamplingParams

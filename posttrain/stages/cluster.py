@@ -19,7 +19,7 @@ from posttrain.losses.value import ValueLoss
 from posttrain.mesh import make_mesh
 from posttrain.models.config import MoEConfig
 from posttrain.models.decoder import Decoder
-from posttrain.rl.metrics import EXACT, ROUNDED, SamplerGate
+from posttrain.rl.agreement import EXACT, ROUNDED, SamplerGate
 from posttrain.rl.sampler import Sampler
 from posttrain.rollout.decode_weights import device_memory
 from posttrain.rollout.engine import NativeEngine, make_engine

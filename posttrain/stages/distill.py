@@ -43,8 +43,9 @@ from posttrain.mesh import row_shards
 from posttrain.metrics import Metrics
 from posttrain.models.decoder import Decoder
 from posttrain.reward.rubric import Rubric
+from posttrain.rl.agreement import GAP, check_agreement
 from posttrain.rl.assemble import sample_rows
-from posttrain.rl.metrics import GAP, check_agreement, sample_metrics
+from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.sampler import Sampler, collect
 from posttrain.rl.source import Source
 from posttrain.rl.teachers import distances, merged_distances, shares_of

@@ -27,17 +27,15 @@ from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.reward.rubric import error_lines
 from posttrain.reward.types import Rewards
-from posttrain.rl.act import Act
+from posttrain.rl.agreement import check_agreement, diagnose
 from posttrain.rl.async_loop import AsyncLoop
-from posttrain.rl.curriculum import Curriculum
-from posttrain.rl.diagnosis import diagnose
-from posttrain.rl.metrics import NoRewardGuard, check_agreement
+from posttrain.rl.collector import Act
+from posttrain.rl.metrics import NoRewardGuard, SignalWarnings
 from posttrain.rl.monitor import Alarm, Monitor
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.source import Source
+from posttrain.rl.source import Curriculum, Source
 from posttrain.rl.step import EntropyControl, StepResult
 from posttrain.rl.store import Recorded, TrajectoryStore
-from posttrain.rl.warnings import SignalWarnings
 from posttrain.rollout.trajectory import Group
 from posttrain.runtime import processes
 from posttrain.runtime.event_loop import run_async

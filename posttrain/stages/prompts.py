@@ -30,8 +30,8 @@ from posttrain.reward.function import missing_arguments, reward_notes
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import Shares
+from posttrain.rl.collector import Refill
 from posttrain.rl.monitor import Monitor
-from posttrain.rl.refill import Refill
 from posttrain.rl.sampler import sampling_params
 from posttrain.rl.teachers import shares_of
 from posttrain.rollout.blocks import BLOCK, least_cache

@@ -13,11 +13,10 @@ from posttrain.config import RLSection
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.errors import ConfigError
 from posttrain.metrics import Timer
-from posttrain.rl.act import Act
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
-from posttrain.rl.curriculum import Curriculum
-from posttrain.rl.refill import Refill
+from posttrain.rl.collector import Act, Refill
+from posttrain.rl.source import Curriculum
 from posttrain.rl.step import EntropyControl, StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.rollout.types import PausableEngine

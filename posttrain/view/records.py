@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import ConfigError
-from posttrain.rl.record_format import FORMAT, META, REWARD
+from posttrain.rl.store import FORMAT, META, REWARD
 
 OLDEST = np.iinfo(np.int32).max
 

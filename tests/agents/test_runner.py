@@ -21,7 +21,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.types import limit_of
 from posttrain.reward.function import completion_argument, env_rewards, prompt_argument
-from posttrain.rl.turns import turn_advantages
+from posttrain.rl.returns import turn_advantages
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.user_calls import UserCalls

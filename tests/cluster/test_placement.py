@@ -25,7 +25,7 @@ from posttrain.mesh import make_mesh
 from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
-from posttrain.rl.metrics import EXACT, SamplerGate
+from posttrain.rl.agreement import EXACT, SamplerGate
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine

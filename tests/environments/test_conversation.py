@@ -19,8 +19,7 @@ from posttrain.environments.conversation import Environments
 from posttrain.environments.types import Reply, limit_of
 from posttrain.reward.function import EnvFailure, env_rewards
 from posttrain.reward.types import Rewards
-from posttrain.rl.metrics import sample_metrics
-from posttrain.rl.warnings import SignalWarnings
+from posttrain.rl.metrics import SignalWarnings, sample_metrics
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.user_calls import UserCalls

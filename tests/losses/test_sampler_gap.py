@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.batch import Batch, TokenStats
 from posttrain.losses.ratios import THIRDS, sampler_gap
-from posttrain.rl.metrics import EXACT, GAP, LIMIT, ROUNDED, SamplerGate, sampler_disagrees
+from posttrain.rl.agreement import EXACT, GAP, LIMIT, ROUNDED, SamplerGate, sampler_disagrees
 from posttrain.tree import EDGES, Mean, Quantile, added, replace
 
 pytestmark = pytest.mark.fast

@@ -9,8 +9,8 @@ from typing import Any
 from posttrain.config import RLSection
 from posttrain.data.tokenizer_files import FIRST_CONTROL_ID
 from posttrain.reward.rubric import Rubric
-from posttrain.rl.act import Act
 from posttrain.rl.algorithms import Algorithm
+from posttrain.rl.collector import Act
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepSettings

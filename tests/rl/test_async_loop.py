@@ -26,8 +26,8 @@ from posttrain.errors import ConfigError, RunError
 from posttrain.metrics import Timer
 from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl import async_loop
-from posttrain.rl.act import Act
 from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
+from posttrain.rl.collector import Act
 from posttrain.rl.sampler import IssuedGroup, Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepResult, rl_step

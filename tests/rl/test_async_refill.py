@@ -18,9 +18,8 @@ from posttrain.metrics import Timer, to_host
 from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl.advantages import is_mixed
 from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
-from posttrain.rl.curriculum import Curriculum
-from posttrain.rl.refill import Refill
-from posttrain.rl.source import Source
+from posttrain.rl.collector import Refill
+from posttrain.rl.source import Curriculum, Source
 from posttrain.rl.step import StepResult
 from posttrain.train.checkpoint import Checkpointer
 from tests.rl.helpers import InOrder, example
@@ -172,7 +171,7 @@ def test_a_run_resumes_from_its_state(world: World, tmp_path: Path, in_flight: b
     world.trainer.restore(state, 3)
     resumed.act.source.restore(host["source"])
     resumed.cluster.version = host["version"]
-    resumed.cluster.sync_weights()
+    resumed.cluster.sync_weights(resumed.cluster.version)
     resumed.loop.restore(host["ahead"])
     rest = [*first, *resumed.steps(3)]
     numbers = [number for step in numbers_of(rest) for number in step]
@@ -193,6 +192,7 @@ def test_a_filter_that_fails_ends_the_step(world: World, monkeypatch: pytest.Mon
             raise ConfigError("refill.keep: no more")
         return np.ones(len(rewards_PG), bool)
 
-    run.start(replace(run.act, refill=Refill(limit=1, keep=keep)))
+    rubric = Rubric([Reward(function=halves, weight=1.0, timeout_s=60.0)])
+    run.start(replace(run.act, rubric=rubric, refill=Refill(limit=1, keep=keep)))
     with pytest.raises(ConfigError, match="no more"):
         run.run(6)

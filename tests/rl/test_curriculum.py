@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from posttrain.rl.curriculum import Curriculum
-from posttrain.rl.source import Source
+from posttrain.rl.source import Curriculum, Source
 from tests.rl.helpers import InOrder, example, trajectory
 
 pytestmark = pytest.mark.fast

@@ -26,8 +26,7 @@ from posttrain.metrics import Timer, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
-from posttrain.rl.diagnosis import diagnose
-from posttrain.rl.metrics import EXACT, SamplerGate, check_agreement, sampler_disagrees
+from posttrain.rl.agreement import EXACT, SamplerGate, check_agreement, diagnose, sampler_disagrees
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from posttrain.reward.types import Rewards
+from posttrain.rl.metrics import SignalWarnings
 from posttrain.rl.monitor import Alarm, Monitor
-from posttrain.rl.warnings import SignalWarnings
 from tests.rl.helpers import groups
 from tests.rl.streams import CLEAN, HACKS, NUM_GROUPS, Stream
 

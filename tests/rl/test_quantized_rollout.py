@@ -17,7 +17,7 @@ from posttrain.losses.ratios import ImportanceSampling
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.quant import Quantized
-from posttrain.rl.metrics import check_agreement
+from posttrain.rl.agreement import check_agreement
 from posttrain.rollout.engine import NativeEngine
 from posttrain.weights.lora import attach_lora, merged_lora
 from posttrain.weights.quantize import Copies, quantize_model

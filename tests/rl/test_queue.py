@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.reward.types import RewardError, Rewards
-from posttrain.rl.group_tasks import QueuedGroup, QueuedWave, new_wave
-from posttrain.rl.queue import packed, unpacked
+from posttrain.rl.exchange import QueuedGroup, QueuedWave, new_wave, packed, unpacked
 from posttrain.rl.sampler import IssuedGroup
 from posttrain.rollout.trajectory import Trajectory, Turn
 from posttrain.train.checkpoint import Checkpointer

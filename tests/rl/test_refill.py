@@ -21,9 +21,9 @@ from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
-from posttrain.rl.act import Act, Acted
 from posttrain.rl.algorithms import GroupFilter, filter_of, is_mixed
-from posttrain.rl.refill import Refill, group_metrics
+from posttrain.rl.collector import Act, Acted, Refill
+from posttrain.rl.metrics import group_metrics
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import rl_step, signal_of
 from posttrain.rollout.engine import NativeEngine

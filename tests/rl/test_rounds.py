@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from posttrain.rl.journal import Journal
-from posttrain.rl.rounds import Rounds
+from posttrain.rl.group_tasks import Journal, Rounds
 from posttrain.rollout.types import Completion, Requests, SamplingParams
 from posttrain.runtime.event_loop import run_async
 

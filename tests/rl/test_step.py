@@ -26,7 +26,7 @@ from posttrain.losses.ratios import ImportanceSampling
 from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
-from posttrain.rl.metrics import EXACT, ROUNDED, SamplerGate, check_agreement
+from posttrain.rl.agreement import EXACT, ROUNDED, SamplerGate, check_agreement
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rl.step import StepResult, has_signal, rl_step
 from posttrain.rollout.engine import NativeEngine

@@ -27,10 +27,9 @@ from posttrain.reward.function import env_rewards
 from posttrain.reward.types import Rewards
 from posttrain.rl.assemble import assemble
 from posttrain.rl.exchange import fields_of, trajectory_of
-from posttrain.rl.returns import GAE, with_returns
+from posttrain.rl.returns import GAE, STD_EPS, rewards_at_ends, turn_advantages, with_returns
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rl.store import Recorded, read_record, write_record
-from posttrain.rl.turns import STD_EPS, rewards_at_ends, turn_advantages
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example, Trajectory, Turn
 from posttrain.runtime.user_calls import UserCalls

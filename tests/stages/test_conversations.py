@@ -12,8 +12,8 @@ import pytest
 from posttrain.environments.conversation import Environments
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm
+from posttrain.rl.collector import Refill
 from posttrain.rl.monitor import Monitor
-from posttrain.rl.refill import Refill
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.replay import MEASURED, replay
 from tests.stages.runs import builds, few_devices, lines, posttrain, rl_stage, weights, write_run

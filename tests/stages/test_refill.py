@@ -10,7 +10,7 @@ import pytest
 from posttrain.config import RLSection
 from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
-from posttrain.rl.refill import Refill
+from posttrain.rl.collector import Refill
 from posttrain.runs.prepare import prepare
 from tests.stages.runs import lines, posttrain, rl_stage, weights, write_run
 

@@ -1,11 +1,11 @@
-"""Diagnosis of a sampler that disagrees with the trainer: the worst tokens are scored again, one change at a time, and
-the change under which the difference disappears names the cause."""
+"""Agreement of sampler and trainer: its limits, the veto inside the step, and the diagnosis of a disagreement: the
+worst tokens are scored again, one change at a time, and the change under which the difference disappears names it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 
 from posttrain.batch import Batch, model_inputs, rows_per_pass
 from posttrain.cluster.cluster import Cluster
+from posttrain.errors import RunError
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.attention import Attention, LatentAttention
 from posttrain.models.config import ModelConfig, MoEConfig, Rope
@@ -26,7 +27,119 @@ from posttrain.rl.assemble import sample_rows
 from posttrain.rl.sampler import Sampler
 from posttrain.rollout.trajectory import Group, Trajectory
 from posttrain.train.trainer import Trainer
+from posttrain.tree import Max, Mean
 from posttrain.weights.state import ModelWeights
+
+GAP = "sampling/logp_difference"
+LIMITS = {f"{GAP}/mean": 0.1, f"{GAP}/outliers": 0.01, f"{GAP}/max": 10.0, f"{GAP}/stale_mean": 1.0}
+"""Maximum difference of sampler and trainer log-probabilities: mean in nats over tokens sampled with the current
+weights, share of those beyond `OUTLIER_NATS` (bounds the 99th percentile), their maximum, and the mean over tokens of
+earlier weights, which are expected to differ. Typical means: 1e-6 in float32, 5e-3 to 1.3e-2 in bfloat16; with 260,000
+parameters 0.02 in int8 and 0.06 in fp8."""
+LIMIT = f"{GAP}/limit"
+"""Maximum of the mean in this run, see `SamplerGate`."""
+MAX_GROWTH = 20.0
+"""Maximum mean as a multiple of that of the first step, whose weights are known to be equal."""
+ONE_SIDED, ONE_SIDED_NATS = 0.8, 5e-3
+"""Share of the mean that its sign may not explain, where it is above these nats: rounding has no sign."""
+LEAST_TOKENS, LEAST_SIGMAS = 10, 8.0
+"""Tokens, and standard errors of the signed mean, below which its sign may be chance."""
+LEAST_STALE = 16
+"""Tokens of earlier weights that are judged as a mean; fewer are judged as if there were so many."""
+
+
+@dataclass(frozen=True)
+class SamplerGate:
+    """Veto on updates where `sampler_disagrees`, for `TrainSettings.skip_update`.
+
+    The mean over fresh tokens may be at most `MAX_GROWTH` times that of the first step, which is remembered: later
+    weights that do not reach the sampler whole stay below any limit that rounding in 16 or 8 bits leaves room for.
+    """
+
+    rounding: float
+    """Mean in nats that is never refused for its growth: rounding, such as `EXACT` or `ROUNDED`."""
+
+    def start(self) -> np.ndarray:
+        return np.asarray(np.nan, np.float32)
+
+    def __call__(self, metrics: Mapping[str, object], memory: Array) -> tuple[Array, Array, Mapping[str, Array]]:
+        mean = metrics.get(f"{GAP}/mean")
+        if not isinstance(mean, Mean):
+            return jnp.zeros((), bool), memory, {}
+        first = jnp.where(jnp.isnan(memory) & (jnp.asarray(mean.weight) > 0), _value(mean), memory)
+        allowed = jnp.maximum(MAX_GROWTH * first, self.rounding)
+        highest = LIMITS[f"{GAP}/mean"]
+        told = {LIMIT: jnp.where(jnp.isnan(first), highest, jnp.minimum(allowed, highest)).astype(jnp.float32)}
+        return sampler_disagrees({**metrics, **told}), first.astype(jnp.float32), told
+
+
+EXACT, ROUNDED = 1e-3, 0.05
+"""`SamplerGate.rounding` where sampler and trainer compute in float32 with equal weights, and elsewhere: in lower
+precision the first step may have samples of which the model is certain, without any rounding."""
+
+
+def sampler_disagrees(metrics: Mapping[str, object]) -> Array:
+    """Compare a loss's metrics with `LIMITS`, and the mean with that of `SamplerGate`. True also where differences have
+    one sign: only one of the two knows a truncation or a bias. NaN exceeds every limit; missing metrics pass.
+    """
+    within = jnp.ones((), bool)
+    for name, limit in _limits(metrics).items():
+        within &= _value(metrics[name], LEAST_STALE if name.endswith("/stale_mean") else 1) <= limit
+    return ~within | _one_sided(metrics)
+
+
+def _limits(metrics: Mapping[str, object]) -> dict[str, Any]:
+    """Limits of the metrics that are there."""
+    own = {f"{GAP}/mean": metrics[LIMIT]} if LIMIT in metrics else {}
+    return {name: limit for name, limit in {**LIMITS, **own}.items() if name in metrics}
+
+
+def _one_sided(metrics: Mapping[str, object]) -> Array:
+    names = [f"{GAP}/{name}" for name in ("mean", "signed", "square")]
+    if not all(name in metrics for name in names):
+        return jnp.zeros((), bool)
+    mean, signed, square = (_value(metrics[name]) for name in names)
+    weight = jnp.asarray(cast(Mean, metrics[names[0]]).weight)
+    beyond_chance = weight * signed**2 >= LEAST_SIGMAS**2 * (square - signed**2)
+    large = (mean >= ONE_SIDED_NATS) & (weight >= LEAST_TOKENS)
+    return large & (jnp.abs(signed) >= ONE_SIDED * mean) & beyond_chance
+
+
+def check_agreement(metrics: Mapping[str, object], step: int, diagnosis: Callable[[], str] | None = None) -> None:
+    """Raise RunError with the measured differences if `sampler_disagrees`. Reads from the device.
+
+    `diagnosis`: names the likely cause.
+    """
+    if not bool(sampler_disagrees(metrics)):
+        return
+    found = {name: (float(_value(metrics[name])), float(limit)) for name, limit in _limits(metrics).items()}
+    told = [f"{name.removeprefix(f'{GAP}/')} {value:.3g} of {limit:.3g}" for name, (value, limit) in found.items()]
+    if bool(_one_sided(metrics)):
+        signed = float(_value(metrics[f"{GAP}/signed"]))
+        told.append(f"nearly all {'below' if signed > 0 else 'above'} the trainer's: signed {signed:+.3g}")
+    average, _ = max((found[name] for name in found if name.endswith("mean")), key=lambda pair: pair[0] / pair[1])
+    raise RunError(
+        f"step {step}: sampler and trainer disagree by {average:.3g} nats per token on average (differences and their "
+        f"limits: {', '.join(told)}); the weights are those before the step. "
+        + ("Look for stale weights or another temperature in the engine" if diagnosis is None else _told(diagnosis))
+    )
+
+
+def _told(diagnosis: Callable[[], str]) -> str:
+    """Diagnosis in words; its own failure must not hide the error that it explains."""
+    try:
+        return f"Likely cause: {diagnosis()}"
+    except Exception as error:
+        return f"The diagnosis of the cause failed: {type(error).__name__}: {error}"
+
+
+def _value(metric: object, least_weight: int = 1) -> Array:
+    """Value of a metric; 0 without any counted token, and as of `least_weight` where it counts fewer."""
+    if isinstance(metric, Mean):
+        return jnp.asarray(metric.total) / jnp.maximum(jnp.asarray(metric.weight), least_weight)
+    assert isinstance(metric, Max)
+    return jnp.asarray(metric.largest)
+
 
 EXPLAINED = 0.2
 """Maximum share of the difference that may remain under a change that explains it."""

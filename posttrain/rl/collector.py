@@ -1,4 +1,5 @@
-"""Acting half of an online step: groups are begun, sampled and scored, in waves where useful ones are missing."""
+"""Acting half of an online step: groups are begun, sampled and scored, in waves where useful ones are missing
+(dynamic sampling; DAPO, arXiv:2503.14476 section 3.2)."""
 
 from __future__ import annotations
 
@@ -8,15 +9,35 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Bool
 
+from posttrain.config import RLSection
 from posttrain.metrics import Timer
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
+from posttrain.rl.algorithms import GroupFilter, filter_of
 from posttrain.rl.exchange import exchanged, own_share
-from posttrain.rl.refill import Refill, group_metrics, refill_metrics
+from posttrain.rl.metrics import group_metrics, refill_metrics
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rl.source import Source
 from posttrain.rollout.trajectory import Group
 from posttrain.tracking.console import progress_bar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refill:
+    """Settings of dynamic sampling."""
+
+    limit: int
+    """Maximum number of waves per step."""
+    keep: GroupFilter
+    """Mask of the useful groups of a wave."""
+
+    @classmethod
+    def of(cls, section: RLSection) -> Refill | None:
+        """Build dynamic sampling of a stage; None without. ConfigError for a filter that cannot be used."""
+        given = section.refill
+        if given is None:
+            return None
+        return cls(limit=given.limit, keep=filter_of(given.keep, "refill.keep", section.group_size))
 
 
 @dataclass(frozen=True, kw_only=True)
