@@ -302,6 +302,8 @@ def test_version_environment_and_completion(tmp_path: Path) -> None:
         (["run", "run.yaml", "stages.rl.optimizer.schedule", "=", "co"], ["constant", "cosine"]),
         (["run", "run.yaml", "stages.rl.optimizer.schedule", "="], SCHEDULES),
         (["run", "configs/grpo_stories.yaml", "seed=1", "prompts_per"], ["prompts_per_step=8"]),
+        (["run", "run.yaml", "stages.rl.algorithm", "=", "gs"], ["gspo", "gspo_token"]),
+        (["run", "run.yaml", "stages.rl.algorithm.kl_c"], ["stages.rl.algorithm.kl_coef=0.04"]),
         (["run", "run.yaml", "stages.rl.nothing"], []),
         (["run", "wrong.yaml", "stages.rl.num_st"], []),
     ],

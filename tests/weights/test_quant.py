@@ -322,6 +322,6 @@ def test_settings_that_cannot_be() -> None:
     fields |= {"rewards": [{"fn": "a:b"}], "group_size": 2, "sampling": {"max_tokens": 4}}
     fields |= {"optimizer": {"learning_rate": 1.0}, "rollout": {"quantize": "int8"}}
     taught = {**fields, "teachers": [{"path": "y"}]}
-    with pytest.raises(ValueError, match=r"teachers with rollout.quantize=int8 .* need old_logps: trainer"):
+    with pytest.raises(ValueError, match=r"teachers with rollout.quantize=int8 need old_logps: trainer"):
         RLSection(**taught, algorithm={"kind": "grpo", "old_logps": "self"})
     assert RLSection(**taught).proximal_logps == "trainer"
