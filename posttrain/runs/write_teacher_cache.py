@@ -10,12 +10,13 @@ from posttrain.config import DistillSection, RunConfig
 from posttrain.data.pipeline import row_tokenizer
 from posttrain.data.sources import Rows, Sequences
 from posttrain.distill.cache import CacheFolder, write_shards
-from posttrain.distill.cross_tokenizer import aligned_scorer, aligned_tokenizer
 from posttrain.distill.targets import teacher_shares
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
     TeacherSource,
     TopKScorer,
+    aligned_scorer,
+    aligned_tokenizer,
     load_teacher,
     outside_teacher,
 )

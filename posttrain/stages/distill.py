@@ -20,19 +20,22 @@ from posttrain.data.prefetch import MAX_BATCHES, MeasuredStream, Prefetch
 from posttrain.data.sources import Rows, Sequences
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cache import CacheFolder, TeacherCache
-from posttrain.distill.cross_tokenizer import Aligner, aligned_tokenizer, make_aligners, teacher_sequence
+from posttrain.distill.cross_tokenizer import Aligner
 from posttrain.distill.features import check_features, distill_loss, matching_of
 from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
     OutsideTeacher,
     TeacherSource,
+    aligned_tokenizer,
     computed_in,
     find_teachers,
     load_teacher,
+    make_aligners,
     num_ids,
     outside_teacher,
     teacher_digest,
+    teacher_sequence,
 )
 from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate_prompts

@@ -17,8 +17,17 @@ from posttrain.data.format import tokenize_example
 from posttrain.data.packing import sequence
 from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.distill.cross_tokenizer import Aligner, Run, groups, pair_runs, runs
-from posttrain.distill.vocabulary import SharedTokens, Vocabulary, VocabularyMap, back_of
+from posttrain.distill.cross_tokenizer import (
+    Aligner,
+    Run,
+    SharedTokens,
+    Vocabulary,
+    VocabularyMap,
+    back_of,
+    groups,
+    pair_runs,
+    runs,
+)
 from posttrain.tree import replace
 from tests.often import often
 

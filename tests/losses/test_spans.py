@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import NO_ID, Batch, TopK
-from posttrain.distill.vocabulary import SharedTokens, back_of
+from posttrain.distill.cross_tokenizer import SharedTokens, back_of
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence, divergence, pack_ids
 from posttrain.kernels.logits.token_stats import token_stats

@@ -12,7 +12,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from posttrain.batch import NO_ID, Batch, TopK
-from posttrain.distill.vocabulary import SharedTokens, back_of
+from posttrain.distill.cross_tokenizer import SharedTokens, back_of
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence, pack_ids
 from posttrain.losses.distill import DistillLoss
