@@ -38,7 +38,7 @@ from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.rollout.engine import EngineFactory, engine_factory
 from posttrain.rollout.trajectory import Example
 from posttrain.stages.inputs import Prepared, rows_and_renderer
-from posttrain.tools.formats import ToolText
+from posttrain.tools.prompts import ToolText
 from posttrain.tools.types import Tool
 
 

@@ -15,7 +15,8 @@ from posttrain.data.messages import Message, from_wire, to_wire
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import Completion, SamplingParams
-from posttrain.tools.formats import ToolText, make_format
+from posttrain.tools.formats import make_format
+from posttrain.tools.prompts import ToolText
 from tests.environments.helpers import completion
 
 USER: Message = {"role": "user", "content": "?"}

@@ -19,8 +19,9 @@ from posttrain.errors import ConfigError
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.user_calls import UserCalls
-from posttrain.tools.formats import ToolText, make_format, write_calls
+from posttrain.tools.formats import make_format, write_calls
 from posttrain.tools.function import FunctionTool
+from posttrain.tools.prompts import ToolText
 from posttrain.tools.readers import WrittenCall
 from tests.environments.helpers import Script, with_template
 

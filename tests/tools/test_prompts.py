@@ -14,7 +14,8 @@ from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.turns import check_turns
 from posttrain.errors import ConfigError
-from posttrain.tools.formats import ToolText, make_format
+from posttrain.tools.formats import make_format
+from posttrain.tools.prompts import ToolText
 
 SCHEMA = {
     "type": "function",
