@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posttrain.kernels.attention import blockwise, fused
+from posttrain.kernels.attention import blockwise, dispatch
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant, full_attention, visible
-from posttrain.kernels.attention.fused import cudnn_arguments, tokamax
+from posttrain.kernels.attention.dispatch import cudnn_arguments, tokamax
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 384, 4, 2, 8, 12
 LENGTHS = ((200, 150), (384,))
@@ -72,9 +72,9 @@ def reference(operands: Operands, variant: Variant) -> jax.Array:
 def padded_splash(operands: Operands, variant: Variant, *, interpret: bool = True) -> jax.Array:
     """Splash attention on one device."""
     length, num_heads = operands.q.shape[1:3]
-    padded, head_dim = fused.splash_length(length), max(operands.q.shape[3], operands.v.shape[3])
-    kernel = fused.make_splash(padded, num_heads, head_dim, variant, shards=1, interpret=interpret)
-    return fused.splash(operands, kernel, variant=variant, padding=padded - length)
+    padded, head_dim = dispatch.splash_length(length), max(operands.q.shape[3], operands.v.shape[3])
+    kernel = dispatch.make_splash(padded, num_heads, head_dim, variant, shards=1, interpret=interpret)
+    return dispatch.splash(operands, kernel, variant=variant, padding=padded - length)
 
 
 def through_jax(operands: Operands, variant: Variant) -> jax.Array:

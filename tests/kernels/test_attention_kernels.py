@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from posttrain.kernels.attention import fused
+from posttrain.kernels.attention import dispatch
 from tests.kernels.attention_cases import CASES, HEADS, LENGTH, VALUE_DIM, Rows, rows, run
 
 SERVED = {
@@ -68,7 +68,7 @@ def test_one_group_and_no_groups(name: str, kv_heads: int) -> None:
 
 
 def test_two_kernels_in_the_backward_pass_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "MAX_GRADIENTS", 1)
+    monkeypatch.setattr(dispatch, "MAX_GRADIENTS", 1)
     assert_same("splash_split", "all", DATA)
 
 
@@ -78,7 +78,7 @@ def test_splash_pads_rows_to_whole_blocks(length: int) -> None:
 
 
 def test_a_key_block_of_the_backward_pass_may_have_several_of_the_forward_pass() -> None:
-    sizes = fused.splash_blocks(1024, 128, None)
+    sizes = dispatch.splash_blocks(1024, 128, None)
     assert (sizes.block_q_dkv, sizes.block_kv_dkv_compute, sizes.block_kv_dkv) == (512, 512, 1024)
     assert_same("splash", "full", rows(lengths=((700, 324), (1000,)), length=1024))
 
@@ -88,8 +88,8 @@ def test_a_key_block_of_the_backward_pass_may_have_several_of_the_forward_pass()
     [(4096, 4096, 512), (4000, 4096, 512), (1000, 1024, 512), (4224, 4224, 384), (640, 640, 128), (130, 256, 256)],
 )
 def test_padding_and_blocks_of_a_length(length: int, padded: int, block: int) -> None:
-    assert fused.splash_length(length) == padded
-    assert fused.splash_blocks(padded, 128, None).block_q == block
+    assert dispatch.splash_length(length) == padded
+    assert dispatch.splash_blocks(padded, 128, None).block_q == block
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_padding_and_blocks_of_a_length(length: int, padded: int, block: int) ->
 def test_key_blocks_of_the_backward_pass(
     length: int, head_dim: int, window: int | None, keys: int, one_kernel: bool
 ) -> None:
-    sizes = fused.splash_blocks(length, head_dim, window)
+    sizes = dispatch.splash_blocks(length, head_dim, window)
     assert (sizes.block_kv_dkv, sizes.use_fused_bwd_kernel) == (keys, one_kernel)
     assert keys % (sizes.block_kv_dkv_compute or 0) == 0
 
