@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 
-from posttrain.sandbox import landlock, seccomp
+from posttrain.sandbox import kernel
 
 TYPE_CHECKING = False  # without the import of typing
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ def main() -> None:
 
 def _protections(namespaces: bool, read_only: bool, may_fork: bool) -> dict[str, bool]:
     """Tell which protections a program has, by the names of `posttrain.sandbox.run.UNPROTECTED`."""
-    calls = seccomp.is_available()
-    own_signals = calls and (not may_fork or landlock.version() >= landlock.SCOPES_VERSION)
+    calls = kernel.has_seccomp()
+    own_signals = calls and (not may_fork or kernel.landlock_version() >= kernel.SCOPES_VERSION)
     return {
         "network": namespaces or calls,
-        "files": landlock.version() > 0,
-        "truncation": read_only or landlock.version() >= landlock.TRUNCATE_VERSION,
+        "files": kernel.landlock_version() > 0,
+        "truncation": read_only or kernel.landlock_version() >= kernel.TRUNCATE_VERSION,
         "modes": read_only or calls,
         "memory": calls,
         "priorities": namespaces or calls,
@@ -113,9 +113,9 @@ def _mount_read_only(folder: str) -> bool:
         return False
     everywhere = struct.pack("<QQQQ", READ_ONLY | NO_SETUID, 0, 0, 0)
     inside = struct.pack("<QQQQ", NO_SETUID | NO_DEVICES, READ_ONLY, 0, 0)
-    if landlock.call(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, everywhere, len(everywhere)):
+    if kernel.call(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, everywhere, len(everywhere)):
         return _remount_each(path)  # before Linux 5.12
-    if landlock.call(MOUNT_SETATTR, AT_FDCWD, path, 0, inside, len(inside)):
+    if kernel.call(MOUNT_SETATTR, AT_FDCWD, path, 0, inside, len(inside)):
         raise OSError(ctypes.get_errno(), f"sandbox: {folder} cannot be made writable")
     return True
 
@@ -227,16 +227,16 @@ def _confine(job: dict[str, Any]) -> None:
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         if sys.platform == "linux" or kind != resource.RLIMIT_AS:
             resource.setrlimit(kind, (limit, limit))
-    if landlock.version():
+    if kernel.landlock_version():
         python = [sys.prefix, sys.base_prefix, sys.exec_prefix, *(one for one in sys.path if "-packages" in one)]
-        landlock.restrict(read=[*SYSTEM, *python, *DEVICES], write=[job["folder"], "/dev/null"])
+        kernel.restrict_files(read=[*SYSTEM, *python, *DEVICES], write=[job["folder"], "/dev/null"])
     if sys.platform == "linux":
         for capability in range(LAST_CAPABILITY + 1):
             _prctl(PR_CAPBSET_DROP, capability)
         header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
         ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
-    if seccomp.is_available():
-        seccomp.restrict(may_fork=job["may_fork"], read_only=job["read_only"])
+    if kernel.has_seccomp():
+        kernel.restrict_calls(may_fork=job["may_fork"], read_only=job["read_only"])
 
 
 def _execute(job: dict[str, Any]) -> None:
