@@ -29,7 +29,7 @@ SHOWN_LENGTH = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ConfigSource:
     """File position or override of each value of a configuration."""
 
     name: str
@@ -102,7 +102,7 @@ _RULES = {
 """Rule in the message of each pydantic error type."""
 
 
-def messages(error: ValidationError, source: Source) -> list[str]:
+def messages(error: ValidationError, source: ConfigSource) -> list[str]:
     """One line per mistake; a missing field together with its misspelling is one mistake."""
     found: list[tuple[Key, str, str]] = []
     misspelt: set[Key] = set()
@@ -222,7 +222,7 @@ def _names(fields: Mapping[str, str]) -> str:
     return ", ".join(name for name in fields if "." not in name)
 
 
-def _moved(key: Key, parents: Sections, source: Source) -> str | None:
+def _moved(key: Key, parents: Sections, source: ConfigSource) -> str | None:
     """Sentence about a field of the algorithm that stands in its stage; None for any other."""
     word = key[-1]
     having = [kind for kind, section in ALGORITHMS.items() if word in section.model_fields]
@@ -244,7 +244,7 @@ def _moved(key: Key, parents: Sections, source: Source) -> str | None:
     return f"is now algorithm.{word}: write {written}"
 
 
-def _algorithm(source: Source, stage: Key) -> tuple[str, dict[str, Any]]:
+def _algorithm(source: ConfigSource, stage: Key) -> tuple[str, dict[str, Any]]:
     """Kind of the algorithm of a stage, and the fields that it has or that should stand in it."""
     raw = source.raw
     for word in stage:
@@ -257,7 +257,7 @@ def _algorithm(source: Source, stage: Key) -> tuple[str, dict[str, Any]]:
 
 
 def _hint(
-    word: str, fields: Mapping[str, str], parents: Sections, kind: str | None, source: Source
+    word: str, fields: Mapping[str, str], parents: Sections, kind: str | None, source: ConfigSource
 ) -> tuple[str | None, str]:
     """Field meant by an unknown one, and a sentence about it: other frameworks' names first, then misspellings.
 
@@ -319,7 +319,9 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def _known(fields: Mapping[str, str], siblings: Mapping[str, type[Section]], kind: str | None, source: Source) -> str:
+def _known(
+    fields: Mapping[str, str], siblings: Mapping[str, type[Section]], kind: str | None, source: ConfigSource
+) -> str:
     """Known fields; of a stage, whose fields are many, what lists them."""
     if siblings is not SECTIONS:
         return f"known here: {_names(fields)}"

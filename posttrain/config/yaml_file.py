@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from posttrain.config import RLSection, RunConfig, Section
 from posttrain.config.locator import Locator, UserObject, object_text, shown_path
-from posttrain.config.messages import FIRST_STAGE, Key, Source, messages, show
+from posttrain.config.messages import FIRST_STAGE, ConfigSource, Key, messages, show
 from posttrain.errors import ConfigError
 
 KINDS = ("algorithm", "surrogate")
@@ -197,7 +197,7 @@ def _build(
         stage = {word: raw.pop(word) for word in list(raw) if word not in own}
         raw["stages"] = [stage]
         lines = {key if key[0] in own else (*FIRST_STAGE, *key): line for key, line in lines.items()}
-    source = Source(name=name, short=short, python=python, lines=lines, raw=raw)
+    source = ConfigSource(name=name, short=short, python=python, lines=lines, raw=raw)
     for text in overrides:
         _override(raw, text, source)
     try:
@@ -213,7 +213,7 @@ def _copy(value: Any) -> Any:
     return [_copy(item) for item in value] if type(value) in (list, tuple) else value
 
 
-def _override(raw: dict[str, Any], text: str, source: Source) -> None:
+def _override(raw: dict[str, Any], text: str, source: ConfigSource) -> None:
     dotted, equals, written = text.partition("=")
     words = dotted.strip().split(".")
     if not equals or not all(words):

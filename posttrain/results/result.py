@@ -21,7 +21,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.runs.folder import CONFIG_NAME, is_running
 from posttrain.stages.table import stage_names
 from posttrain.tracking.console import cut
-from posttrain.tracking.history import Rows, points, read_metrics, read_samples
+from posttrain.tracking.history import Records, points, read_metrics, read_samples
 from posttrain.tracking.notebook import Curves
 from posttrain.tracking.steps import LAYOUTS, shown_number
 from posttrain.weights.load import load_model
@@ -62,12 +62,12 @@ class RunResult:
         return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 
     @property
-    def metrics(self) -> Rows:
+    def metrics(self) -> Records:
         """Metrics as a list of dicts, one per stage and step; `.to_pandas()` is a DataFrame."""
         return read_metrics(self.output)
 
     @property
-    def samples(self) -> Rows:
+    def samples(self) -> Records:
         """Sample completions as a list of dicts with prompt, completion, reward, rewards and advantage."""
         return read_samples(self.output)
 

@@ -37,7 +37,7 @@ Describe = Callable[[BaseException], tuple[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessLayout:
     """Number of processes; and of this one with the first one's address, unless JAX finds these by itself."""
 
     count: int
@@ -45,7 +45,7 @@ class Place:
     address: str | None = None
 
 
-def place() -> Place:
+def process_layout() -> ProcessLayout:
     """Find out how many processes the environment has: from its variables, Slurm, Open MPI, a TPU slice, or a job of
     Kubernetes. ConfigError for variables that do not fit, and where a cluster does not tell.
 
@@ -53,18 +53,18 @@ def place() -> Place:
     """
     given = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
     if given.get(COUNT) == "1":
-        return Place(count=1)
+        return ProcessLayout(count=1)
     if given:
         if missing := [name for name in (ADDRESS, COUNT, INDEX) if name not in given]:
             raise ConfigError(f"{', '.join(given)}: set {', '.join(missing)} as well, or {COUNT}=1 for one process")
         if not (given[COUNT].isdecimal() and given[INDEX].isdecimal() and int(given[INDEX]) < int(given[COUNT])):
             raise ConfigError(f"{INDEX}={given[INDEX]} must be a number from 0 and below {COUNT}={given[COUNT]}")
-        return Place(count=int(given[COUNT]), index=int(given[INDEX]), address=given[ADDRESS])
+        return ProcessLayout(count=int(given[COUNT]), index=int(given[INDEX]), address=given[ADDRESS])
     cluster = _cluster()
     if cluster is None:
-        return Place(count=1)
+        return ProcessLayout(count=1)
     try:
-        return Place(count=cluster.get_process_count())
+        return ProcessLayout(count=cluster.get_process_count())
     except Exception as error:
         raise ConfigError(
             f"{cluster.__name__}: cannot tell the number of processes ({type(error).__name__}: {error}); "
@@ -112,7 +112,7 @@ def joined(describe: Describe) -> Iterator[None]:
     The first error of one is printed by all, and ends them within seconds even while they wait for each other: the
     caller must pass its exit code to `leave`. Raises ConfigError, and OutsideError if they do not come together.
     """
-    found = place()
+    found = process_layout()
     if found.count == 1:
         if os.environ.get("JAX_PLATFORMS"):  # JAX is imported for it only where someone has chosen a platform
             from posttrain.runtime import processes
@@ -132,7 +132,7 @@ def joined(describe: Describe) -> Iterator[None]:
 
 def check_alone(command: str) -> None:
     """ConfigError for a command of one process where the environment has several."""
-    if (found := place()).count > 1:
+    if (found := process_layout()).count > 1:
         raise ConfigError(
             f"{command} runs in one process, and this is one of {found.count}; run it on one host, with {COUNT}=1"
         )
@@ -151,7 +151,7 @@ def leave(code: int | str | None) -> None:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def _initialize(found: Place) -> None:
+def _initialize(found: ProcessLayout) -> None:
     import jax
 
     # Its handler of SIGTERM would replace that of the training loop, which stops all processes after the same step.
@@ -174,15 +174,15 @@ def _initialize(found: Place) -> None:
             timer.cancel()
 
 
-def _notice(found: Place) -> None:
+def _notice(found: ProcessLayout) -> None:
     print(f"waiting for {found.count} processes of the run; {COUNT}=1 for one alone", file=sys.stderr, flush=True)
 
 
-def _give_up(found: Place) -> None:
+def _give_up(found: ProcessLayout) -> None:
     _end_with(f"error: {_apart(found)}, after {JOIN_S} s", LOST)
 
 
-def _apart(found: Place) -> str:
+def _apart(found: ProcessLayout) -> str:
     return (
         f"the run has {found.count} processes, which did not come together; start the same command on every host, or "
         f"set {COUNT}=1 for one alone"

@@ -34,7 +34,7 @@ class CallTimeout(Exception):
     """Call past its deadline; the message is one line."""
 
 
-class Interrupted(BaseException):
+class CallInterrupted(BaseException):
     """Raised within Python code that runs past its deadline."""
 
 
@@ -212,9 +212,9 @@ def wait_here(made: Awaitable[T]) -> T:
 
 
 def interrupt(thread: threading.Thread) -> None:
-    """Raise `Interrupted` in a thread as soon as it runs Python code."""
+    """Raise `CallInterrupted` in a thread as soon as it runs Python code."""
     if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Interrupted))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(CallInterrupted))
 
 
 class _ThreadCall(threading.Thread):
@@ -228,7 +228,7 @@ class _ThreadCall(threading.Thread):
 
     def run(self) -> None:
         result, failure = None, None
-        with contextlib.suppress(Interrupted):
+        with contextlib.suppress(CallInterrupted):
             try:
                 result = self._work()
             except BaseException as error:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TABLE_DIGITS = 5
 """Decimals of the numbers in `tables.jsonl`."""
 NUM_SHOWN = 8
-"""Rows of a table in its text and HTML forms."""
+"""Records of a table in its text and HTML forms."""
 Point = tuple[int, float]
 """Step and value."""
 
@@ -124,7 +124,7 @@ def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     part.replace(path)
 
 
-class Rows(list[dict[str, Any]]):
+class Records(list[dict[str, Any]]):
     """List of dicts with a table as its text and HTML forms; `to_pandas()` is a DataFrame."""
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -144,18 +144,18 @@ class Rows(list[dict[str, Any]]):
         return str(self.to_pandas().to_html(max_rows=NUM_SHOWN, max_cols=NUM_SHOWN, notebook=True))
 
 
-def read_metrics(output: Path) -> Rows:
+def read_metrics(output: Path) -> Records:
     """Metrics of a run: one row per stage and step, with the evaluation of that step in it."""
     merged: dict[tuple[str, int], dict[str, Any]] = {}
     for line in _lines(output / "metrics.jsonl"):
         numbers = {name: float(value) if value in ("inf", "-inf") else value for name, value in line.items()}
         merged.setdefault((line["stage"], line["step"]), {}).update(numbers)
-    return Rows(merged.values())
+    return Records(merged.values())
 
 
-def read_samples(output: Path) -> Rows:
+def read_samples(output: Path) -> Records:
     """Samples of a run, in the order in which they were written."""
-    return Rows(_lines(output / "samples.jsonl"))
+    return Records(_lines(output / "samples.jsonl"))
 
 
 def points(rows: Sequence[dict[str, Any]], name: str) -> list[Point]:

@@ -251,17 +251,17 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("environment", "found"),
     [
-        ({}, join.Place(count=1)),
-        (BY_HAND, join.Place(count=2, index=1, address="host:1234")),
-        (SLURM, join.Place(count=4)),
-        (SLURM | {"SLURM_NTASKS": "1"}, join.Place(count=1)),
-        (SLURM | {"JAX_NUM_PROCESSES": "1"}, join.Place(count=1)),
-        (TPU, join.Place(count=4)),
-        (TPU | {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "1"}, join.Place(count=1)),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, join.Place(count=1)),
+        ({}, join.ProcessLayout(count=1)),
+        (BY_HAND, join.ProcessLayout(count=2, index=1, address="host:1234")),
+        (SLURM, join.ProcessLayout(count=4)),
+        (SLURM | {"SLURM_NTASKS": "1"}, join.ProcessLayout(count=1)),
+        (SLURM | {"JAX_NUM_PROCESSES": "1"}, join.ProcessLayout(count=1)),
+        (TPU, join.ProcessLayout(count=4)),
+        (TPU | {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "1"}, join.ProcessLayout(count=1)),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, join.ProcessLayout(count=1)),
     ],
 )
-def test_places(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], found: join.Place) -> None:
+def test_places(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], found: join.ProcessLayout) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if "TPU_WORKER_HOSTNAMES" in environment:
@@ -269,7 +269,7 @@ def test_places(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str],
         monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")
         for module in ("cloud_tpu_init", "clusters.cloud_tpu_cluster"):
             monkeypatch.setattr(f"jax._src.{module}.running_in_cloud_tpu_vm", True)
-    assert join.place() == found
+    assert join.process_layout() == found
 
 
 @pytest.mark.usefixtures("no_cluster")
@@ -288,7 +288,7 @@ def test_places_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, environment: Ma
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
-        join.place()
+        join.process_layout()
 
 
 def test_a_lone_process_does_not_hang() -> None:
