@@ -34,7 +34,7 @@ from posttrain.reward.rubric import Rubric
 from posttrain.rl.advantages import standardized
 from posttrain.rl.agreement import ROUNDED, SamplerGate
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.collector import Act
+from posttrain.rl.collector import RolloutCollector
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepSettings, rl_step
@@ -123,7 +123,7 @@ class Bench:
 
     cluster: Cluster
     algorithm: Algorithm
-    act: Act
+    collector: RolloutCollector
     settings: StepSettings
     engine: Ending
     native: NativeEngine
@@ -132,7 +132,7 @@ class Bench:
 
     def step(self, number: int) -> dict[str, float]:
         """One step, with wall and process time."""
-        sampler = self.act.sampler
+        sampler = self.collector.sampler
         if self.skewed:
             first = number * PROMPTS
             prompts = [self.tokens[first + p] for p in range(PROMPTS) for _ in range(GROUP)]
@@ -140,7 +140,7 @@ class Bench:
             self.engine.prepare(prompts, keys)
             self.native.update_weights(self.cluster.actor.model, number)  # no prefix of the draw before is of use
         wall, cpu = time.perf_counter(), time.process_time()
-        result = run_async(rl_step(self.cluster, self.algorithm, self.act, self.settings, Timer()))
+        result = run_async(rl_step(self.cluster, self.algorithm, self.collector, self.settings, Timer()))
         count = to_host(result.metrics)["completions/num_tokens"]
         return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "count": count}
 
@@ -170,7 +170,7 @@ def build(work: str, steps: int, model: Decoder) -> Bench:
     cluster = Cluster(trainer, engine, Shared(trainer), reference=Reference(trainer))
     cluster.sync_weights(cluster.version)
     tokens = np.random.default_rng(0).integers(FIRST, VOCAB, (steps * PROMPTS, PROMPT)).tolist()
-    act = Act(
+    collector = RolloutCollector(
         sampler=Sampler(
             engine=engine,
             renderer=Renderer(word_tokenizer(), False),
@@ -193,7 +193,7 @@ def build(work: str, steps: int, model: Decoder) -> Bench:
         zero_advantage="skip",
         stale=False,
     )
-    parts = {"cluster": cluster, "algorithm": algorithm, "act": act, "settings": settings}
+    parts = {"cluster": cluster, "algorithm": algorithm, "collector": collector, "settings": settings}
     return Bench(**parts, engine=engine, native=native, tokens=tokens, skewed=skewed)
 
 

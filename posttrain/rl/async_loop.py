@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from posttrain.cluster.cluster import Cluster
 from posttrain.metrics import Timer
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.collector import Act
+from posttrain.rl.collector import RolloutCollector
 from posttrain.rl.exchange import Queue, new_wave, packed, unpacked
 from posttrain.rl.group_tasks import GroupTasks
 from posttrain.rl.step import StepResult, StepSettings, learn
@@ -52,13 +52,18 @@ class AsyncLoop:
     """
 
     def __init__(
-        self, cluster: Cluster, algorithm: Algorithm, act: Act, settings: StepSettings, asynchronous: AsyncSettings
+        self,
+        cluster: Cluster,
+        algorithm: Algorithm,
+        collector: RolloutCollector,
+        settings: StepSettings,
+        asynchronous: AsyncSettings,
     ):
-        self._cluster, self._algorithm, self._act, self._settings = cluster, algorithm, act, settings
+        self._cluster, self._algorithm, self._collector, self._settings = cluster, algorithm, collector, settings
         self._async = asynchronous
         self._thread = LoopThread("rollouts")
         self._tasks = GroupTasks(
-            act,
+            collector,
             lambda: cluster.version,
             stall_s=asynchronous.stall_s,
             in_rounds=asynchronous.in_rounds,
@@ -67,7 +72,7 @@ class AsyncLoop:
         self._restored: Queue = {}
         self._clock = IdleClock()
         self._tasks.on_sampling = lambda sampling: self._clock.set(sampling=sampling)
-        self._engine = act.sampler.engine
+        self._engine = collector.sampler.engine
         self._ended = time.perf_counter()
         self._running = False
 
@@ -94,14 +99,14 @@ class AsyncLoop:
         finished, unfinished = self.on_loop(lambda: self._tasks.counts)
         with waited, timer("wait_for_rollouts"):
             self._wait(self._tasks.finished(version), "waiting for rollouts")
-        held, learned = cluster.memory("rollout"), Stopwatch()
+        rollout_memory, learned = cluster.memory("rollout"), Stopwatch()
         with learned:
             if way.in_turns:
                 self._call(self._pause())
             with timer("rewards"):
                 waves = self._wait(self._tasks.take(version), "rewards")
-            acted = self._act.acted(version, waves)
-            result = learn(cluster, self._algorithm, acted, self._settings, timer)
+            rollouts = self._collector.rollouts(version, waves)
+            result = learn(cluster, self._algorithm, rollouts, self._settings, timer)
         with waited, timer("wait_for_rollouts"):
             if way.in_flight:
                 self._call(self._pause())
@@ -109,13 +114,13 @@ class AsyncLoop:
                 self._call(self._resume())
                 self.settle()
         # Of every wave that has begun under this version.
-        drawn = self.on_loop(self._act.source.metrics)
+        drawn = self.on_loop(self._collector.source.metrics)
         with learned, timer("sync"):
             synced = self.on_loop(lambda: cluster.sync_weights(cluster.version + 1))
             self._call(self._resume())
-        told = {"async/queue": float(finished), "async/under_way": float(unfinished)}
-        told |= self._times(waited.seconds, learned.seconds)
-        metrics = {**result.metrics, **drawn, **synced, **held, **cluster.memory("update"), **told}
+        measured = {"async/queue": float(finished), "async/in_flight": float(unfinished)}
+        measured |= self._times(waited.seconds, learned.seconds)
+        metrics = {**result.metrics, **drawn, **synced, **rollout_memory, **cluster.memory("update"), **measured}
         return replace(result, metrics=metrics)
 
     def settle(self) -> None:
@@ -140,16 +145,16 @@ class AsyncLoop:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue with the groups of a state, before the first step."""
-        self._restored = unpacked(state["queue"], self._act.source.example)
+        self._restored = unpacked(state["queue"], self._collector.source.example)
         self._tasks.journal.restore(state["turns"])
 
     async def _begin(self) -> None:
         """Begin all groups that the version of the weights allows."""
-        version, act = self._cluster.version, self._act
+        version, collector = self._cluster.version, self._collector
         queue, self._restored = dict(self._restored), {}
         first = max([version, *(step + 1 for step in (*queue, *self._tasks.steps))])
         for step in range(first, min(version + 1 + self._async.max_staleness, self._async.num_versions)):
-            queue[step] = [new_wave(act.source.take(act.groups_per_step, version))]
+            queue[step] = [new_wave(collector.source.take(collector.groups_per_step, version))]
         self._tasks.begin(queue)
 
     async def _pause(self) -> None:

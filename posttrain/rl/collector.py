@@ -51,7 +51,7 @@ class Wave:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acted:
+class ScoredRollouts:
     """Scored groups of a step."""
 
     version: int
@@ -67,7 +67,7 @@ class Acted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Act:
+class RolloutCollector:
     """Sampling and scoring of the groups of a step.
 
     With `refill`, a step begins as many further groups as useful ones are missing, and so on in waves: what is sampled
@@ -83,12 +83,12 @@ class Act:
     pass_above: float | None = None
     """Reward above which a sample passes; None: no metrics of passing groups."""
 
-    async def __call__(self, version: int, title: str, timer: Timer) -> Acted:
+    async def __call__(self, version: int, title: str, timer: Timer) -> ScoredRollouts:
         waves = [await self._wave(self.groups_per_step, version, title, timer)]
         while missing := self.missing(waves):
             waves.append(await self._wave(missing, version, f"{title}, wave {len(waves)}", timer))
-        acted = self.acted(version, waves)
-        return replace(acted, metrics={**acted.metrics, **self.source.metrics()})
+        rollouts = self.rollouts(version, waves)
+        return replace(rollouts, metrics={**rollouts.metrics, **self.source.metrics()})
 
     def observe(self, groups_P: Sequence[Group], rewards: Rewards) -> None:
         """Let the source take note of scored groups, before others are begun."""
@@ -106,7 +106,7 @@ class Act:
             return 0
         return self.groups_per_step - sum(int(np.sum(wave.useful_P)) for wave in waves)
 
-    def acted(self, version: int, waves: Sequence[Wave]) -> Acted:
+    def rollouts(self, version: int, waves: Sequence[Wave]) -> ScoredRollouts:
         """Outcome of a step, with metrics of its groups and waves."""
         rewards, metrics = Rewards.concatenated([wave.rewards for wave in waves]), dict[str, float]()
         useful = [wave.useful_P for wave in waves if wave.useful_P is not None]
@@ -114,7 +114,7 @@ class Act:
             metrics |= refill_metrics(useful, self.groups_per_step)
         if self.pass_above is not None and rewards.parts_PG:
             metrics |= group_metrics(rewards.total_PG, self.pass_above)
-        return Acted(
+        return ScoredRollouts(
             version=version,
             groups_P=[group for wave in waves for group in wave.groups_P],
             rewards=rewards,

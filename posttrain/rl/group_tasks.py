@@ -12,7 +12,7 @@ import numpy as np
 
 from posttrain.errors import RunError
 from posttrain.reward.types import Rewards
-from posttrain.rl.collector import Act, Wave
+from posttrain.rl.collector import RolloutCollector, Wave
 from posttrain.rl.exchange import Queue, QueuedGroup, QueuedWave, new_wave
 from posttrain.rl.sampler import IssuedGroup, collect
 from posttrain.rollout.trajectory import Group
@@ -62,13 +62,21 @@ class GroupTasks:
     `together`: steps that were begun at once begin their waves at once, so that nothing depends on time.
     """
 
-    def __init__(self, act: Act, version: Callable[[], int], *, stall_s: float, in_rounds: bool, together: bool):
-        self._engine, self._rubric, self._group_size = act.sampler.engine, act.rubric, act.group_size
-        self._act, self._version, self._stall_s, self._together = act, version, stall_s, together
-        self._waits = any(reward.timeout_s is None for reward in act.rubric.rewards)
+    def __init__(
+        self,
+        collector: RolloutCollector,
+        version: Callable[[], int],
+        *,
+        stall_s: float,
+        in_rounds: bool,
+        together: bool,
+    ):
+        self._engine, self._rubric, self._group_size = collector.sampler.engine, collector.rubric, collector.group_size
+        self._collector, self._version, self._stall_s, self._together = collector, version, stall_s, together
+        self._waits = any(reward.timeout_s is None for reward in collector.rubric.rewards)
         self._rounds = Rounds(self._engine) if in_rounds else None
         self.journal = Journal(self._engine)
-        self._sampler = replace(act.sampler, engine=self.journal if self._rounds is None else self._rounds)
+        self._sampler = replace(collector.sampler, engine=self.journal if self._rounds is None else self._rounds)
         self._steps: dict[int, _Step] = {}
         self._changed = asyncio.Event()
         self._sampling = 0
@@ -82,7 +90,7 @@ class GroupTasks:
         for step, waves in queue.items():
             begun = [self._begun(step, wave) for wave in waves]
             self._steps[step] = _Step(waves=begun, filling=_finished(None))
-        if self._act.refill is not None:
+        if self._collector.refill is not None:
             for steps in [list(queue)] if self._together else [[step] for step in queue]:
                 filling = _task(self._fill(steps))
                 filling.add_done_callback(self._done)
@@ -175,10 +183,10 @@ class GroupTasks:
         """Outcome of a wave that is scored, of which the source takes note once."""
         groups_P, rewards = [task.result() for task in wave.sampling], wave.scoring.result()
         if not wave.observed:
-            self._act.observe(groups_P, rewards)
+            self._collector.observe(groups_P, rewards)
             wave.observed = True
         if wave.scored is None:
-            wave.scored = self._act.wave(groups_P, rewards)
+            wave.scored = self._collector.wave(groups_P, rewards)
         return wave.scored
 
     async def _fill(self, steps: Sequence[int]) -> None:
@@ -188,8 +196,10 @@ class GroupTasks:
                 await self._steps[step].waves[-1].scoring
             # Nothing awaits from here on: a checkpoint holds both the rewards that are taken note of and the new waves.
             waves = {step: [self._scored(wave) for wave in self._steps[step].waves] for step in steps}
-            missing = {step: count for step in steps if (count := self._act.missing(waves[step]))}
-            new = {step: new_wave(self._act.source.take(count, self._version())) for step, count in missing.items()}
+            missing = {step: count for step in steps if (count := self._collector.missing(waves[step]))}
+            new = {
+                step: new_wave(self._collector.source.take(count, self._version())) for step, count in missing.items()
+            }
             self._expect(list(new.values()))
             for step, wave in new.items():
                 self._steps[step].waves.append(self._begun(step, wave))

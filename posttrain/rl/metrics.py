@@ -159,7 +159,7 @@ def refill_metrics(useful_of_waves: Sequence[Bool[np.ndarray, " W"]], wanted: in
     """Waves after the first groups, groups begun in them, and useful groups that are still missing."""
     return {
         "sampling/refill/waves": float(len(useful_of_waves) - 1),
-        "sampling/refill/begun": float(sum(map(len, useful_of_waves[1:]))),
+        "sampling/refill/groups": float(sum(map(len, useful_of_waves[1:]))),
         "sampling/refill/short": float(wanted - sum(int(useful.sum()) for useful in useful_of_waves)),
     }
 

@@ -16,7 +16,7 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.losses.policy import distance_metrics
 from posttrain.metrics import Timer
 from posttrain.rl.assemble import Pair, assemble_pairs
-from posttrain.rl.collector import Act
+from posttrain.rl.collector import RolloutCollector
 from posttrain.rl.metrics import rollout_metrics
 from posttrain.rl.step import StepResult, update
 from posttrain.rollout.trajectory import Group
@@ -86,15 +86,17 @@ def pairs_of_groups(groups_P: Sequence[Group], roles_PG: Int[np.ndarray, "P G"])
     ]
 
 
-async def online_step(cluster: Cluster, act: Act, settings: PairSettings, timer: Timer) -> StepResult:
+async def online_step(
+    cluster: Cluster, collector: RolloutCollector, settings: PairSettings, timer: Timer
+) -> StepResult:
     """Run one step: sample, score, pair, compute reference log-probabilities, update, sync weights to the engine.
 
     `frac_ties`: share of groups without a pair, which are dropped: with equal rewards, or with equal
     best and worst samples. If all are, there is no update.
     """
     title = f"step {cluster.actor.step_number + 1}"
-    acted = await act(cluster.version, title, timer)
-    groups_P, roles_PG = acted.groups_P, without_equal(acted.groups_P, best_and_worst(acted.rewards.total_PG))
+    rollouts = await collector(cluster.version, title, timer)
+    groups_P, roles_PG = rollouts.groups_P, without_equal(rollouts.groups_P, best_and_worst(rollouts.rewards.total_PG))
     with span("assemble"):
         pairs = pairs_of_groups(groups_P, roles_PG)
         batch = assemble_pairs(
@@ -110,7 +112,12 @@ async def online_step(cluster: Cluster, act: Act, settings: PairSettings, timer:
     with timer("sync"):
         metrics |= cluster.sync_weights(cluster.version + 1)
     metrics |= {"frac_ties": 1 - len(pairs) / len(groups_P)}
-    metrics |= rollout_metrics(groups_P, acted.rewards, acted.version)
+    metrics |= rollout_metrics(groups_P, rollouts.rewards, rollouts.version)
     return StepResult(
-        metrics=metrics, groups_P=groups_P, rewards=acted.rewards, advantages_PG=None, roles_PG=roles_PG, parts=[batch]
+        metrics=metrics,
+        groups_P=groups_P,
+        rewards=rollouts.rewards,
+        advantages_PG=None,
+        roles_PG=roles_PG,
+        parts=[batch],
     )

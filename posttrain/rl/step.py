@@ -21,7 +21,7 @@ from posttrain.reward.types import Rewards
 from posttrain.rl.agreement import sampler_disagrees
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import Shares, TurnValues, assemble, sample_rows, sampled_rows
-from posttrain.rl.collector import Act, Acted
+from posttrain.rl.collector import RolloutCollector, ScoredRollouts
 from posttrain.rl.metrics import rollout_metrics
 from posttrain.rl.returns import rewards_at_ends, turn_advantages, with_returns
 from posttrain.rl.teachers import TeacherKL, add_teachers
@@ -83,48 +83,52 @@ class StepResult:
         return batch
 
 
-async def rl_step(cluster: Cluster, algorithm: Algorithm, act: Act, settings: StepSettings, timer: Timer) -> StepResult:
+async def rl_step(
+    cluster: Cluster, algorithm: Algorithm, collector: RolloutCollector, settings: StepSettings, timer: Timer
+) -> StepResult:
     """Run one step: sample and score, then learn from it before anything else is sampled."""
-    acted = await act(cluster.version, f"step {cluster.actor.step_number + 1}", timer)
-    held = cluster.memory("rollout")
-    result = learn(cluster, algorithm, acted, settings, timer)
+    rollouts = await collector(cluster.version, f"step {cluster.actor.step_number + 1}", timer)
+    rollout_memory = cluster.memory("rollout")
+    result = learn(cluster, algorithm, rollouts, settings, timer)
     with timer("sync"):
         synced = cluster.sync_weights(cluster.version + 1)
-    return replace(result, metrics={**result.metrics, **synced, **held, **cluster.memory("update")})
+    return replace(result, metrics={**result.metrics, **synced, **rollout_memory, **cluster.memory("update")})
 
 
-def learn(cluster: Cluster, algorithm: Algorithm, acted: Acted, settings: StepSettings, timer: Timer) -> StepResult:
+def learn(
+    cluster: Cluster, algorithm: Algorithm, rollouts: ScoredRollouts, settings: StepSettings, timer: Timer
+) -> StepResult:
     """Learn from scored groups: filter, advantages, batches, log-probabilities and values under the weights of now,
     updates. The hand-over of the new weights to the engine is the caller's."""
     rows = {"row_tokens": settings.row_tokens, "num_rows": settings.num_rows}
-    penalties_PG, told = None, Metrics()
+    penalties_PG, kl_metrics = None, Metrics()
     if algorithm.reward_kl is not None and algorithm.critic is None:
         with timer("logps"):
-            penalties_PG, told = reward_penalties(cluster, algorithm, acted.groups_P, **rows)
+            penalties_PG, kl_metrics = reward_penalties(cluster, algorithm, rollouts.groups_P, **rows)
     with span("assemble"):
-        signal = signal_of(algorithm, acted, penalties_PG)
-        version = acted.version if settings.stale or settings.updates * settings.epochs > 1 else None
+        signal = compute_advantages(algorithm, rollouts, penalties_PG)
+        version = rollouts.version if settings.stale or settings.updates * settings.epochs > 1 else None
         shares = None if settings.teaching is None else settings.teaching.shares
-        parts = parts_of(signal, acted, updates=settings.updates, shares=shares, version=version, **rows)
+        parts = split_minibatches(signal, rollouts, updates=settings.updates, shares=shares, version=version, **rows)
     title = f"step {cluster.actor.step_number + 1}: log-probabilities"
     with timer("logps"), progress_bar(title, closing=False):
         teaching = settings.teaching
-        parts, found = annotated(cluster, algorithm, parts, old_logps=settings.old_logps, teaching=teaching)
+        parts, logp_metrics = compute_logps(cluster, algorithm, parts, old_logps=settings.old_logps, teaching=teaching)
     if settings.entropy is not None:
         parts = [settings.entropy.added_to(part) for part in parts]
     learns = [settings.zero_advantage == "update" or has_signal(part, signal.rewards_PG) for part in parts]
     metrics = update(cluster, parts, learns, settings.epochs, settings.seed, timer)
     with span("log"):
-        metrics |= told | found | rollout_metrics(acted.groups_P, acted.rewards, acted.version)
-        metrics |= {**signal_metrics(signal, acted, parts), **acted.metrics}
+        metrics |= kl_metrics | logp_metrics | rollout_metrics(rollouts.groups_P, rollouts.rewards, rollouts.version)
+        metrics |= {**signal_metrics(signal, rollouts, parts), **rollouts.metrics}
         if settings.entropy is not None:
             metrics["entropy/coef"] = settings.entropy.coef
             settings.entropy.observe(metrics)
     return StepResult(
         metrics=metrics,
-        groups_P=acted.groups_P,
-        rewards=acted.rewards,
-        advantages_PG=advantages_of_all(acted.groups_P, signal),
+        groups_P=rollouts.groups_P,
+        rewards=rollouts.rewards,
+        advantages_PG=advantages_of_all(rollouts.groups_P, signal),
         parts=parts,
     )
 
@@ -148,28 +152,30 @@ class Signal:
     """True if the rewards become returns over all rows of a sample."""
 
 
-def signal_of(algorithm: Algorithm, acted: Acted, penalties_PG: Float[np.ndarray, "P G"] | None) -> Signal:
+def compute_advantages(
+    algorithm: Algorithm, rollouts: ScoredRollouts, penalties_PG: Float[np.ndarray, "P G"] | None
+) -> Signal:
     """Groups that refill or the algorithm keeps, in the order of their numbers, and the advantages of their samples.
     Refill may keep none. `penalties_PG`: added to rewards."""
     if penalties_PG is None:
-        penalties_PG = np.zeros_like(acted.rewards.total_PG)
-    rewards_PG = acted.rewards.total_PG + penalties_PG
-    useful_P = algorithm.kept(acted.rewards.total_PG) if acted.useful_P is None else acted.useful_P
-    order = sorted(map(int, np.flatnonzero(useful_P)), key=lambda index: acted.groups_P[index][0].group)
-    kept_P, rewards_PG = [acted.groups_P[index] for index in order], rewards_PG[order]
+        penalties_PG = np.zeros_like(rollouts.rewards.total_PG)
+    rewards_PG = rollouts.rewards.total_PG + penalties_PG
+    useful_P = algorithm.kept(rollouts.rewards.total_PG) if rollouts.useful_P is None else rollouts.useful_P
+    order = sorted(map(int, np.flatnonzero(useful_P)), key=lambda index: rollouts.groups_P[index][0].group)
+    kept_P, rewards_PG = [rollouts.groups_P[index] for index in order], rewards_PG[order]
     advantages_PG = rewards_PG
     if kept_P:
-        parts_PG = {name: part[order] for name, part in acted.rewards.parts_PG.items()}
+        parts_PG = {name: part[order] for name, part in rollouts.rewards.parts_PG.items()}
         lengths_PG = np.asarray([[sample.num_sampled for sample in group] for group in kept_P])
-        advantages_PG = algorithm.advantages(rewards_PG, parts_PG, acted.weights, lengths_PG, penalties_PG[order])
+        advantages_PG = algorithm.advantages(rewards_PG, parts_PG, rollouts.weights, lengths_PG, penalties_PG[order])
     learned_PG = ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG)
     if algorithm.truncated == "mask" and kept_P:
         learned_PG &= ended(kept_P)
     turns_PG = None
     if algorithm.critic is not None:
-        turns_PG = rewards_at_ends(kept_P, advantages_PG, acted.weights)
+        turns_PG = rewards_at_ends(kept_P, advantages_PG, rollouts.weights)
     elif algorithm.turn_advantages:
-        turns_PG = turn_advantages(kept_P, rewards_PG, acted.weights)
+        turns_PG = turn_advantages(kept_P, rewards_PG, rollouts.weights)
     return Signal(
         kept_P=kept_P,
         rewards_PG=rewards_PG,
@@ -180,9 +186,9 @@ def signal_of(algorithm: Algorithm, acted: Acted, penalties_PG: Float[np.ndarray
     )
 
 
-def parts_of(
+def split_minibatches(
     signal: Signal,
-    acted: Acted,
+    rollouts: ScoredRollouts,
     *,
     updates: int,
     row_tokens: int,
@@ -196,7 +202,7 @@ def parts_of(
             [signal.kept_P[index] for index in indices],
             signal.advantages_PG[indices],
             signal.learned_PG[indices],
-            like=acted.groups_P[0][0],
+            like=rollouts.groups_P[0][0],
             row_tokens=row_tokens,
             num_rows=num_rows,
             shares=shares,
@@ -215,12 +221,12 @@ def has_signal(batch: Batch, rewards_PG: Float[np.ndarray, "P G"]) -> bool:
     return not np.abs(batch.advantages).max() <= ROUNDING * scale
 
 
-def signal_metrics(signal: Signal, acted: Acted, parts: Sequence[Batch]) -> dict[str, float]:
+def signal_metrics(signal: Signal, rollouts: ScoredRollouts, parts: Sequence[Batch]) -> dict[str, float]:
     """Metrics of groups and advantages. `advantages/invalid`: share of samples with a reward but no advantage."""
     invalid = np.isnan(signal.advantages_PG) & ~np.isnan(signal.rewards_PG)
     return {
         "groups/kept": float(len(signal.kept_P)),
-        "groups/left_out": float(len(acted.groups_P) - len(signal.kept_P)),
+        "groups/filtered": float(len(rollouts.groups_P) - len(signal.kept_P)),
         "advantages/invalid": float(invalid.mean()) if invalid.size else 0.0,
         "advantages/abs_max": max(float(np.abs(np.asarray(part.advantages)).max()) for part in parts),
     }
@@ -234,7 +240,7 @@ def advantages_of_all(groups_P: Sequence[Group], signal: Signal) -> Float[np.nda
     return np.stack([by_group.get(id(group), left_out) for group in groups_P])
 
 
-def annotated(
+def compute_logps(
     cluster: Cluster,
     algorithm: Algorithm,
     parts: Sequence[Batch],
@@ -246,7 +252,7 @@ def annotated(
 
     With a critic the advantages become GAE's, per token.
     """
-    made, entropies, told = [], [], list[Metrics]()
+    batches, entropies, of_teachers = [], [], list[Metrics]()
     for part in parts:
         if algorithm.loss.kl_coef > 0 or (algorithm.critic is not None and algorithm.reward_kl is not None):
             part = replace(part, ref_logps=cluster.reference.logps(part))
@@ -258,18 +264,18 @@ def annotated(
         if old_logps == "sampler":
             part = replace(part, old_logps=part.sampler_logps)
         if teaching is not None:
-            part, found = add_teachers(part, cluster.teachers.logps(part), teaching.coef)
-            told.append(found)
-        made.append(part)
-    metrics = merged(told) if told else {}
+            part, teacher_metrics = add_teachers(part, cluster.teachers.logps(part), teaching.coef)
+            of_teachers.append(teacher_metrics)
+        batches.append(part)
+    metrics = merged(of_teachers) if of_teachers else {}
     if algorithm.critic is not None:
-        values = [cluster.critic.values(part) for part in made]
-        made, measured = with_returns(made, values, algorithm.critic.gae, algorithm.reward_kl)
+        values = [cluster.critic.values(part) for part in batches]
+        batches, measured = with_returns(batches, values, algorithm.critic.gae, algorithm.reward_kl)
         metrics |= measured
     if algorithm.top_entropy is not None:
-        made, least = top_entropy(made, entropies, algorithm.top_entropy)
+        batches, least = top_entropy(batches, entropies, algorithm.top_entropy)
         metrics["entropy/threshold"] = least
-    return made, metrics
+    return batches, metrics
 
 
 def reward_penalties(
@@ -283,9 +289,9 @@ def reward_penalties(
     for start in range(0, len(rows), num_rows):
         batch, where = sample_rows(rows[start : start + num_rows], row_tokens=row_tokens, num_rows=num_rows)
         own = np.asarray(batch.sampler_logps)
-        found = algorithm.reward_kl.of_samples(batch, own, cluster.reference.logps(batch), where)
-        np.add.at(of_samples, owners[start : start + num_rows], found)
-        total -= float(found.sum()) / algorithm.reward_kl.coef
+        penalties = algorithm.reward_kl.of_samples(batch, own, cluster.reference.logps(batch), where)
+        np.add.at(of_samples, owners[start : start + num_rows], penalties)
+        total -= float(penalties.sum()) / algorithm.reward_kl.coef
         count += float((np.asarray(batch.loss_weight) > 0).sum())
     return of_samples.reshape(len(groups_P), -1), {"kl": Mean(total=total, weight=count)}
 
@@ -343,8 +349,8 @@ def top_entropy(
     if not 0 < share < 1:
         raise ValueError(f"top_entropy={share} must be above 0 and below 1, the share of tokens to learn from")
     counted = [np.asarray(part.loss_weight) > 0 for part in parts]
-    found = np.concatenate([values[mask] for values, mask in zip(entropies, counted, strict=True)]).astype(np.float32)
-    least = float(np.quantile(found, 1 - share)) if found.size else 0.0
+    sampled = np.concatenate([values[mask] for values, mask in zip(entropies, counted, strict=True)]).astype(np.float32)
+    least = float(np.quantile(sampled, 1 - share)) if sampled.size else 0.0
     kept = []
     for part, values in zip(parts, entropies, strict=True):
         advantages = np.asarray(part.advantages)
@@ -367,10 +373,10 @@ def update(
     with timer("update"), cluster.updating(), progress_bar(f"{title}: update", closing=False):
         for number in _order(len(parts), epochs, [seed, cluster.version]):
             part = _aged(parts[number], len(done)) if several else parts[number]
-            told = cluster.update_actor(part, update=learns[number] and not cluster.warming_up)
-            done.append({**told, **cluster.update_critic(part)})
+            of_actor = cluster.update_actor(part, update=learns[number] and not cluster.warming_up)
+            done.append({**of_actor, **cluster.update_critic(part)})
             # One read of the device, where other updates would follow.
-            if several and len(done) == 1 and bool(sampler_disagrees(told)):
+            if several and len(done) == 1 and bool(sampler_disagrees(of_actor)):
                 break
         jax.block_until_ready(done)
     return merged(done)
@@ -396,12 +402,12 @@ def merged(updates: Sequence[Mapping[str, Any]]) -> Metrics:
     numbers over the updates that have them."""
     if len(updates) == 1:
         return dict(updates[0])
-    found: Metrics = {}
+    metrics: Metrics = {}
     for name in dict.fromkeys(name for one in updates for name in one):
         values = [one[name] for one in updates if name in one]
         if isinstance(values[0], Metric):
-            found[name] = functools.reduce(added, values)
+            metrics[name] = functools.reduce(added, values)
         else:
             stacked = jnp.stack([jnp.asarray(value) for value in values])
-            found[name] = stacked.sum(axis=0) if name in SUMMED else stacked.mean(axis=0)
-    return found
+            metrics[name] = stacked.sum(axis=0) if name in SUMMED else stacked.mean(axis=0)
+    return metrics

@@ -28,7 +28,7 @@ from posttrain.losses.reduce import Reduction
 from posttrain.metrics import Metrics, Timer, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.collector import Acted
+from posttrain.rl.collector import ScoredRollouts
 from posttrain.rl.metrics import group_metrics
 from posttrain.rl.step import learn
 from posttrain.rl.store import Recorded, read_record
@@ -126,7 +126,7 @@ def replay(
         _use_model(trainer, stage, str(model))
     elif recorded.before:
         _restore(trainer, stage.folder, recorded)
-    acted = Acted(
+    rollouts = ScoredRollouts(
         version=recorded.version,
         groups_P=recorded.groups_P,
         rewards=recorded.rewards,
@@ -134,7 +134,7 @@ def replay(
         useful_P=None if section.refill is None else recorded.useful_P,
         metrics=group_metrics(recorded.rewards.total_PG, section.pass_above),
     )
-    result = learn(cluster, algorithm, acted, step_settings(section, config.seed), Timer())
+    result = learn(cluster, algorithm, rollouts, step_settings(section, config.seed), Timer())
     return Replayed(
         step=step, batches=result.parts, metrics=to_host(result.metrics), logged=_logged(output, name, step)
     )

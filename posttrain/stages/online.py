@@ -29,7 +29,7 @@ from posttrain.reward.rubric import error_lines
 from posttrain.reward.types import Rewards
 from posttrain.rl.agreement import check_agreement, diagnose
 from posttrain.rl.async_loop import AsyncLoop
-from posttrain.rl.collector import Act
+from posttrain.rl.collector import RolloutCollector
 from posttrain.rl.metrics import NoRewardGuard, SignalWarnings
 from posttrain.rl.monitor import Alarm, Monitor
 from posttrain.rl.sampler import Sampler
@@ -114,12 +114,12 @@ def open_rollouts(
     return rollouts
 
 
-def make_act(rollouts: Rollouts, *, curriculum: Curriculum | None = None) -> Act:
+def make_collector(rollouts: Rollouts, *, curriculum: Curriculum | None = None) -> RolloutCollector:
     """Make the acting half of the stage's steps, from the first prompt on."""
     inputs, section = rollouts.inputs, rollouts.inputs.section
     indices = [example.index for example in inputs.examples]
     prompts = Prompts(section.dataset, inputs.rows, seed=rollouts.sampler.seed, kept=indices)
-    return Act(
+    return RolloutCollector(
         sampler=rollouts.sampler,
         rubric=inputs.rubric,
         source=Source(prompts, inputs.examples, curriculum),

@@ -20,7 +20,7 @@ from posttrain.stages.online import (
     StepReport,
     describe_steps,
     held_out_prompts,
-    make_act,
+    make_collector,
     make_policy_trainer,
     open_rollouts,
 )
@@ -66,20 +66,20 @@ def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
         trainer = make_policy_trainer(stage, section, loss, Terms(squares=inputs.loss.needs.squares))
         rollouts = open_rollouts(stage, inputs, trainer, keep_reference=True)
         cluster = rollouts.cluster
-        act = make_act(rollouts)
+        collector = make_collector(rollouts)
         settings = PairSettings(
             row_tokens=section.row_tokens,
             num_rows=section.step_rows,
             share_prompts=inputs.share_prompts,
         )
         held_out = held_out_prompts(rollouts)
-        state = RolloutState(act.source, cluster, monitor=inputs.monitor)
+        state = RolloutState(collector.source, cluster, monitor=inputs.monitor)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights(cluster.version)
             with StepReport(rollouts, training) as report:
                 for _ in training:
                     timer = Timer()
-                    report(run_async(online_step(cluster, act, settings, timer)), timer)
+                    report(run_async(online_step(cluster, collector, settings, timer)), timer)
 
 
 def online_loss(section: OnlinePreferenceSection) -> Any:

@@ -15,7 +15,7 @@ from posttrain.errors import ConfigError
 from posttrain.metrics import Timer
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
-from posttrain.rl.collector import Act, Refill
+from posttrain.rl.collector import Refill, RolloutCollector
 from posttrain.rl.source import Curriculum
 from posttrain.rl.step import EntropyControl, StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
@@ -31,7 +31,7 @@ from posttrain.stages.online import (
     StepReport,
     describe_steps,
     held_out_prompts,
-    make_act,
+    make_collector,
     make_policy_trainer,
     open_rollouts,
 )
@@ -80,31 +80,36 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
             stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers, critic=critic
         )
         cluster, settings = rollouts.cluster, step_settings(section, stage.seed)
-        act = replace(_act(rollouts, section), refill=inputs.refill)
-        ahead = _async_loop(stage, section, cluster, algorithm, act, settings)
+        collector = replace(_collector(rollouts, section), refill=inputs.refill)
+        ahead = _async_loop(stage, section, cluster, algorithm, collector, settings)
         if ahead is not None:
             rollouts = replace(rollouts, settle=ahead.settle, on_loop=ahead.on_loop)
         held_out = held_out_prompts(rollouts, _distances(teachers, settings))
-        state = RolloutState(act.source, cluster, settings.entropy, ahead, inputs.monitor)
+        state = RolloutState(collector.source, cluster, settings.entropy, ahead, inputs.monitor)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights(cluster.version)
             with StepReport(rollouts, training) as report, nullcontext() if ahead is None else ahead:
                 for _ in training:
                     timer = Timer()
                     if ahead is None:
-                        report(run_async(rl_step(cluster, algorithm, act, settings, timer)), timer)
+                        report(run_async(rl_step(cluster, algorithm, collector, settings, timer)), timer)
                     else:
                         report(ahead.step(timer), timer)
 
 
-def _act(rollouts: Rollouts, section: RLSection) -> Act:
+def _collector(rollouts: Rollouts, section: RLSection) -> RolloutCollector:
     """Acting half of the steps."""
-    act = make_act(rollouts, curriculum=_curriculum(rollouts, section))
-    return replace(act, pass_above=section.pass_above)
+    collector = make_collector(rollouts, curriculum=_curriculum(rollouts, section))
+    return replace(collector, pass_above=section.pass_above)
 
 
 def _async_loop(
-    stage: StageRun, section: RLSection, cluster: Cluster, algorithm: Algorithm, act: Act, settings: StepSettings
+    stage: StageRun,
+    section: RLSection,
+    cluster: Cluster,
+    algorithm: Algorithm,
+    collector: RolloutCollector,
+    settings: StepSettings,
 ) -> AsyncLoop | None:
     """Asynchronous loop, if the section has one. ConfigError for an engine that cannot take turns with the trainer."""
     given = section.asynchronous
@@ -126,7 +131,7 @@ def _async_loop(
         stall_s=given.stall_s,
         num_versions=section.steps // section.updates_per_batch,
     )
-    return AsyncLoop(cluster, algorithm, act, settings, way)
+    return AsyncLoop(cluster, algorithm, collector, settings, way)
 
 
 def _curriculum(rollouts: Rollouts, section: RLSection) -> Curriculum | None:

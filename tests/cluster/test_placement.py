@@ -37,7 +37,7 @@ from posttrain.tree import digests
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights, without_adapter
 from tests.often import often
-from tests.rl.helpers import act, example, make_algorithm, step_settings
+from tests.rl.helpers import collector, example, make_algorithm, step_settings
 from tests.rollout.test_placement import in_loops, of_weights
 from tests.tiny import WINDOW, tiny_model
 
@@ -99,7 +99,7 @@ class World:
 
     def step(self) -> StepResult:
         examples = [example(number, text) for number, text in enumerate(PROMPTS)]
-        acting = act(self.sampler, self.rubric, examples, GROUP, issued=self.issued)
+        acting = collector(self.sampler, self.rubric, examples, GROUP, issued=self.issued)
         settings = step_settings(row_tokens=ROW, num_rows=len(PROMPTS) * GROUP)
         result = run_async(rl_step(self.cluster, self.algorithm, acting, settings, Timer()))
         self.issued = acting.source.issued

@@ -10,7 +10,7 @@ from posttrain.config import RLSection
 from posttrain.data.tokenizer_files import FIRST_CONTROL_ID
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.collector import Act
+from posttrain.rl.collector import RolloutCollector
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepSettings
@@ -34,11 +34,13 @@ class InOrder:
         self.position = state["position"]
 
 
-def act(sampler: Sampler, rubric: Rubric, examples: Sequence[Example], group_size: int, *, issued: int = 0) -> Act:
+def collector(
+    sampler: Sampler, rubric: Rubric, examples: Sequence[Example], group_size: int, *, issued: int = 0
+) -> RolloutCollector:
     """A group of each example, numbered from `issued`."""
     source = Source(InOrder(), examples)
     source.issued = issued
-    return Act(
+    return RolloutCollector(
         sampler=sampler,
         rubric=rubric,
         source=source,

@@ -27,7 +27,7 @@ from posttrain.metrics import Timer
 from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl import async_loop
 from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
-from posttrain.rl.collector import Act
+from posttrain.rl.collector import RolloutCollector
 from posttrain.rl.sampler import IssuedGroup, Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepResult, rl_step
@@ -138,8 +138,8 @@ class ScriptedRun:
         self._world, self._way = world, way
         self.start(acting(sampler, Rubric([Reward(function=timed, weight=1.0, timeout_s=60.0)])))
 
-    def start(self, act: Act) -> None:
-        world, self.act = self._world, act
+    def start(self, act: RolloutCollector) -> None:
+        world, self.collector = self._world, act
         cluster = Cluster(world.trainer, self.engine, Shared(world.trainer), reference=None)
         self.loop = AsyncLoop(cluster, world.algorithm, act, world.settings, self._way)
 
@@ -148,10 +148,10 @@ class ScriptedRun:
             return [self.loop.step(Timer()) for _ in range(steps)]
 
 
-def acting(sampler: Sampler, rubric: Rubric, issued: int = 0) -> Act:
+def acting(sampler: Sampler, rubric: Rubric, issued: int = 0) -> RolloutCollector:
     examples = [example(n, text) for n, text in enumerate(PROMPTS * 20)]
     source = Source(InOrder(), examples)
-    return Act(
+    return RolloutCollector(
         sampler=sampler,
         rubric=rubric,
         source=source,
@@ -174,7 +174,7 @@ def test_groups_are_learned_from_in_order_and_within_the_bound(
         run.run(steps)
         numbers = [sample.group for samples in run.learned for sample in samples[::GROUP]]
         assert numbers == list(range(steps * PER_STEP))
-        assert run.act.source.issued == steps * PER_STEP, "none is begun for steps after the last"
+        assert run.collector.source.issued == steps * PER_STEP, "none is begun for steps after the last"
         for step, samples in enumerate(run.learned):
             versions = {version for sample in samples for version in sample.versions if version >= 0}
             assert step - staleness <= min(versions) and max(versions) <= step
@@ -196,7 +196,7 @@ def test_seconds_of_trainer_and_sampler_add_up(world: World, monkeypatch: pytest
     assert sum(trainer) == pytest.approx(whole, rel=0.05)
     assert all(0 <= one[f"async/idle_ratio/{who}"] <= 1 for one in told for who in ("trainer", "sampler"))
     assert all(one["async/wait_for_trainer_s"] >= 0 for one in told)
-    assert told[0]["async/under_way"] == 2 * PER_STEP and told[1]["async/under_way"] >= PER_STEP
+    assert told[0]["async/in_flight"] == 2 * PER_STEP and told[1]["async/in_flight"] >= PER_STEP
 
 
 def test_reward_models_score_a_whole_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +207,8 @@ def test_reward_models_score_a_whole_step(world: World, monkeypatch: pytest.Monk
         calls.append([sample.group for sample in samples])
         return [float(sample.group) for sample in samples]
 
-    rewards = [*run.act.rubric.rewards, Reward(function=model, weight=1.0, timeout_s=None)]
-    run.start(replace(run.act, rubric=Rubric(rewards)))
+    rewards = [*run.collector.rubric.rewards, Reward(function=model, weight=1.0, timeout_s=None)]
+    run.start(replace(run.collector, rubric=Rubric(rewards)))
     results = run.run(3)
     assert calls == [[n for n in range(s * PER_STEP, (s + 1) * PER_STEP) for _ in range(GROUP)] for s in range(3)]
     assert [result.rewards.total_PG[0, 0] for result in results] == [1.0, 4.0, 7.0]
@@ -255,8 +255,8 @@ class Run:
         self.cluster = Cluster(self.trainer, world.sampler.engine, replica, reference=Reference(self.trainer))
         self.cluster.sync_weights(self.cluster.version)
         slow = None if delays is None else Slow(**vars(world.sampler), delays=delays, turns=2)
-        self.act = acting(world.sampler if slow is None else slow, world.rubric)
-        self.loop = AsyncLoop(self.cluster, self.algorithm, self.act, self.settings, way)
+        self.collector = acting(world.sampler if slow is None else slow, world.rubric)
+        self.loop = AsyncLoop(self.cluster, self.algorithm, self.collector, self.settings, way)
 
     def steps(self, count: int) -> list[StepResult]:
         with self.loop:
@@ -264,7 +264,8 @@ class Run:
 
     def in_step(self, count: int) -> list[StepResult]:
         return [
-            run_async(rl_step(self.cluster, self.algorithm, self.act, self.settings, Timer())) for _ in range(count)
+            run_async(rl_step(self.cluster, self.algorithm, self.collector, self.settings, Timer()))
+            for _ in range(count)
         ]
 
 
@@ -347,7 +348,7 @@ def test_a_run_resumes_from_its_state(world: World, tmp_path: Path, in_flight: b
         # With `in_flight` until a step ends while samples are under way, which is a matter of time.
         while len(first) < 2 or (in_flight and len(first) < 20 and not host["ahead"]["turns"]["turns"]):
             first.append(killed.loop.step(Timer()))
-            source, ahead = killed.act.source.state(), killed.loop.state()
+            source, ahead = killed.collector.source.state(), killed.loop.state()
             host = {"source": source, "ahead": ahead, "version": killed.cluster.version}
         checkpointer.save(len(first), world.trainer.state(), host)
         checkpointer.wait()
@@ -356,7 +357,7 @@ def test_a_run_resumes_from_its_state(world: World, tmp_path: Path, in_flight: b
     with Checkpointer(tmp_path) as checkpointer:
         state, host = checkpointer.restore(len(first), world.trainer.state())
     world.trainer.restore(state, len(first))
-    resumed.act.source.restore(host["source"])
+    resumed.collector.source.restore(host["source"])
     resumed.cluster.version = host["version"]
     resumed.cluster.sync_weights(resumed.cluster.version)
     resumed.loop.restore(host["ahead"])
@@ -367,7 +368,7 @@ def test_a_run_resumes_from_its_state(world: World, tmp_path: Path, in_flight: b
         assert tokens_of([*first, *rest]) == wanted
         assert_same(params_of(world.trainer), whole)
     samples = {
-        resumed.act.sampler.params(sample.group, sample.sample).key: sample
+        resumed.collector.sampler.params(sample.group, sample.sample).key: sample
         for result in rest
         for group in result.groups_P
         for sample in group
@@ -386,7 +387,7 @@ def test_the_engine_rests_between_steps(world: World) -> None:
     """Evaluations use it from another event loop, and change no sample of training."""
     Run(world, settings()).steps(3)
     wanted, run = params_of(world.trainer), Run(world, settings())
-    params = run.act.sampler.params(10**6, 0)
+    params = run.collector.sampler.params(10**6, 0)
     with run.loop:
         for _ in range(3):
             run.loop.step(Timer())

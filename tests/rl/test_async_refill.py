@@ -65,9 +65,9 @@ class Refilled(Run):
         rubric = Rubric([Reward(function=halves, weight=1.0, timeout_s=60.0)])
         source = Source(InOrder(), examples, curriculum)
         refill = Refill(limit=LIMIT, keep=is_mixed)
-        self.act = replace(self.act, rubric=rubric, source=source, refill=refill, pass_above=0.5)
+        self.collector = replace(self.collector, rubric=rubric, source=source, refill=refill, pass_above=0.5)
         self.settings = replace(self.settings, updates=updates)
-        self.loop = AsyncLoop(self.cluster, self.algorithm, self.act, self.settings, way)
+        self.loop = AsyncLoop(self.cluster, self.algorithm, self.collector, self.settings, way)
 
 
 def told(results: Sequence[StepResult]) -> list[dict[str, float]]:
@@ -99,7 +99,7 @@ def test_without_staleness_it_is_the_synchronous_refill(world: World, updates: i
     assert numbers_of(found) == numbers_of(wanted) and tokens_of(found) == tokens_of(wanted)
     assert_told(found, wanted)
     assert_same(params_of(world.trainer), params)
-    assert run.act.source.state() == plain.act.source.state()
+    assert run.collector.source.state() == plain.collector.source.state()
     waves = [line["sampling/refill/waves"] for line in told(found)]
     assert max(waves) == LIMIT and {len(result.parts) for result in found} == {updates}
 
@@ -113,7 +113,7 @@ def test_what_is_sampled_depends_on_no_clock(world: World) -> None:
         for step, result in enumerate(results):
             versions = {v for group in result.groups_P for s in group for v in s.versions if v >= 0}
             assert versions == {max(0, step - 2)}, "every wave of a step is sampled by one version"
-        found.append((results, run.act.source.state(), params_of(world.trainer)))
+        found.append((results, run.collector.source.state(), params_of(world.trainer)))
     for results, source, params in found[1:]:
         assert tokens_of(results) == tokens_of(found[0][0]) and source == found[0][1]
         assert_told(results, found[0][0])
@@ -136,11 +136,11 @@ def test_each_group_comes_once_and_within_the_bound(
         def third(trajectories: Sequence[Any], **_: Any) -> list[float]:
             return [float(one.group % 3 == 0 and one.sample == 0) for one in trajectories]
 
-        rubric = Rubric([*run.act.rubric.rewards, Reward(function=third, weight=1.0, timeout_s=60.0)])
-        run.start(replace(run.act, rubric=rubric, refill=Refill(limit=LIMIT, keep=is_mixed)))
+        rubric = Rubric([*run.collector.rubric.rewards, Reward(function=third, weight=1.0, timeout_s=60.0)])
+        run.start(replace(run.collector, rubric=rubric, refill=Refill(limit=LIMIT, keep=is_mixed)))
         results = run.run(steps)
         numbers = numbers_of(results)
-        assert sorted(n for step in numbers for n in step) == list(range(run.act.source.issued))
+        assert sorted(n for step in numbers for n in step) == list(range(run.collector.source.issued))
         for step, (result, samples) in enumerate(zip(results, run.learned, strict=True)):
             useful = [number for number in numbers[step] if number % 3 == 0]
             assert len(useful) <= PER_STEP <= len(numbers[step]) and numbers[step] == sorted(numbers[step])
@@ -161,7 +161,11 @@ def test_a_run_resumes_from_its_state(world: World, tmp_path: Path, in_flight: b
     killed = Refilled(world, way)
     with killed.loop, Checkpointer(tmp_path) as checkpointer:
         first = [killed.loop.step(Timer()) for _ in range(3)]
-        host = {"source": killed.act.source.state(), "ahead": killed.loop.state(), "version": killed.cluster.version}
+        host = {
+            "source": killed.collector.source.state(),
+            "ahead": killed.loop.state(),
+            "version": killed.cluster.version,
+        }
         checkpointer.save(3, world.trainer.state(), host)
         checkpointer.wait()
         killed.loop.step(Timer())
@@ -169,18 +173,18 @@ def test_a_run_resumes_from_its_state(world: World, tmp_path: Path, in_flight: b
     with Checkpointer(tmp_path) as checkpointer:
         state, host = checkpointer.restore(3, world.trainer.state())
     world.trainer.restore(state, 3)
-    resumed.act.source.restore(host["source"])
+    resumed.collector.source.restore(host["source"])
     resumed.cluster.version = host["version"]
     resumed.cluster.sync_weights(resumed.cluster.version)
     resumed.loop.restore(host["ahead"])
     rest = [*first, *resumed.steps(3)]
     numbers = [number for step in numbers_of(rest) for number in step]
-    assert len({*numbers}) == len(numbers) and {*numbers} <= {*range(resumed.act.source.issued)}
+    assert len({*numbers}) == len(numbers) and {*numbers} <= {*range(resumed.collector.source.issued)}
     if not in_flight:
         assert numbers_of(rest) == numbers_of(wanted) and tokens_of(rest) == tokens_of(wanted)
         assert_told(rest, wanted)
         assert_same(params_of(world.trainer), params)
-        assert json.dumps(resumed.act.source.state()) == json.dumps(whole.act.source.state())
+        assert json.dumps(resumed.collector.source.state()) == json.dumps(whole.collector.source.state())
 
 
 def test_a_filter_that_fails_ends_the_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +197,6 @@ def test_a_filter_that_fails_ends_the_step(world: World, monkeypatch: pytest.Mon
         return np.ones(len(rewards_PG), bool)
 
     rubric = Rubric([Reward(function=halves, weight=1.0, timeout_s=60.0)])
-    run.start(replace(run.act, rubric=rubric, refill=Refill(limit=1, keep=keep)))
+    run.start(replace(run.collector, rubric=rubric, refill=Refill(limit=1, keep=keep)))
     with pytest.raises(ConfigError, match="no more"):
         run.run(6)

@@ -37,7 +37,7 @@ from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
 from tests.often import often
-from tests.rl.helpers import act, example, make_algorithm, step_settings
+from tests.rl.helpers import collector, example, make_algorithm, step_settings
 from tests.tiny import shake, tiny_model
 
 GROUP, NEW, ROW = 4, 16, 32
@@ -124,7 +124,7 @@ class World:
 
     def step(self) -> StepResult:
         settings = step_settings(row_tokens=ROW, num_rows=len(PROMPTS) * GROUP)
-        acting = act(self.sampler, self._rubric, self.examples, GROUP)
+        acting = collector(self.sampler, self._rubric, self.examples, GROUP)
         return run_async(rl_step(self.cluster, self._algorithm, acting, settings, Timer()))
 
     def cause(self) -> str:

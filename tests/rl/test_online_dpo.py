@@ -39,7 +39,7 @@ from posttrain.runtime.event_loop import run_async
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
-from tests.rl.helpers import act, trajectory
+from tests.rl.helpers import collector, trajectory
 from tests.rl.test_step import examples, sgd
 from tests.tiny import tiny_model
 
@@ -168,7 +168,7 @@ class World:
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
         settings = PairSettings(row_tokens=ROW, num_rows=len(PROMPTS), share_prompts=self.share)
-        acting = act(self.sampler, self.rubric, examples(PROMPTS), GROUP)
+        acting = collector(self.sampler, self.rubric, examples(PROMPTS), GROUP)
         call = online_step(self.cluster, acting, settings, Timer())
         outcome = run_async(call)
         return outcome, to_host(outcome.metrics)

@@ -22,15 +22,15 @@ from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
 from posttrain.rl.algorithms import GroupFilter, filter_of, is_mixed
-from posttrain.rl.collector import Act, Acted, Refill
+from posttrain.rl.collector import Refill, RolloutCollector, ScoredRollouts
 from posttrain.rl.metrics import group_metrics
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import rl_step, signal_of
+from posttrain.rl.step import compute_advantages, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.event_loop import run_async
 from tests.often import often
-from tests.rl.helpers import act, example, groups, make_algorithm
+from tests.rl.helpers import collector, example, groups, make_algorithm
 from tests.rl.test_step import GROUP, World, params_of, sgd
 from tests.tiny import tiny_model
 
@@ -73,17 +73,17 @@ def rubric(mixed: Callable[[int], bool]) -> Rubric:
     return Rubric([Reward(function=scripted, weight=1.0, timeout_s=60.0)])
 
 
-def acting(sampler: Sampler, mixed: Callable[[int], bool], limit: int, **changes: Any) -> Act:
-    plain = act(sampler, rubric(mixed), [example(n, "ab" * (n % 5 + 1)) for n in range(64)], 2)
+def acting(sampler: Sampler, mixed: Callable[[int], bool], limit: int, **changes: Any) -> RolloutCollector:
+    plain = collector(sampler, rubric(mixed), [example(n, "ab" * (n % 5 + 1)) for n in range(64)], 2)
     refill = Refill(limit=limit, keep=is_mixed)
     return replace(plain, groups_per_step=WANTED, refill=refill, pass_above=0.5, **changes)
 
 
-def run(step: Act, version: int = 0) -> Acted:
+def run(step: RolloutCollector, version: int = 0) -> ScoredRollouts:
     return run_async(step(version, "step", Timer()))
 
 
-def numbers(acted: Acted) -> list[int]:
+def numbers(acted: ScoredRollouts) -> list[int]:
     return [group[0].group for group in acted.groups_P]
 
 
@@ -95,7 +95,7 @@ def test_missing_groups_are_begun_in_waves(sampler: Sampler) -> None:
     assert numbers(acted) == list(range(8)) and step.source.issued == 8
     assert acted.useful_P is not None and acted.useful_P.tolist() == [n in useful for n in range(8)]
     assert acted.metrics["sampling/refill/waves"] == 3 and acted.metrics["sampling/refill/short"] == 0
-    assert acted.metrics["sampling/refill/begun"] == len(acted.groups_P) - WANTED
+    assert acted.metrics["sampling/refill/groups"] == len(acted.groups_P) - WANTED
     assert (acted.metrics["frac_mixed"], acted.metrics["frac_all_bad"]) == (0.5, 0.5)
     assert acted.metrics["pass_rate"] == 4 / 16
     # Rewards of four calls are those of one.
@@ -110,10 +110,10 @@ def test_a_short_step_says_so(sampler: Sampler) -> None:
     for limit, kept, issued in ((1, [0, 1, 4], 6), (2, [0, 1, 4], 7), (5, [0, 1, 4, 9], 10)):
         step = acting(sampler, lambda n: round(n**0.5) ** 2 == n, limit=limit)
         acted = run(step)
-        signal = signal_of(ALGORITHM, acted, None)
+        signal = compute_advantages(ALGORITHM, acted, None)
         assert [group[0].group for group in signal.kept_P] == kept
         assert acted.metrics["sampling/refill/short"] == WANTED - len(kept)
-        assert step.source.issued == issued == WANTED + acted.metrics["sampling/refill/begun"]
+        assert step.source.issued == issued == WANTED + acted.metrics["sampling/refill/groups"]
         assert acted.metrics["sampling/refill/waves"] <= limit
 
 
@@ -149,28 +149,28 @@ def test_what_is_sampled_depends_on_no_clock(sampler: Sampler) -> None:
 def test_a_step_without_a_useful_group_changes_nothing(tokenizer: Tokenizer, zero_advantage: Any) -> None:
     world = World(tokenizer, optimizer=sgd(0.1), old_logps="trainer")
     prompts = [example(n, "1+1=") for n in range(16)]
-    step = act(world.sampler, world.rubric, prompts, GROUP)
+    step = collector(world.sampler, world.rubric, prompts, GROUP)
     wanted = {"groups_per_step": 3}
     none = replace(step, refill=Refill(limit=2, keep=lambda rewards: np.zeros(len(rewards), bool)), **wanted)
     before = params_of(world.trainer)
     settings = replace(world.settings, zero_advantage=zero_advantage)
     result = run_async(rl_step(world.cluster, world.algorithm, none, settings, Timer()))
     metrics = to_host(result.metrics)
-    assert metrics["update_skipped"] == 1 and metrics["groups/kept"] == 0 and metrics["groups/left_out"] == 9
+    assert metrics["update_skipped"] == 1 and metrics["groups/kept"] == 0 and metrics["groups/filtered"] == 9
     assert result.advantages_PG is not None and np.isnan(result.advantages_PG).all()
     for path, array in world.trainer.params.items():
         assert_array_equal(array, before[path], err_msg=path)
     filtered = replace(world.algorithm, filter=lambda rewards: np.zeros(len(rewards), bool))
     result = run_async(rl_step(world.cluster, filtered, replace(none, refill=None), settings, Timer()))
     metrics = to_host(result.metrics)
-    assert metrics["update_skipped"] == 1 and metrics["groups/kept"] == 0 and metrics["groups/left_out"] == 3
+    assert metrics["update_skipped"] == 1 and metrics["groups/kept"] == 0 and metrics["groups/filtered"] == 3
     for path, array in world.trainer.params.items():
         assert_array_equal(array, before[path], err_msg=path)
     # The same shapes as of a whole step: one program.
     some = replace(none, refill=Refill(limit=1, keep=lambda rewards: np.arange(len(rewards)) % 2 == 0))
     result = run_async(rl_step(world.cluster, world.algorithm, some, settings, Timer()))
     metrics = to_host(result.metrics)
-    assert metrics["update_skipped"] == 0 and metrics["groups/kept"] == 3 and metrics["groups/left_out"] == 1
+    assert metrics["update_skipped"] == 0 and metrics["groups/kept"] == 3 and metrics["groups/filtered"] == 1
     assert world.trainer.num_programs == 2
 
 

@@ -30,7 +30,7 @@ from posttrain.runtime.event_loop import run_async
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from tests.mixtures import mixture_config, mixture_model
-from tests.rl.helpers import act, example, make_algorithm, step_settings, trajectory
+from tests.rl.helpers import collector, example, make_algorithm, step_settings, trajectory
 
 GROUP, NEW, ROW = 4, 10, 20
 
@@ -74,7 +74,7 @@ class World:
         )
         rubric = Rubric([Reward(function=even_share, weight=1.0, timeout_s=60.0)])
         settings = step_settings(row_tokens=ROW, num_rows=len(prompts) * GROUP)
-        step = rl_step(self.cluster, algorithm, act(sampler, rubric, examples, GROUP), settings, Timer())
+        step = rl_step(self.cluster, algorithm, collector(sampler, rubric, examples, GROUP), settings, Timer())
         self.outcome: StepResult = run_async(step)
 
     def gaps(self, batch: Batch) -> np.ndarray:

@@ -37,7 +37,7 @@ from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
 from tests.often import often
-from tests.rl.helpers import act, example, make_algorithm, step_settings
+from tests.rl.helpers import collector, example, make_algorithm, step_settings
 from tests.tiny import WINDOW, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
@@ -109,7 +109,7 @@ class World:
         )
 
     def step(self, prompts: Sequence[str] = ("1+1=", "2*", "a long")) -> StepResult:
-        acting = act(self.sampler, self.rubric, examples(prompts), GROUP, issued=self.issued)
+        acting = collector(self.sampler, self.rubric, examples(prompts), GROUP, issued=self.issued)
         result = run_async(rl_step(self.cluster, self.algorithm, acting, self.settings, Timer()))
         self.issued = acting.source.issued
         return result

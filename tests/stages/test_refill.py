@@ -52,14 +52,14 @@ def test_a_resumed_run_ends_as_never_stopped(tmp_path: Path) -> None:
         assert posttrain("run", write(resumed, num_steps=steps)).code == 0
     assert weights(resumed / "out", "0-rl") == weights(whole / "out", "0-rl")
     told = [line for line in lines(whole / "out") if "grad_norm" in line]
-    names = ("reward", "frac_mixed", "curriculum/pool_1", "curriculum/seen", "sampling/refill/begun")
+    names = ("reward", "frac_mixed", "curriculum/pool_1", "curriculum/seen", "sampling/refill/groups")
     again = [line for line in lines(resumed / "out") if "grad_norm" in line]
     assert [[line[name] for name in names] for line in told] == [[line[name] for name in names] for line in again]
-    assert sum(line["sampling/refill/begun"] for line in told) > 0
+    assert sum(line["sampling/refill/groups"] for line in told) > 0
     assert told[-1]["curriculum/seen"] > told[0]["curriculum/seen"] > 0
     for line in told:
         assert line["groups/kept"] + line["sampling/refill/short"] == 2
-        assert line["groups/kept"] + line["groups/left_out"] == 2 + line["sampling/refill/begun"]
+        assert line["groups/kept"] + line["groups/filtered"] == 2 + line["sampling/refill/groups"]
         assert line["frac_mixed"] + line["frac_all_good"] + line["frac_all_bad"] == pytest.approx(1)
         assert line["sampling/refill/waves"] <= 2
         assert line["rollout/late_compilations"] == 0, "a wave has the shapes of a step"
