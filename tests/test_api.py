@@ -62,6 +62,20 @@ def test_objects_and_functions_of_the_user(folder: Path) -> None:
     assert refused.code != 0 and "was made in Python, in a script or notebook" in refused.error
 
 
+def test_sections_in_python_say_what_is_wrong() -> None:
+    wrong: dict[str, Any] = {
+        "GRPO: kl_coeff: unknown field; did you mean 'kl_coef'?": lambda: pt.GRPO(kl_coeff=0),  # type: ignore[call-arg]
+        "GRPO: gae_lambda: unknown field; it has ": lambda: pt.GRPO(gae_lambda=1.0),  # type: ignore[call-arg]
+        "GRPO: kl_coef: Input should be greater than or equal to 0; got -1": lambda: pt.GRPO(kl_coef=-1),
+        "GRPO: clip_high without effect on a loss of your own": lambda: pt.GRPO(clip_high=0.3, loss="my.py:Loss"),
+        "LoRA: rnk: unknown field; did you mean 'rank'?": lambda: LoRA(rnk=4),  # type: ignore[call-arg]
+    }
+    for message, make in wrong.items():
+        with pytest.raises(pt.ConfigError) as caught:
+            make()
+        assert message in str(caught.value)
+
+
 def test_sft_then_rl_in_a_running_loop(folder: Path) -> None:
     """As in a notebook, whose loop runs already; the second starts from what the first left."""
 

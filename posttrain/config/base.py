@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic._internal._model_construction import ModelMetaclass
 
-from posttrain.errors import did_you_mean
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.files import check_local
 
 T = TypeVar("T")
@@ -79,7 +80,33 @@ class Mistakes(ValueError):
         self.texts = texts
 
 
-class Section(BaseModel):
+class SectionType(ModelMetaclass):
+    """Type of sections: a call with wrong values raises ConfigError."""
+
+    if not TYPE_CHECKING:  # checkers read the types of fields from the constructor that pydantic makes
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            try:
+                return super().__call__(*args, **values)
+            except ValidationError as error:
+                raise ConfigError("\n".join(_wrong(cls, item) for item in error.errors(include_url=False))) from None
+
+
+def _wrong(section: Any, item: Any) -> str:
+    """Line about a wrong value in a call of a section."""
+    place = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        known = section.model_fields
+        rule = "unknown field" + (did_you_mean(place, known) or f"; it has {', '.join(known)}")
+    elif item["type"] == "missing":
+        rule = "required, but missing"
+    else:
+        error = item.get("ctx", {}).get("error")
+        rule = f"{item['msg']}; got {item['input']!r}" if error is None else str(error)
+    return ": ".join(filter(None, (section.__name__, place, rule)))
+
+
+class Section(BaseModel, metaclass=SectionType):
     """Section of a configuration: unknown keys are errors, values are validated, instances are frozen.
 
     Types are those of YAML: true is not a number, 1 is not true, and numbers are finite. A class that defines
