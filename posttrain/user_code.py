@@ -147,3 +147,9 @@ def describe_error(error: BaseException) -> str:
         place = f"{near[-1].filename}:{near[-1].lineno}" if near else ""
         message = f"sys.exit({error.code!r}) is called" if isinstance(error, SystemExit) else str(error)
     return f"{type(error).__name__}: {' '.join(message.split())}" + (f" ({place})" if place else "")
+
+
+def is_users(value: object) -> bool:
+    """Tell whether an object is not made by a class, or a function, of this package."""
+    owner = getattr(value, "__module__", type(value).__module__)
+    return bool(owner.partition(".")[0] != __name__.partition(".")[0])

@@ -1,4 +1,4 @@
-"""Chat templates as texts: those that posttrain brings, their marks of assistant turns, arguments, and the time."""
+"""Chat templates as texts: their marks of assistant turns, arguments, and the time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.user_code import import_transformers
 
-FOLDER = Path(__file__).parent / "chat_templates"
 GIVEN = ("messages", "tools", "add_generation_prompt", "strftime_now")
 """Variables of templates that posttrain sets itself."""
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -33,11 +31,6 @@ def at_time(clock: datetime | None, template: str) -> str:
     compiled = import_transformers("utils.chat_template_utils")._compile_jinja_template(template)
     compiled.globals["strftime_now"] = clock.strftime
     return template
-
-
-def shipped_templates() -> dict[str, Path]:
-    """Files of the templates that posttrain brings, by name; they keep earlier turns and mark the assistant's."""
-    return {file.stem: file for file in sorted(FOLDER.glob("*.jinja"))}
 
 
 def with_arguments(template: str, args: Mapping[str, Any], name: str) -> str:

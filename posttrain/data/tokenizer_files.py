@@ -24,6 +24,8 @@ COPIED = (
     "spiece.model",
 )
 """Files that a tokenizer is read from, which `save` copies."""
+TEMPLATES = Path(__file__).parent / "chat_templates"
+"""Folder of the templates that posttrain brings."""
 ANY_CLASS = "PreTrainedTokenizerFast"
 """Tokenizer class that every version of transformers knows."""
 
@@ -204,3 +206,8 @@ def build_byte_tokenizer() -> Any:
         chat_template=BYTE_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def shipped_templates() -> dict[str, Path]:
+    """Files of the templates that posttrain brings, by name; they keep earlier turns and mark the assistant's."""
+    return {file.stem: file for file in sorted(TEMPLATES.glob("*.jinja"))}

@@ -33,8 +33,10 @@ WEIGHTS = {
     "distill/teacher_nll": "covered",
 }
 """Metrics with an interval, and by which sum of weights each is divided."""
-PERPLEXITIES = {"nll": "perplexity"} | {
-    f"distill/{who}_nll": f"distill/{who}_perplexity" for who in ("student", "teacher")
+PERPLEXITIES = {
+    "nll": "perplexity",
+    "distill/student_nll": "distill/student_perplexity",
+    "distill/teacher_nll": "distill/teacher_perplexity",
 }
 """Names of the exponentials (perplexities) of metrics."""
 

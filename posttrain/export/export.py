@@ -30,9 +30,8 @@ from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.locate import add_family_file
 from posttrain.weights.lora import has_lora
 from posttrain.weights.peft_save import save_adapter
-from posttrain.weights.quantize import is_quantized
 from posttrain.weights.save import save_model
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ModelWeights, is_quantized
 
 Target = Literal["hf", "peft", "merged"]
 

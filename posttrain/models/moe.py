@@ -345,9 +345,9 @@ def correction_paths(config: ModelConfig) -> dict[str, list[int]]:
     return paths
 
 
-def check_router(config: ModelConfig, loss_on: bool, correction_rate: float, *, adapter: bool) -> None:
-    """Raises ConfigError if MoE load balancing is configured for a model that does not support it."""
-    if (loss_on or correction_rate) and not config.mixtures:
+def check_router(config: ModelConfig, correction_rate: float, *, adapter: bool) -> None:
+    """Raises ConfigError if the model does not support load balancing, with this rate of its bias correction."""
+    if not config.mixtures:
         raise ConfigError(f"router: {config.model_type} has no MoE layer to balance; remove the section router")
     if not correction_rate:
         return

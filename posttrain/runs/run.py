@@ -17,9 +17,8 @@ from posttrain.config import PlacementSection, RunConfig, trains_on_samples
 from posttrain.config.yaml_file import stage_settings
 from posttrain.errors import ConfigError, OutsideError, outside_error
 from posttrain.mesh import make_mesh, row_shards
-from posttrain.runs.epochs import write_counts
 from posttrain.runs.folder import claimed
-from posttrain.runs.prepare import keep_clock, prepare
+from posttrain.runs.prepare import keep_clock, prepare, write_counts
 from posttrain.runs.summary import print_placement, print_summary
 from posttrain.runtime import join, processes
 from posttrain.runtime.files import check_writable

@@ -34,9 +34,8 @@ from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import has_lora
-from posttrain.weights.quantize import is_quantized
 from posttrain.weights.scalar_head import add_scalar_head
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ModelWeights, is_quantized
 
 HALF, QUARTER = 2, 4
 """Parts of a device's memory, one over these, that weights may take on devices for sampling alone, and on others."""

@@ -112,13 +112,6 @@ NUM_CURVES, NUM_SAMPLES, TEXT_CELLS = 6, 4, 300
 CELL = 'style="text-align:left;vertical-align:top;white-space:pre-wrap;max-width:28em"'
 
 
-def in_notebook() -> bool:
-    """Tell whether the process is the kernel of a notebook: Jupyter, Colab, Kaggle."""
-    from rich.console import Console
-
-    return Console().is_jupyter
-
-
 class NotebookSink:
     """Sink that shows one updating output in place of lines: state, curves, the last samples."""
 

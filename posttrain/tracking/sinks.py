@@ -17,7 +17,7 @@ import numpy as np
 from posttrain.metrics import Sample
 from posttrain.runtime import processes
 from posttrain.tracking.history import JsonlSink
-from posttrain.tracking.notebook import NotebookSink, in_notebook
+from posttrain.tracking.notebook import NotebookSink
 from posttrain.tracking.sink import Sink, grouped, markdown_of, shown
 from posttrain.tracking.steps import ConsoleSink
 from posttrain.tracking.trackers import TrackedRun, open_tracker
@@ -83,6 +83,13 @@ def open_sinks(
     tracked = TrackedRun(folder=Path(directory), stage=stage, settings=settings or {})
     sinks += [open_tracker(name, tracked) for name in trackers]
     return Sinks(*sinks, *watchers)
+
+
+def in_notebook() -> bool:
+    """Tell whether the process is the kernel of a notebook: Jupyter, Colab, Kaggle."""
+    from rich.console import Console
+
+    return Console().is_jupyter
 
 
 HISTOGRAM_BINS = 30

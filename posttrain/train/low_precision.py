@@ -68,11 +68,6 @@ def stored_moment(value: Float[Array, ...], like: Moment, bits: UInt[Array, ...]
     return value if like.dtype == jnp.float32 else stochastic_bfloat16(value, bits)
 
 
-def is_low(parameter: Any) -> bool:
-    """Tell whether an array holds floating-point numbers of less than 32 bits."""
-    return jnp.issubdtype(parameter.dtype, jnp.floating) and parameter.dtype.itemsize < 4
-
-
 def stochastic_bfloat16(x: Float[Array, ...], bits: UInt[Array, ...]) -> Float[Array, ...]:
     """Round float32 to one of the two nearest bfloat16 numbers, to the nearer one more often: E[rounded] = x.
 

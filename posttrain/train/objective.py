@@ -94,12 +94,14 @@ class TrainSettings:
     @classmethod
     def of(cls, section: TrainSection, *, temperature: float, dropout_seed: int | None, terms: Terms) -> TrainSettings:
         """Settings of a stage: what the sections of all stages have; `replace` adds what one kind has."""
+        router = section.router
+        balanced = router.balance_coef or router.z_coef
         return cls(
             temperature=temperature,
             max_grad_norm=section.optimizer.max_grad_norm,
             micro_batch_rows=section.pass_rows,
-            router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
-            correction_rate=section.router.correction_rate,
+            router_loss=RouterLoss(balance_coef=router.balance_coef, z_coef=router.z_coef) if balanced else None,
+            correction_rate=router.correction_rate,
             terms=terms,
             dropout_seed=dropout_seed,
         )
@@ -142,7 +144,7 @@ class Objective:
         loss: object = self.loss
         return isinstance(loss, BatchLoss) and loss.needs_whole_batch
 
-    @property
+    @functools.cached_property
     def router_loss(self) -> RouterLoss | None:
         """Router loss with a coefficient above 0."""
         given = self.settings.router_loss

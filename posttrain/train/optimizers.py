@@ -23,7 +23,6 @@ from posttrain.train.low_precision import (
     Blocks,
     Moment,
     empty_moment,
-    is_low,
     moment_value,
     random_words,
     stochastic_bfloat16,
@@ -420,3 +419,8 @@ def clipped(grads: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
     """
     factor = jnp.where(jnp.isfinite(norm), max_norm / jnp.maximum(norm, max_norm), jnp.nan)
     return jax.tree.map(lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype), grads)
+
+
+def is_low(parameter: Any) -> bool:
+    """Tell whether an array holds floating-point numbers of less than 32 bits."""
+    return jnp.issubdtype(parameter.dtype, jnp.floating) and parameter.dtype.itemsize < 4

@@ -26,8 +26,7 @@ from posttrain.train.objective import Objective, TrainSettings, stack_over
 from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm, parameter_of
 from posttrain.tree import added_up
 from posttrain.weights.lora import has_lora
-from posttrain.weights.quantize import is_quantized
-from posttrain.weights.state import ModelWeights, Weights, WeightShapes
+from posttrain.weights.state import ModelWeights, Weights, WeightShapes, is_quantized
 
 
 class TrainPrograms:
@@ -62,7 +61,8 @@ class TrainPrograms:
             settings=settings,
         )
         balanced = self.objective.router_loss is not None
-        check_router(model.config, balanced, settings.correction_rate, adapter=has_lora(model))
+        if balanced or settings.correction_rate:
+            check_router(model.config, settings.correction_rate, adapter=has_lora(model))
         self.projections = _projection_shapes(settings.matching, mesh)
         """Projections of layer matching, which are trained but not part of the model."""
         self.weights = placed_shapes(self.structure, mesh) | self.projections

@@ -10,9 +10,8 @@ from typing import Any
 
 from posttrain.config import Locator, ModelSection
 from posttrain.data.files import file_kind
-from posttrain.data.templates import shipped_templates
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.data.tokenizer_files import TOKENIZER_FILES, end_ids, model_end_ids
+from posttrain.data.tokenizer_files import TOKENIZER_FILES, end_ids, model_end_ids, shipped_templates
 from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig

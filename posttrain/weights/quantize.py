@@ -42,10 +42,6 @@ def quantizable(model: Decoder) -> dict[str, Site]:
     return {site.param: site for site in sites(model).values() if site.layers is not None and not site.routes}
 
 
-def is_quantized(model: Decoder) -> bool:
-    return any(isinstance(node, Quantized) for _, node in nnx.iter_graph(model))
-
-
 def quantize_model(model: Decoder, kind: Quantize) -> Errors:
     """Quantize the layers' matrices in place, layer by layer, after merging their adapters."""
     errors = {}

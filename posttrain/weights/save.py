@@ -17,8 +17,8 @@ from posttrain.runtime.files import check_local, file_digest, whole_folder
 from posttrain.weights.files import DIGESTS, GENERATION, WEIGHTS, WEIGHTS_INDEX
 from posttrain.weights.lora import base_tensors
 from posttrain.weights.pieces import Gather
-from posttrain.weights.quantize import is_quantized, plain_arrays
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.quantize import plain_arrays
+from posttrain.weights.state import ModelWeights, is_quantized
 from posttrain.weights.tensor_file import Outline, write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9

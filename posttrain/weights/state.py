@@ -10,7 +10,7 @@ from jax import Array
 
 from posttrain.models.adapter import LoRAParam
 from posttrain.models.decoder import Decoder
-from posttrain.models.quant import QuantizedParam
+from posttrain.models.quant import Quantized, QuantizedParam
 
 Weights = dict[str, Array]
 
@@ -89,3 +89,7 @@ def without_adapter(weights: Weights) -> Weights:
     """
     zero = (".lora_b", ".lora_magnitude")
     return {p: jax.numpy.zeros_like(w) if p.endswith(zero) else w for p, w in weights.items()}
+
+
+def is_quantized(model: Decoder) -> bool:
+    return any(isinstance(node, Quantized) for _, node in nnx.iter_graph(model))

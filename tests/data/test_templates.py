@@ -13,8 +13,8 @@ import pytest
 
 from posttrain.config import ModelSection
 from posttrain.data.chat import Renderer
-from posttrain.data.templates import shipped_templates
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.tokenizer_files import shipped_templates
 from posttrain.errors import ConfigError
 from posttrain.weights.locate import run_tokenizer
 from tests.environments.helpers import TOOLS, with_template

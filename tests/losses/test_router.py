@@ -237,7 +237,7 @@ def test_biases_of_experts_are_not_decayed() -> None:
 )
 def test_what_cannot_be_balanced(config: ModelConfig, rate: float, adapter: bool, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_router(config, not rate, rate, adapter=adapter)
+        check_router(config, rate, adapter=adapter)
 
 
 def test_a_trainer_asks_whether_its_model_can_be_balanced() -> None:

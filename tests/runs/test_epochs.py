@@ -18,9 +18,8 @@ from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import SFTBatches, row_tokenizer, window_of
 from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.runs import epochs
-from posttrain.runs.epochs import rows_of_epochs
-from posttrain.runs.prepare import prepare
+from posttrain.runs import prepare as preparation
+from posttrain.runs.prepare import prepare, rows_of_epochs
 from tests.stages.runs import INIT, ROWS, posttrain, sft_stage, steps, write_run
 
 
@@ -47,13 +46,13 @@ def test_passes_are_counted_once_per_run(tmp_path: Path, monkeypatch: pytest.Mon
     stage = sft_stage(num_epochs=1, packing=False, optimizer={"learning_rate": 1e-2, "warmup_steps": 2})
     del stage["num_steps"]
     file, output = write_run(tmp_path, stage), tmp_path / "out"
-    count, counted = epochs.rows_of_epochs, []
+    count, counted = preparation.rows_of_epochs, []
 
     def counting(*args: Any, **fields: Any) -> int:
         counted.append(fields["num_epochs"])
         return count(*args, **fields)
 
-    monkeypatch.setattr(epochs, "rows_of_epochs", counting)
+    monkeypatch.setattr(preparation, "rows_of_epochs", counting)
     assert posttrain("check", file, "stages.0.optimizer.warmup_steps=6").error.startswith(
         "optimizer.warmup_steps=6 must be less than num_steps=6, which num_epochs=1 makes of the data"
     )

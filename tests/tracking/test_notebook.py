@@ -9,7 +9,8 @@ import pytest
 
 from posttrain.metrics import Sample
 from posttrain.tracking import notebook, sinks
-from posttrain.tracking.notebook import NotebookSink, in_notebook
+from posttrain.tracking.notebook import NotebookSink
+from posttrain.tracking.sinks import in_notebook
 from posttrain.tracking.steps import ConsoleSink
 
 pytestmark = pytest.mark.fast
