@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import posttrain
 from posttrain.config import ALGORITHMS, AlgorithmSection, Locator, RunConfig, Section
 from posttrain.config.messages import config_fields
+from posttrain.config.other_names import TRL_NAMES, trl_names_of
 from posttrain.config.run import SECTIONS
-from posttrain.config.trl_names import TRL_NAMES, trl_names_of
 
 WORDS: dict[Any, str] = {
     str: "text",
@@ -44,7 +44,7 @@ def on_post_build(config: Any) -> None:
     import json
     from pathlib import Path
 
-    from posttrain.config.json_schema import json_schema
+    from posttrain.config.describe import json_schema
 
     Path(config.site_dir, "posttrain.schema.json").write_text(json.dumps(json_schema(), indent=1))
 

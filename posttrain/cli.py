@@ -255,7 +255,7 @@ def view(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of configurations, for completion and validation in editors."""
-    from posttrain.config.json_schema import json_schema
+    from posttrain.config.describe import json_schema
 
     print(json.dumps(json_schema(), indent=1))
 

@@ -10,7 +10,7 @@ import pytest
 
 import posttrain as pt
 from posttrain.config.messages import config_fields
-from posttrain.config.trl_names import TRL_NAMES, trl_names_of
+from posttrain.config.other_names import TRL_NAMES, trl_names_of
 
 HOOKS = Path(__file__).resolve().parent.parent / "docs" / "hooks.py"
 

@@ -15,9 +15,8 @@ from pydantic.fields import FieldInfo
 from posttrain.config import RLSection, RunConfig, Section
 from posttrain.config.algorithm import ALGORITHMS, AlgorithmSection
 from posttrain.config.base import SCALARS, Mistakes
-from posttrain.config.other_names import ABSENT, find_other_name
+from posttrain.config.other_names import ABSENT, find_other_name, find_trl_name
 from posttrain.config.run import SECTIONS
-from posttrain.config.trl_names import find_trl_name
 from posttrain.errors import did_you_mean, nearest_name
 
 Sections = tuple[type[Section], ...]

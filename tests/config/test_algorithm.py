@@ -11,8 +11,7 @@ import yaml
 
 import posttrain as pt
 from posttrain.config import ALGORITHMS, RLSection, RunConfig
-from posttrain.config.describe import field_table
-from posttrain.config.json_schema import json_schema
+from posttrain.config.describe import field_table, json_schema
 from posttrain.config.yaml_file import build_config, dump_config, load_config, load_recorded
 from posttrain.errors import ConfigError
 from tests.documents import STAGES

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from posttrain.config.json_schema import json_schema
+from posttrain.config.describe import json_schema
 from posttrain.config.yaml_file import _parse, build_config, dump_config
 from tests.stages.runs import posttrain
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from posttrain.config.messages import config_fields
-from posttrain.config.other_names import ABSENT, OTHER_NAMES
-from posttrain.config.trl_names import TRL_NAMES
+from posttrain.config.other_names import ABSENT, OTHER_NAMES, TRL_NAMES
 from posttrain.config.yaml_file import build_config
 from posttrain.errors import ConfigError
 from tests.documents import STAGES

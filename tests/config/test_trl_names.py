@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from posttrain.config.messages import config_fields
-from posttrain.config.trl_names import PAIRS, TRL_NAMES, find_trl_name, trl_names_of
+from posttrain.config.other_names import PAIRS, TRL_NAMES, find_trl_name, trl_names_of
 from posttrain.config.yaml_file import build_config
 from posttrain.errors import ConfigError
 from tests.documents import STAGES
