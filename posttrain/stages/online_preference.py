@@ -25,7 +25,7 @@ from posttrain.stages.online import (
     open_rollouts,
 )
 from posttrain.stages.preference import PREFERENCE_LOSSES, loss_name, make_loss, shares_prompts
-from posttrain.stages.prompts import RolloutInputs, check_rewards, prepare_scored
+from posttrain.stages.prompts import RolloutInputs, build_rewards, prepare_scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,13 @@ def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[Onlin
     """Load prompts, rewards and the loss. Also returns a note per dataset with dropped prompts."""
     loss = online_loss(section)
     share = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
-    scored, notes = prepare_scored(section, prepared, None)
+    scored, notes = prepare_scored(section, prepared, None, *build_rewards(section))
     return OnlinePreferenceInputs(loss=loss, share_prompts=share, **vars(scored)), notes
 
 
 def check_offline(section: OnlinePreferenceSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
-    check_rewards(section)
+    build_rewards(section)
     online_loss(section)
 
 

@@ -102,19 +102,16 @@ def roles_beside(inputs: RolloutInputs) -> list[str]:
 
 
 def prepare_scored(
-    section: OnlineSection, prepared: Prepared, shares: Shares | None
+    section: OnlineSection, prepared: Prepared, shares: Shares | None, rubric: Rubric, monitor: Monitor | None
 ) -> tuple[RolloutInputs, list[str]]:
-    """Load prompts and rewards. Also returns notes: on dropped prompts of each dataset, and on rewards."""
+    """Load prompts, tools and conversations. Also returns notes: on dropped prompts of each dataset, and on rewards."""
     tokenizer = prepared.tokenizer
     check_cache(section, prepared.config.mesh.row_shards or 1)
-    refuse_completions(section)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
     room, answer = section.sequence_tokens, section.sampling.max_tokens
     limit = section.max_prompt_tokens or room - answer
     if limit + answer > room:
         raise ConfigError(f"max_prompt_tokens={limit} + sampling.max_tokens={answer} must fit {_room(section, room)}")
-    rubric = Rubric.of(section)
-    monitor = Monitor.of(section, rubric.rewards)
     tools, schemas = _tools_and_schemas(section)
     rows, renderer = _rows_with_tools(section, section.dataset, tokenizer)
     _check_columns(rubric, rows.columns)
@@ -303,17 +300,14 @@ def _room(section: OnlineSection | DistillSection, tokens: int) -> str:
     return f"{'' if tokens == section.row_tokens else 'half of '}row_tokens={section.row_tokens}"
 
 
-def check_rewards(section: OnlineSection) -> Rubric:
-    """Check the rewards and columns of an online stage without its rows; return its rubric."""
-    refuse_completions(section)
+def build_rewards(section: OnlineSection) -> tuple[Rubric, Monitor | None]:
+    """Build the rubric and the monitor of an online stage, which need no rows."""
+    _refuse_completions(section)
     rubric = Rubric.of(section)
-    Monitor.of(section, rubric.rewards)
-    if isinstance(section, RLSection):
-        tools_of(section.tools, servers=False)
-    return rubric
+    return rubric, Monitor.of(section, rubric.rewards)
 
 
-def refuse_completions(section: OnlineSection) -> None:
+def _refuse_completions(section: OnlineSection) -> None:
     more = () if section.evaluate is None else section.evaluate.sets
     named = {"dataset": section.dataset, "eval_dataset": section.eval_dataset}
     named |= {f"evaluate.sets.{number}": dataset for number, dataset in enumerate(more)}

@@ -11,6 +11,7 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import FrozenModel, Scorer
 from posttrain.config import RLSection
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
+from posttrain.environments.conversation import tools_of
 from posttrain.errors import ConfigError
 from posttrain.metrics import Timer
 from posttrain.rl.algorithms import Algorithm
@@ -35,21 +36,24 @@ from posttrain.stages.online import (
     make_policy_trainer,
     open_rollouts,
 )
-from posttrain.stages.prompts import RLInputs, check_rewards, prepare_scored
+from posttrain.stages.prompts import RLInputs, build_rewards, prepare_scored
 
 
 def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]]:
     """Load prompts, rewards and teachers. Also returns notes."""
+    rubric, monitor = build_rewards(section)
+    algorithm, refill = Algorithm.of(section, rubric.weights), Refill.of(section)
     teachers, notes = find_teachers(section, prepared.tokenizer)
-    scored, more = prepare_scored(section, prepared, shares_of(section))
-    algorithm, refill = Algorithm.of(section, scored.rubric.weights), Refill.of(section)
+    scored, more = prepare_scored(section, prepared, shares_of(section), rubric, monitor)
     return RLInputs(algorithm=algorithm, refill=refill, teachers=teachers, **vars(scored)), [*notes, *more]
 
 
 def check_offline(section: RLSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
-    Algorithm.of(section, check_rewards(section).weights)
+    rubric, _ = build_rewards(section)
+    Algorithm.of(section, rubric.weights)
     Refill.of(section)
+    tools_of(section.tools, servers=False)
     find_teachers(section, None)
 
 
