@@ -128,7 +128,7 @@ def test_surrogate(folder: Path) -> None:
     assert vespo.loss.surrogate == own.loss.surrogate == expected
     plain = {kind: made(folder, f"surrogate: {kind}").loss.surrogate for kind in ("cispo", "gmpo")}
     assert plain == {"cispo": CISPO(), "gmpo": GMPO()} and rl(folder).algorithm.loss.surrogate == Clip()
-    with pytest.raises(ConfigError, match="surrogate.k_positive: unknown field; known here: temperature_pos"):
+    with pytest.raises(ConfigError, match="surrogate.k_positive: unknown field; a field of 'vespo', not of 'sapo'"):
         made(folder, "surrogate: {kind: sapo, k_positive: 3.0}")
 
 
