@@ -43,6 +43,7 @@ def fields(page: str, number: int) -> dict[str, Any]:
     ("kind", "given"),
     [
         pytest.param("sft", {**fields("loss", 1), "model": {**MODEL, "family": "family.py"}}, id="loss-family"),
+        pytest.param("sft", {**fields("optimizer", 1), "num_steps": 2}, id="optimizer"),
         pytest.param(
             "rl", {**fields("algorithm", 0), **fields("reward", 0), **fields("engine", 0)}, id="algorithm-reward-engine"
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -108,6 +109,8 @@ class Entered:
     def __init__(self, begin: str, end: str) -> None:
         self.begin, self.end = begin, end
         self.files: set[str] = set()
+        self.optax: set[str] = set()
+        """Functions of optax that are called meanwhile."""
         self._counts, self._ended = False, False
 
     def __enter__(self) -> Entered:
@@ -121,6 +124,8 @@ class Entered:
 
     def _see(self, frame: FrameType, event: str, result: Any) -> None:
         code = frame.f_code
+        if self._counts and not self._ended and f"{os.sep}optax{os.sep}" in code.co_filename:
+            self.optax.add(code.co_qualname)
         if self._ended or not code.co_filename.startswith(f"{PACKAGE}/"):
             return
         # Bodies of modules and classes are no functions; a coroutine that waits returns a future or nothing.
@@ -137,6 +142,7 @@ def test_few_files_are_entered(tmp_path: Path) -> None:
         assert posttrain("run", write_run(tmp_path / "rl", rl_stage(num_steps=1))).code == 0
     with Entered("main", "Trainer.step") as sft:
         assert posttrain("run", write_run(tmp_path / "sft", sft_stage(num_steps=1))).code == 0
+    assert "scale_by_adam.<locals>.update_fn" in sft.optax
     core = {file for file in step.files if file.split("/")[0] in CORE}
     found = {
         "files of the core that a GRPO step enters": core,

@@ -72,6 +72,8 @@ class StagePlan:
     """Bytes of the largest array among them."""
     saves_between: bool
     """True if a checkpoint is written while training goes on."""
+    rounds_at_once: bool
+    """True if the optimizer gets all gradients at once, and rounds its state so."""
     made: int = 0
     """Bytes of weights that are made anew for sampling."""
     sampler_programs: int = 0
@@ -196,6 +198,7 @@ def _saved(section: TrainSection, programs: TrainPrograms) -> dict[str, Any]:
         "state": bytes_on_device(saved),
         "largest": max(map(bytes_on_device, saved)),
         "saves_between": section.checkpoint_every < (section.num_steps or math.inf),
+        "rounds_at_once": programs.optimizer.rounds and not programs.optimizer.elementwise,
     }
 
 

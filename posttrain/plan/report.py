@@ -84,6 +84,8 @@ def report(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> It
         price = machine.chip.dollars_per_hour * machine.num_devices / 3600 / rate * 1e6
         line += f", ${price:.3g} per million at {machine.chip.dollars_per_hour:.2f} a chip and hour ({PRICES_OF})"
     yield line
+    if plan.rounds_at_once:
+        yield "  the optimizer gets all gradients at once; set optimizer.elementwise if it has each element alone"
     fullest = max(outcomes, key=lambda outcome: outcome.peak)
     yield f"  largest buffers of {fullest.phase.name}, per device:"
     for name, size, knob in largest(fullest):

@@ -34,7 +34,7 @@ FIGURES = Figures(
     compiler=20,
     kept=7,
 )
-STAGE = StagePlan(phases=[], tokens=1, unit="tokens", state=90, largest=10, saves_between=False)
+STAGE = StagePlan(phases=[], tokens=1, unit="tokens", state=90, largest=10, saves_between=False, rounds_at_once=False)
 
 
 def outcome(role: str, name: str, figures: Figures = FIGURES, beside: int = 0) -> Outcome:
