@@ -19,12 +19,11 @@ import jax
 import numpy as np
 
 from posttrain.rollout.blocks import blocks_for
-from posttrain.rollout.programs import DecodedTokens
+from posttrain.rollout.programs import DecodedTokens, Shapes
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import DispatchOutcome, Runner, deliver
 from posttrain.rollout.sampling import TopLogps
 from posttrain.rollout.scheduler import Plan, Scheduler
-from posttrain.rollout.shapes import Shapes
 from posttrain.rollout.types import SamplingParams
 
 STEPS, DISPATCHES, NEW_TOKENS = 32, 5, 1000

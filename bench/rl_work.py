@@ -35,8 +35,7 @@ from posttrain.rl.advantages import standardized
 from posttrain.rl.agreement import ROUNDED, SamplerGate
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.collector import RolloutCollector
-from posttrain.rl.sampler import Sampler
-from posttrain.rl.source import Source
+from posttrain.rl.sampler import Sampler, Source
 from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example

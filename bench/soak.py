@@ -26,7 +26,7 @@ import numpy as np
 from posttrain.metrics import CompileCounter
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.shapes import Expected
+from posttrain.rollout.programs import Expected
 from posttrain.rollout.types import Completion, SamplingParams, sample_key
 from posttrain.weights.load import init_model
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from posttrain.results.result import attach as attach
     from posttrain.reward.rubric import Rubric as Rubric
     from posttrain.rollout.engine import NativeEngine as NativeEngine
-    from posttrain.rollout.shapes import Expected as Expected
+    from posttrain.rollout.programs import Expected as Expected
     from posttrain.rollout.trajectory import Example as Example
     from posttrain.rollout.trajectory import Trajectory as Trajectory
     from posttrain.rollout.types import SamplingParams as SamplingParams
@@ -94,7 +94,7 @@ _MODULES = {
     "Decoder": "posttrain.models.decoder",
     "Distill": "posttrain.api",
     "Example": "posttrain.rollout.trajectory",
-    "Expected": "posttrain.rollout.shapes",
+    "Expected": "posttrain.rollout.programs",
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",

@@ -14,7 +14,7 @@ from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import Record, intervals_at_k, prefix_of, prompt_means, values_at_k
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
-from posttrain.rl.exchange import exchanged, own_share
+from posttrain.rl.collector import exchanged, own_share
 from posttrain.rl.sampler import EVALUATION, IssuedGroup, Sampler, collect
 from posttrain.rl.teachers import interval_of
 from posttrain.rollout.trajectory import Example, Group

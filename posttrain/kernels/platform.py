@@ -1,4 +1,5 @@
-"""Platform facts for kernel selection: devices and installed packages."""
+"""Platform facts for kernel selection, devices and installed packages, and forms of programs that XLA:CPU runs at full
+speed: matrix products, values computed once, and unstacked layers."""
 
 from __future__ import annotations
 
@@ -7,10 +8,15 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int, Shaped
 
 T = TypeVar("T")
 
@@ -83,3 +89,96 @@ def log_choice(operation: str, kernel: str, kind: str, platform: str) -> None:
 def warn_once(message: str) -> None:
     """Log a warning once, however often a program is traced."""
     LOGGER.warning(message)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(x: Float[Array, "*B D"], w: Float[Array, "D F"], dtype: DTypeLike | None = None) -> Float[Array, "*B F"]:
+    """x @ w, accumulated and returned in `dtype`, or in the operands' dtype.
+
+    For the default gradient XLA:CPU first writes transposed copies of x and of the output's gradient, which costs more
+    than the product. This backward pass computes the same products; other platforms are unaffected.
+    """
+    return lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
+
+
+def _matmul_forward(
+    x: Float[Array, "*B D"], w: Float[Array, "D F"], dtype: DTypeLike | None
+) -> tuple[Float[Array, "*B F"], tuple[Float[Array, "*B D"], Float[Array, "D F"]]]:
+    return matmul(x, w, dtype), (x, w)
+
+
+def _matmul_backward(
+    dtype: DTypeLike | None, saved: tuple[Float[Array, "*B D"], Float[Array, "D F"]], gradient: Float[Array, "*B F"]
+) -> tuple[Float[Array, "*B D"], Float[Array, "D F"]]:
+    x, w = saved
+    dx = lax.dot_general(gradient, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+    # XLA:CPU transposes the first operand: pass the narrower one first.
+    if x.shape[-1] <= gradient.shape[-1]:
+        dw = _over_tokens(x, gradient, dtype)
+    elif platform_of(None) == "cpu":
+        dw = _turned(gradient, x, dtype)
+    else:
+        dw = _over_tokens(gradient, x, dtype).T
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+def _over_tokens(x: Float[Array, "*B D"], y: Float[Array, "*B F"], dtype: DTypeLike | None) -> Float[Array, "D F"]:
+    tokens = tuple(range(x.ndim - 1))
+    return lax.dot_general(x, y, ((tokens, tokens), ((), ())), preferred_element_type=dtype)
+
+
+def _turned(x: Float[Array, "*B D"], y: Float[Array, "*B F"], dtype: DTypeLike | None) -> Float[Array, "F D"]:
+    """Same product, transposed: transposes x first, then multiplies. Without the barriers XLA merges both into one
+    product with y, the wider one, as its transposed operand, which the YNN library does not support."""
+    first = lax.optimization_barrier(jnp.moveaxis(x, -1, 0))
+    tokens = tuple(range(x.ndim - 1))
+    along = tuple(n + 1 for n in tokens), tokens
+    return lax.optimization_barrier(lax.dot_general(first, y, (along, ((), ())), preferred_element_type=dtype)).T
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+T = TypeVar("T")
+
+
+def computed_once(make: Callable[[], T], opaque_true: Bool[Array, ""], mesh: Mesh | None) -> T:
+    """Materialize the value of `make` once on CPU for all its readers.
+
+    XLA:CPU would otherwise fuse and recompute it in each reader, which costs more than a branch unless it is tiny.
+    `opaque_true`: a True value that the compiler cannot constant-fold.
+    """
+    if platform_of(mesh) != "cpu":
+        return make()
+    make = jax.jit(make)  # traced once
+    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(make))
+    value: T = jax.lax.cond(opaque_true, make, lambda: nothing)
+    return value
+
+
+def unstack_layers(stack: Shaped[Array, "R ..."], opaque_zero: Int[Array, ""]) -> list[Shaped[Array, ...]]:
+    """Unstack layer parameters; their gradients are written into one array.
+
+    `opaque_zero`: a 0 that the compiler cannot constant-fold. With constant indices XLA:CPU compiles a kernel per layer
+    instead of one for all layers.
+    """
+    return [stack[0]] if len(stack) == 1 else _parts(stack, opaque_zero)
+
+
+@jax.custom_vjp
+def _parts(stack: Shaped[Array, "R ..."], opaque_zero: Int[Array, ""]) -> list[Shaped[Array, ...]]:
+    return [jax.lax.dynamic_index_in_dim(stack, opaque_zero + place, keepdims=False) for place in range(len(stack))]
+
+
+def _unstacked(stack: Shaped[Array, "R ..."], opaque_zero: Int[Array, ""]) -> tuple[list[Shaped[Array, ...]], Array]:
+    return _parts(stack, opaque_zero), opaque_zero
+
+
+def _restacked(opaque_zero: Int[Array, ""], gradients: list[Float[Array, ...]]) -> tuple[Float[Array, "R ..."], None]:
+    stack = jnp.zeros((len(gradients), *gradients[0].shape), gradients[0].dtype)
+    for place, gradient in enumerate(gradients):
+        stack = jax.lax.dynamic_update_index_in_dim(stack, gradient, opaque_zero + place, 0)
+    return stack, None
+
+
+_parts.defvjp(_unstacked, _restacked)

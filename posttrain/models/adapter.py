@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from posttrain.kernels.cpu import matmul
+from posttrain.kernels.platform import matmul
 
 Product = Callable[[Array, Array], Array]
 

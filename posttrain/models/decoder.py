@@ -17,8 +17,7 @@ from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
 from posttrain.config import Remat
-from posttrain.kernels.cpu import computed_once, unstack_layers
-from posttrain.kernels.platform import platform_of
+from posttrain.kernels.platform import computed_once, platform_of, unstack_layers
 from posttrain.mesh import head_shards
 from posttrain.models.activations import (
     HIDDEN,

@@ -1,9 +1,10 @@
-"""Parameters and basic layers: Linear, RMSNorm, Embedding, gated MLP."""
+"""Parameters and basic layers: Linear, RMSNorm, Embedding with a lookup that moves no table, gated MLP."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
-from posttrain.kernels.cpu import matmul
-from posttrain.kernels.lookup import lookup
+from posttrain.kernels.platform import matmul
+from posttrain.mesh import row_axes, row_shards
 from posttrain.models.adapter import Adapter
 from posttrain.models.config import Activation, LayerInputsConfig, MLPConfig, ModelConfig
 from posttrain.models.quant import Quantized
@@ -275,3 +276,52 @@ class ScalarHead(nnx.Module):
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
         kernel = self.kernel[...].astype(hidden.dtype)[:, 0]
         return jnp.einsum("btd,d->bt", hidden, kernel, preferred_element_type=jnp.float32)
+
+
+SLICE_AXIS, COPY_AXIS = "fsdp", "data"
+"""Mesh axes that split D of the table, and that hold copies of all of it."""
+
+
+def lookup(
+    table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: DTypeLike, mesh: Mesh | None
+) -> Float[Array, "B T D"]:
+    """table[tokens] in `dtype`."""
+    if mesh is None or mesh.size == 1 or tokens.shape[0] % row_shards(mesh):
+        return jnp.take(table, tokens, axis=0).astype(dtype)
+    return _lookup(table, tokens, jnp.dtype(dtype), mesh)
+
+
+# Shardings change step by step, by one all-to-all between rows and slices of D; in one step XLA gathers all rows on
+# every device. Without the sharding of rows it would split D in the whole model.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table: Array, tokens: Array, dtype: DTypeLike, mesh: Mesh) -> Array:
+    x = jnp.take(table, _placed(mesh, tokens, COPY_AXIS), axis=0).astype(dtype)
+    x = _placed(mesh, _placed(mesh, x, COPY_AXIS, None, SLICE_AXIS), (COPY_AXIS, SLICE_AXIS))
+    return _placed(mesh, x, row_axes(mesh))
+
+
+def _forward(table: Array, tokens: Array, dtype: DTypeLike, mesh: Mesh) -> tuple[Array, tuple[Array, Array]]:
+    return _lookup(table, tokens, dtype, mesh), (jnp.zeros_like(table, jnp.float32), tokens)
+
+
+def _backward(
+    dtype: DTypeLike, mesh: Mesh, saved: tuple[Array, Array], gradient: Float[Array, "B T D"]
+) -> tuple[Array, None]:
+    """Scatter-add in float32, of slices that travel in `dtype`. Either all copies of the table get all rows, or each
+    adds its own and the tables are summed, whichever sends less."""
+    zeros, tokens = saved
+    rows = _placed(mesh, _placed(mesh, gradient, row_axes(mesh)), (COPY_AXIS, SLICE_AXIS))
+    slices, ids = _placed(mesh, rows, COPY_AXIS, None, SLICE_AXIS), _placed(mesh, tokens, COPY_AXIS)
+    if tokens.size <= 2 * zeros.shape[0]:
+        slices, ids = _placed(mesh, slices, None, None, SLICE_AXIS), _placed(mesh, ids)
+    table = zeros.at[ids].add(slices.astype(jnp.float32), mode="drop")
+    return _placed(mesh, table, "tensor", SLICE_AXIS), None
+
+
+def _placed(mesh: Mesh, x: Array, *spec: str | tuple[str, ...] | None) -> Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+_lookup.defvjp(_forward, _backward)

@@ -24,9 +24,8 @@ from posttrain.models.config import AttentionConfig, Compute, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.rl.algorithms import loss_of
 from posttrain.rollout.decode_weights import DecodeWeights, DecodeWeightsCache, Loaded, choose_placement
-from posttrain.rollout.programs import DecodeRows, PromptPieces
+from posttrain.rollout.programs import DecodeRows, Expected, PromptPieces
 from posttrain.rollout.runner import Runner
-from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import SamplingParams
 from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss, train_settings

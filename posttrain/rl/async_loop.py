@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from posttrain.cluster.cluster import Cluster
 from posttrain.metrics import Timer
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.collector import RolloutCollector
-from posttrain.rl.exchange import Queue, new_wave, packed, unpacked
+from posttrain.rl.collector import Queue, RolloutCollector, new_wave, packed, unpacked
 from posttrain.rl.group_tasks import GroupTasks
 from posttrain.rl.step import StepResult, StepSettings, learn
 from posttrain.rollout.types import PausableEngine

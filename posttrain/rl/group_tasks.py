@@ -12,8 +12,7 @@ import numpy as np
 
 from posttrain.errors import RunError
 from posttrain.reward.types import Rewards
-from posttrain.rl.collector import RolloutCollector, Wave
-from posttrain.rl.exchange import Queue, QueuedGroup, QueuedWave, new_wave
+from posttrain.rl.collector import Queue, QueuedGroup, QueuedWave, RolloutCollector, Wave, new_wave
 from posttrain.rl.sampler import IssuedGroup, collect
 from posttrain.rollout.trajectory import Group
 from posttrain.rollout.types import Call, Completion, PausableEngine, RolloutEngine, SamplingParams

@@ -18,10 +18,10 @@ from posttrain.kernels.platform import platform_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
 from posttrain.rollout.decode_weights import Loaded, choose_placement, device_memory
+from posttrain.rollout.programs import Expected
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, DispatchOutcome, Runner, deliver
 from posttrain.rollout.scheduler import Plan, Scheduler
-from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import Call, Completion, Decode, RolloutEngine, SamplingParams
 from posttrain.runtime.profiler import span
 from posttrain.runtime.xla import trim_host_memory

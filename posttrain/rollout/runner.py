@@ -17,11 +17,21 @@ from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain, Node, blocks_for
 from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
-from posttrain.rollout.programs import DecodedTokens, DecodeRows, Prefilled, Programs, PromptPieces, ScoredPrompts
+from posttrain.rollout.programs import (
+    DecodedTokens,
+    DecodeRows,
+    DecodeShape,
+    Expected,
+    Prefilled,
+    Programs,
+    PromptPieces,
+    PromptShape,
+    ScoredPrompts,
+    Shapes,
+)
 from posttrain.rollout.request import Request
 from posttrain.rollout.sampling import Sampling, Tables, TopLogps
 from posttrain.rollout.scheduler import Plan, PromptPiece, Row
-from posttrain.rollout.shapes import DecodeShape, Expected, PromptShape, Shapes
 from posttrain.rollout.types import Decode, SamplingParams, StopReason, TokenLogp, first_completed
 from posttrain.runtime.profiler import span
 

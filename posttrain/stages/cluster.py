@@ -23,7 +23,7 @@ from posttrain.rl.agreement import EXACT, ROUNDED, SamplerGate
 from posttrain.rl.sampler import Sampler
 from posttrain.rollout.decode_weights import device_memory
 from posttrain.rollout.engine import NativeEngine, make_engine
-from posttrain.rollout.shapes import Expected
+from posttrain.rollout.programs import Expected
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import RolloutEngine
 from posttrain.runtime import processes

@@ -49,8 +49,7 @@ from posttrain.reward.rubric import Rubric
 from posttrain.rl.agreement import GAP, check_agreement
 from posttrain.rl.assemble import sample_rows
 from posttrain.rl.metrics import sample_metrics
-from posttrain.rl.sampler import Sampler, collect
-from posttrain.rl.source import Source
+from posttrain.rl.sampler import Sampler, Source, collect
 from posttrain.rl.teachers import distances, merged_distances, shares_of
 from posttrain.rollout.engine import make_engine
 from posttrain.runtime.event_loop import run_async

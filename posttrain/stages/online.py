@@ -32,8 +32,7 @@ from posttrain.rl.async_loop import AsyncLoop
 from posttrain.rl.collector import RolloutCollector
 from posttrain.rl.metrics import NoRewardGuard, SignalWarnings
 from posttrain.rl.monitor import Alarm, Monitor
-from posttrain.rl.sampler import Sampler
-from posttrain.rl.source import Curriculum, Source
+from posttrain.rl.sampler import Curriculum, Sampler, Source
 from posttrain.rl.step import EntropyControl, StepResult
 from posttrain.rl.store import Recorded, TrajectoryStore
 from posttrain.rollout.trajectory import Group

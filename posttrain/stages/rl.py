@@ -17,7 +17,7 @@ from posttrain.metrics import Timer
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
 from posttrain.rl.collector import Refill, RolloutCollector
-from posttrain.rl.source import Curriculum
+from posttrain.rl.sampler import Curriculum
 from posttrain.rl.step import EntropyControl, StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.rollout.types import PausableEngine

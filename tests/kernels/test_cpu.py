@@ -12,7 +12,7 @@ from jax import Array
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import MeshSection
-from posttrain.kernels.cpu import computed_once, matmul, unstack_layers
+from posttrain.kernels.platform import computed_once, matmul, unstack_layers
 from posttrain.mesh import make_mesh
 from tests.often import often
 
@@ -62,7 +62,7 @@ def test_on_a_mesh(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_only_a_cpu_has_operands_turned(size: tuple[int, int], platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere a barrier would only keep the compiler from its own choice of layouts."""
-    monkeypatch.setattr("posttrain.kernels.cpu.platform_of", lambda mesh: platform)
+    monkeypatch.setattr("posttrain.kernels.platform.platform_of", lambda mesh: platform)
     x, w, cotangent = operands((4, 6), size, "float32")
     text = jax.jit(lambda x, w, cotangent: jax.vjp(matmul, x, w)[1](cotangent)).lower(x, w, cotangent).as_text()
     assert ("optimization_barrier" in text) == (platform == "cpu" and size[0] > size[1])
@@ -120,7 +120,7 @@ def test_what_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = jax.jit(program).lower(x, y).compile()
     assert compiled.as_text().count(" sine(") == 1
     found = compiled(x, y)
-    monkeypatch.setattr("posttrain.kernels.cpu.platform_of", lambda mesh: "tpu")
+    monkeypatch.setattr("posttrain.kernels.platform.platform_of", lambda mesh: "tpu")
     elsewhere = jax.jit(lambda x, y: program(x, y)).lower(x, y).compile()
     assert "conditional" not in elsewhere.as_text()
     jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-6), found, elsewhere(x, y))

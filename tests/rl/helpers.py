@@ -11,8 +11,7 @@ from posttrain.data.tokenizer_files import FIRST_CONTROL_ID
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.collector import RolloutCollector
-from posttrain.rl.sampler import Sampler
-from posttrain.rl.source import Source
+from posttrain.rl.sampler import Sampler, Source
 from posttrain.rl.step import StepSettings
 from posttrain.rollout.trajectory import Example, Group, Trajectory
 

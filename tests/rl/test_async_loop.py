@@ -28,8 +28,7 @@ from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl import async_loop
 from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
 from posttrain.rl.collector import RolloutCollector
-from posttrain.rl.sampler import IssuedGroup, Sampler
-from posttrain.rl.source import Source
+from posttrain.rl.sampler import IssuedGroup, Sampler, Source
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Trajectory

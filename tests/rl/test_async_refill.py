@@ -19,7 +19,7 @@ from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl.advantages import is_mixed
 from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
 from posttrain.rl.collector import Refill
-from posttrain.rl.source import Curriculum, Source
+from posttrain.rl.sampler import Curriculum, Source
 from posttrain.rl.step import StepResult
 from posttrain.train.checkpoint import Checkpointer
 from tests.rl.helpers import InOrder, example

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from posttrain.rl.source import Curriculum, Source
+from posttrain.rl.sampler import Curriculum, Source
 from tests.rl.helpers import InOrder, example, trajectory
 
 pytestmark = pytest.mark.fast

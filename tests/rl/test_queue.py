@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.reward.types import RewardError, Rewards
-from posttrain.rl.exchange import QueuedGroup, QueuedWave, new_wave, packed, unpacked
+from posttrain.rl.collector import QueuedGroup, QueuedWave, new_wave, packed, unpacked
 from posttrain.rl.sampler import IssuedGroup
 from posttrain.rollout.trajectory import Trajectory, Turn
 from posttrain.train.checkpoint import Checkpointer

@@ -26,7 +26,7 @@ from posttrain.mesh import make_mesh
 from posttrain.reward.function import env_rewards
 from posttrain.reward.types import Rewards
 from posttrain.rl.assemble import assemble
-from posttrain.rl.exchange import fields_of, trajectory_of
+from posttrain.rl.collector import fields_of, trajectory_of
 from posttrain.rl.returns import GAE, STD_EPS, rewards_at_ends, turn_advantages, with_returns
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rl.store import Recorded, read_record, write_record

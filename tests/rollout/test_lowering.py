@@ -11,9 +11,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from posttrain.rollout.decode_weights import Loaded, Placement
 from posttrain.rollout.paged import empty_pool
-from posttrain.rollout.programs import DecodeRows, PromptPieces, decode, prefill
+from posttrain.rollout.programs import DecodeRows, Expected, PromptPieces, Shapes, decode, prefill
 from posttrain.rollout.runner import Runner
-from posttrain.rollout.shapes import Expected, Shapes
 from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import params
 from tests.tiny import tiny_model

@@ -11,8 +11,8 @@ import pytest
 from posttrain.metrics import CompileCounter
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.programs import Expected, Range, Shapes
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
-from posttrain.rollout.shapes import Expected, Range, Shapes
 from posttrain.weights.load import init_model
 from tests.rollout.engines import params
 

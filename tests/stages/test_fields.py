@@ -29,8 +29,7 @@ from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip
 from posttrain.mesh import single_device_mesh
 from posttrain.rl.advantages import centered, decoupled
 from posttrain.rl.returns import RewardKL
-from posttrain.rl.sampler import Sampler, sampling_params
-from posttrain.rl.source import Source
+from posttrain.rl.sampler import Sampler, Source, sampling_params
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import DistillInputs, cache_folders, terms_of

@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from posttrain.batch import Batch
 from posttrain.config import AdamW, LoRA, MeshSection, ModelSection, Quantize, RLSection
 from posttrain.errors import ConfigError
-from posttrain.kernels.cpu import matmul
+from posttrain.kernels.platform import matmul
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.decoder import Decoder

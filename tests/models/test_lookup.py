@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose
 
 from posttrain.config import ROW_AXES, MeshSection
-from posttrain.kernels.lookup import lookup
 from posttrain.mesh import make_mesh
+from posttrain.models.layers import lookup
 
 ROWS, LENGTH, WIDTH = 8, 6, 16
 WHOLE = rf"(?:all-gather|all-reduce)[^=]*= [a-z0-9]+\[{ROWS},{LENGTH},{WIDTH}\]|\[{ROWS},{LENGTH},{WIDTH}\]\S* all-"
