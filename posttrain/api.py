@@ -24,7 +24,6 @@ from posttrain.errors import ConfigError
 from posttrain.results.result import RunResult, attach
 from posttrain.runs.code_identity import code_digests
 from posttrain.runs.folder import CONFIG_NAME
-from posttrain.runs.plan import plan_elsewhere
 from posttrain.runs.run import run
 from posttrain.runtime.files import digest
 from posttrain.stages.table import stage_names
@@ -179,6 +178,8 @@ class PythonRun:
         `posttrain plan --quick` does, so that the devices of this one stay free. ConfigError for what cannot be
         planned.
         """
+        from posttrain.runs.plan import plan_elsewhere
+
         try:
             for file, text in self._files.items():
                 _write_text(file, text)

@@ -62,7 +62,7 @@ def tell():
 IMPORTS = """
 import posttrain.stages.sft
 tell()
-import posttrain.runs.check, posttrain.runs.run
+import posttrain.api, posttrain.runs.check, posttrain.runs.run
 posttrain.runs.run.stage_kind("sft")
 tell()
 """

@@ -16,7 +16,6 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.export.export import Target, export
 from posttrain.export.readers import Reader
-from posttrain.generation import complete
 from posttrain.models.decoder import Decoder
 from posttrain.runs.folder import CONFIG_NAME, is_running
 from posttrain.stages.table import stage_names
@@ -114,6 +113,8 @@ class RunResult:
 
         Returns the last answer. A tokenizer without a chat template continues the text instead.
         """
+        from posttrain.generation import complete
+
         model, tokenizer = self._loaded
         chats = tokenizer.chat_template is not None
 
