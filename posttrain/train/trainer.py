@@ -50,7 +50,11 @@ class Checkpointable(Protocol):
 
 
 class Trainer:
-    """Trains the parameters of `model` (only the adapter's, if it has one) in place.
+    """Trains the parameters of `model` (only the adapter's, if it has one) in place:
+
+        trainer = Trainer(model, loss, optax.adamw(1e-5), TrainSettings(temperature=1.0, max_grad_norm=1.0))
+        for batch in batches:
+            metrics = to_host(trainer.step(batch))
 
     The gradient is that of sum(loss totals) / sum(loss weights) over the whole batch plus that of the mean router loss,
     for any split into micro-batches. `teachers` process the same rows; they are placed on the mesh and never written.
@@ -136,8 +140,9 @@ class Trainer:
             self._opt_state, self._offloaded = jax.device_put(self._opt_state, places), True
 
     def step(self, batch: Batch, *, update: bool = True) -> Metrics:
-        """One update from one batch of host rows. Metrics of the device stay there. The parameters before are donated:
-        whoever holds them, such as an engine, needs those of now (`engine.update_weights`) before the next use.
+        """One update from one batch of host rows. Metrics of the device stay there. Parameters and optimizer state
+        before are donated: whoever holds them, such as an engine, needs those of now (`engine.update_weights`) before
+        the next use. Batch, frozen parameters and teachers are not.
 
         A gradient that is not finite, a batch without any weight, a veto of `skip_update` or `update=False` leave
         parameters and optimiser state bitwise as they are, and show as `update_skipped` = 1. The step counts all the

@@ -145,7 +145,8 @@ def _read_weights(
     megabytes = sum(p.size * p.dtype.itemsize for p in params.values()) // 10**6
     with progress_bar(description, megabytes) as advance, ParameterReader(checkpoint, advance) as reader:
         weights, errors = Weights(), Errors()
-        quantized = {p: s.matrix for p, s in quantizable(target).items() if isinstance(s.matrix, Quantized)}
+        matrices = {} if target is outline else {path: site.matrix for path, site in quantizable(target).items()}
+        quantized = {path: matrix for path, matrix in matrices.items() if isinstance(matrix, Quantized)}
         for path, p in params.items():
             if path in quantized:
                 read, errors[path] = read_quantized(reader, path, quantized[path], shardings[path], sources[path])
