@@ -107,7 +107,7 @@ class RolloutCollector:
         """Number of groups of a step's next wave: as many as useful ones are missing; 0 after the last wave."""
         if self.refill is None or len(waves) > self.refill.limit:
             return 0
-        return self.groups_per_step - sum(int(np.sum(wave.useful_P)) for wave in waves)
+        return self.groups_per_step - sum(int(wave.useful_P.sum()) for wave in waves if wave.useful_P is not None)
 
     def rollouts(self, version: int, waves: Sequence[Wave]) -> ScoredRollouts:
         """Outcome of a step, with metrics of its groups and waves."""
