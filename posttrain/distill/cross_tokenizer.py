@@ -253,7 +253,7 @@ def back_of(covered: Int[np.ndarray, "*B T"]) -> Int[np.ndarray, "*B T"]:
 # Positions in texts are counted in bytes: tokens of byte-level vocabularies may end inside of a character.
 
 
-class Group(NamedTuple):
+class TokenGroup(NamedTuple):
     """Tokens `one[0]..one[1]` and `other[0]..other[1]` (stops not included) that have the same text."""
 
     one: tuple[int, int]
@@ -265,17 +265,17 @@ class Group(NamedTuple):
         return self.one[1] - self.one[0] == 1 == self.other[1] - self.other[0]
 
 
-def groups(one: Int[np.ndarray, " N1"], other: Int[np.ndarray, " M1"]) -> list[Group]:
+def groups(one: Int[np.ndarray, " N1"], other: Int[np.ndarray, " M1"]) -> list[TokenGroup]:
     """Split into the smallest groups. Both are rising byte bounds: start of the first token, end of each token.
 
     >>> groups(np.asarray([0, 3, 5, 9]), np.asarray([0, 5, 7, 9]))
-    [Group(one=(0, 2), other=(0, 1)), Group(one=(2, 3), other=(1, 3))]
+    [TokenGroup(one=(0, 2), other=(0, 1)), TokenGroup(one=(2, 3), other=(1, 3))]
     """
     common = np.intersect1d(one, other)
     # A token without text belongs to the group before it.
     places = [np.searchsorted(bounds, common, side="right") - 1 for bounds in (one, other)]
     pairs = [list(zip(indices[:-1].tolist(), indices[1:].tolist(), strict=True)) for indices in places]
-    return [Group(a, b) for a, b in zip(*pairs, strict=True)]
+    return [TokenGroup(a, b) for a, b in zip(*pairs, strict=True)]
 
 
 @dataclass(frozen=True)
