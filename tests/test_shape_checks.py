@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jaxtyping import Float, TypeCheckError
 
-from posttrain.kernels.logits.chunks import chunk_length
+from posttrain.kernels.logits.layout import chunk_length
 from tests.shape_checks import check_at_first_call
 
 pytestmark = pytest.mark.fast

@@ -17,8 +17,7 @@ from posttrain.batch import Batch, ScoreLoss, TokenLoss
 from posttrain.config import PreferenceSection, RLSection, SamplerTensor, SFTSection, TrainSection
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import PLAIN
-from posttrain.kernels.logits.chunks import chunk_length
-from posttrain.kernels.logits.vocab_sharding import VocabSharding
+from posttrain.kernels.logits.layout import VocabSharding, chunk_length
 from posttrain.models import hf
 from posttrain.models.config import AttentionConfig, Compute, ModelConfig
 from posttrain.models.decoder import Decoder

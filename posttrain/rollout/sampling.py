@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, UInt32
 
-from posttrain.kernels.logits.chunks import chunk_length
+from posttrain.kernels.logits.layout import chunk_length
 from posttrain.mesh import by_rows, by_rows_and_vocab, on_each_shard
 from posttrain.rollout.types import MAX_LOGIT_BIAS, MAX_TOP_LOGPS, SamplingParams
 from posttrain.tree import pytree, replace

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from posttrain.kernels.logits.chunks import ChunkPlan, chunk_plan, predicting, scatter_to_tokens, take_tokens
+from posttrain.kernels.logits.layout import ChunkPlan, chunk_plan, predicting, scatter_to_tokens, take_tokens
 from posttrain.kernels.logits.softmax import NO_LOGIT
 from posttrain.models.activations import HIDDEN, Features, Taps
 

@@ -18,8 +18,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from posttrain.batch import Batch
 from posttrain.config import MeshSection
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.kernels.logits.chunks import predicting
 from posttrain.kernels.logits.divergence import Divergence
+from posttrain.kernels.logits.layout import predicting
 from posttrain.losses.distill import DistillLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host

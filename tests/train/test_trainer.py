@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.cluster.reference import Reference
 from posttrain.config import AdamW, LoRA, MeshSection
-from posttrain.kernels.logits import vocab_sharding
+from posttrain.kernels.logits import layout
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import CompileCounter, to_host
@@ -105,7 +105,7 @@ def test_eight_devices_give_the_update_of_one(
     update: dict[str, np.ndarray], sizes: dict[str, int], parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a vocabulary that each pair of `fsdp` has for itself."""
-    monkeypatch.setattr(vocab_sharding, "MAX_PARTS", parts)
+    monkeypatch.setattr(layout, "MAX_PARTS", parts)
     batch = rows(0)
     mesh = make_mesh(MeshSection(**sizes))
     sharded = trainer(mesh=mesh, micro_batch_rows=4)

@@ -21,8 +21,8 @@ from posttrain.kernels.logits.divergence import (
     span_terms,
     token_logps,
 )
+from posttrain.kernels.logits.layout import VocabSharding
 from posttrain.kernels.logits.softmax import Softmax
-from posttrain.kernels.logits.vocab_sharding import VocabSharding
 
 
 @dataclass(frozen=True, kw_only=True)

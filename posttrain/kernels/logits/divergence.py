@@ -13,8 +13,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
+from posttrain.kernels.logits.layout import ONE_DEVICE, VocabSharding
 from posttrain.kernels.logits.softmax import NO_LOGIT, Softmax
-from posttrain.kernels.logits.vocab_sharding import ONE_DEVICE, VocabSharding
 
 
 @dataclass(frozen=True, kw_only=True)

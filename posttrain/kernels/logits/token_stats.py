@@ -18,20 +18,18 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import HostArray, TokenStats, TopK
 from posttrain.kernels.logits.chunk_stats import INNER, PLAIN, Chunk, Stats, Terms, chunk_gradient, chunk_stats
-from posttrain.kernels.logits.chunks import (
-    ChunkPlan,
-    chunk_length,
-    chunk_plan,
-    predicting,
-    scatter_to_tokens,
-    take_tokens,
-)
 from posttrain.kernels.logits.divergence import NAMED, SPAN_TERMS, check_token_groups, span_divergence
-from posttrain.kernels.logits.vocab_sharding import (
+from posttrain.kernels.logits.layout import (
+    ChunkPlan,
     HeadFunction,
     Parameters,
     VocabSharding,
+    chunk_length,
+    chunk_plan,
     head_function,
+    predicting,
+    scatter_to_tokens,
+    take_tokens,
 )
 from posttrain.kernels.platform import platform_of
 

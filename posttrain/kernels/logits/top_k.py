@@ -11,9 +11,15 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
-from posttrain.kernels.logits.chunks import chunk_length, chunk_plan, scatter_to_tokens, take_tokens
+from posttrain.kernels.logits.layout import (
+    VocabSharding,
+    chunk_length,
+    chunk_plan,
+    head_function,
+    scatter_to_tokens,
+    take_tokens,
+)
 from posttrain.kernels.logits.softmax import NO_LOGIT
-from posttrain.kernels.logits.vocab_sharding import VocabSharding, head_function
 
 
 def top_k(

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from posttrain.batch import TopK
-from posttrain.kernels.logits import chunks as module
+from posttrain.kernels.logits import layout as module
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
-from posttrain.kernels.logits.chunks import chunk_length
 from posttrain.kernels.logits.divergence import Divergence
+from posttrain.kernels.logits.layout import chunk_length
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from tests.often import often
 from tests.oracles import token_stats_reference

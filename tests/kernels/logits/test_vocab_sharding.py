@@ -16,15 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from posttrain.batch import NO_ID, TopK
 from posttrain.config import LoRA, MeshSection
-from posttrain.kernels.logits import chunks as module
-from posttrain.kernels.logits import vocab_sharding
+from posttrain.kernels.logits import layout
+from posttrain.kernels.logits import layout as module
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.kernels.logits.chunks import chunk_length
 from posttrain.kernels.logits.divergence import Divergence
+from posttrain.kernels.logits.layout import VocabSharding, chunk_length, head_function
 from posttrain.kernels.logits.softmax import NO_LOGIT
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.logits.top_k import top_k
-from posttrain.kernels.logits.vocab_sharding import VocabSharding, head_function
 from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.quant import Quantized, quantized
@@ -177,7 +176,7 @@ def test_eight_devices_give_the_statistics_and_gradients_of_one(name: str, kind:
 @pytest.mark.parametrize("kind", often(TERMS, "groups", "own"))
 def test_groups_of_fsdp(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices of a group share the vocabulary, and gather no hidden state of another."""
-    monkeypatch.setattr(vocab_sharding, "MAX_PARTS", 2)
+    monkeypatch.setattr(layout, "MAX_PARTS", 2)
     section, vocab = MESHES["fsdp"]
     mesh = make_mesh(section)
     sharding = VocabSharding.of(mesh)
@@ -205,7 +204,7 @@ def test_a_frozen_head() -> None:
 @pytest.mark.parametrize("parts", [2, 16])
 @pytest.mark.parametrize("name", ["fsdp", "both"])
 def test_best_ids(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocab_sharding, "MAX_PARTS", parts)
+    monkeypatch.setattr(layout, "MAX_PARTS", parts)
     section, vocab = MESHES[name]
     arrays, mesh = inputs(vocab), make_mesh(section)
 
