@@ -139,9 +139,6 @@ def _turned(x: Float[Array, "*B D"], y: Float[Array, "*B F"], dtype: DTypeLike |
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-T = TypeVar("T")
-
-
 def computed_once(make: Callable[[], T], opaque_true: Bool[Array, ""], mesh: Mesh | None) -> T:
     """Materialize the value of `make` once on CPU for all its readers.
 

@@ -1,5 +1,5 @@
-"""Sampling of trajectories: groups of completions of a dataset row's prompt, or of conversations that begin with it, and
-the source of prompts, in the order of a dataset or drawn by a curriculum of pass rates."""
+"""Sampling of trajectories: groups of completions of a row's prompt, or of conversations that begin with it, and the
+source of prompts, in the order of a dataset or drawn by a curriculum of pass rates."""
 
 from __future__ import annotations
 
