@@ -1,4 +1,4 @@
-"""Run: check everything, resume each stage, then print a summary."""
+"""Run: check everything, resume each stage, then print a summary: evaluations before and after, and the files written."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from posttrain.config import PlacementSection, RunConfig, trains_on_samples
+from posttrain.config import OnlineSection, PlacementSection, RunConfig, TrainSection, trains_on_samples
 from posttrain.config.yaml_file import stage_settings
 from posttrain.errors import ConfigError, OutsideError, outside_error
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.folder import claimed
 from posttrain.runs.prepare import keep_clock, prepare, write_counts
-from posttrain.runs.summary import print_placement, print_summary
 from posttrain.runtime import join, processes
 from posttrain.runtime.files import check_writable
 from posttrain.runtime.xla import enable_compile_cache
-from posttrain.stages.context import StageRun, role_devices, training_devices
+from posttrain.stages.context import RoleDevices, StageRun, role_devices, training_devices
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
-from posttrain.tracking.console import console
+from posttrain.statistics import PairedDifference, paired_difference
+from posttrain.tracking.console import console, cut, printable
 from posttrain.tracking.sink import Sink
+from posttrain.tracking.steps import shown_number, with_interval
 from posttrain.tracking.trackers import require
 from posttrain.train.loop import StopRequest, stop_on_signals
 
@@ -153,3 +155,185 @@ def _goes_on(output: Path) -> str:
     steps = [folder for folder in output.glob("*/checkpoints/*") if folder.name.isdecimal()]
     newest = max(steps, key=lambda folder: (int(folder.parts[-3].partition("-")[0]), int(folder.name)), default=None)
     return "begins again" if newest is None else f"resumes after step {newest.name} of {newest.parts[-3]}"
+
+
+NUM_ANSWERS = 6
+ANSWER_CELLS = 240
+"""Maximum width of a text in the table, in terminal cells."""
+
+
+def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
+    """Print a table per evaluated RL stage, perplexities of SFT stages, and the paths of the files written."""
+    out = console()
+    for name, result in zip(names, results, strict=True):
+        if "samples" in result.get("after", {}):
+            _print_answers(name, result)
+            _print_values(name, result)
+        elif "metrics" in result.get("after", {}):
+            _print_judged(name, result)
+        elif "eval/perplexity" in result.get("after", {}):
+            _print_sequences(name, result)
+    files = [
+        ("model", output / names[-1] / "model"),
+        ("metrics", output / "metrics.jsonl"),
+        ("samples", output / "samples.jsonl"),
+        ("settings", output / "config.yaml"),
+    ]
+    if config.tensorboard:
+        files.append(("tensorboard", output / "tensorboard"))
+    for title, path in files:
+        if path.exists():
+            out.print(f"{title:12} {path}", markup=False, soft_wrap=True)
+
+
+def _print_answers(name: str, result: Mapping[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    before, after = result["before"], result["after"]
+    measure = after["measure"]
+    table = Table(title=f"{name}: held-out {measure}, {after['n']} prompts", title_justify="left")
+    for column in ("prompt", "before", measure, "after", measure):
+        table.add_column(column, overflow="fold")
+    pairs = list(zip(before["samples"], after["samples"], strict=True))
+    # Changed completions come first; a stable sort keeps the dataset's order among them.
+    pairs.sort(key=lambda pair: pair[0][measure] == pair[1][measure])
+    for old, new in pairs[:NUM_ANSWERS]:
+        values = (shown_number(old[measure]), shown_number(new[measure]))
+        texts = (old["prompt"], old["completion"], values[0], new["completion"], values[1])
+        table.add_row(*(Text(cut(printable(str(text), out.encoding), ANSWER_CELLS, out.encoding)) for text in texts))
+    table.add_section()
+    table.add_row(f"mean {measure}, 95 % interval", _interval(before), "", _interval(after), "")
+    out.print(table)
+    out.print(_difference(pairs, measure), markup=False)
+
+
+def _print_values(name: str, result: Mapping[str, Any]) -> None:
+    """Print metrics of k samples, those of further datasets, before and after, and which model is the best."""
+    before, after = (result[when]["metrics"] for when in ("before", "after"))
+    for metric, found in result["difference"].items():
+        if metric in (f"eval/{other}" for other in ("reward", "distill/kl")):
+            continue  # in the table
+        own = metric.removeprefix("eval/")
+        shares = " -> ".join(with_interval(metrics, own) for metrics in (before, after))
+        what = _in_words("difference", PairedDifference(**found))
+        console().print(f"{name}: held-out {own} {shares}; {what}", markup=False, soft_wrap=True)
+    if "best" in result:
+        console().print(f"{name}: {_best(result['best'])}", markup=False, soft_wrap=True)
+
+
+def _best(best: Mapping[str, Any]) -> str:
+    """Describe which model is in `best/`, and why."""
+    bar = f"{best['evaluations']} evaluations, p below {best['p_below']:.2g}"
+    if best["step"] is None:
+        return f"no best model: {best['evidence']} ({bar})"
+    found = PairedDifference(**best["against_start"])
+    words = _in_words(f"difference of {best['metric']} from the start", found).removesuffix(", significant")
+    return f"best/ has the model of step {best['step']}; {words} ({bar})"
+
+
+def _difference(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], measure: str) -> str:
+    """Describe the paired difference on the same prompts, which excludes the variance between prompts."""
+    values = [(old[measure], new[measure]) for old, new in pairs]
+    valid = [pair for pair in values if None not in pair]
+    if len(valid) < 2:
+        return f"difference: fewer than two prompts have a {measure} before and after"
+    found = paired_difference([old for old, _ in valid], [new for _, new in valid])
+    return _in_words("difference over the same prompts", found)
+
+
+def _in_words(what: str, found: PairedDifference) -> str:
+    chance = "p < 0.001" if found.p_value < 0.001 else f"p = {found.p_value:.3f}"
+    words = "significant" if found.significant else "not significant"
+    interval = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    return f"{what}: {interval}, {chance}, {words}"
+
+
+def _print_judged(name: str, result: Mapping[str, Any]) -> None:
+    """Print accuracy on held-out pairs before and after, and rewards."""
+    out, metrics = console(), result["after"]["metrics"]
+    if "preferred" in result["after"]:
+        before, after = (result[key]["preferred"] for key in ("before", "after"))
+        shares = " -> ".join(with_interval(result[key]["metrics"], "preferred_ratio") for key in ("before", "after"))
+        what = f"{name}: chosen answer preferred, {len(after)} held-out pairs: {shares}"
+        out.print(what, markup=False, soft_wrap=True)
+        if len(after) > 1:
+            out.print(_in_words("difference over the same pairs", paired_difference(before, after)), markup=False)
+    judged = "steps" if "eval/calibration/ece" in metrics else "answers"
+    pairs = "eval/preferred_ratio" in metrics
+    if "eval/rewards/accuracies_low" in metrics:
+        what = "the chosen answer has the greater reward" if pairs else f"{judged} classified correctly"
+        out.print(f"{name}: {what}: {with_interval(metrics, 'rewards/accuracies')}", markup=False, soft_wrap=True)
+    if "eval/rewards/margins_low" in metrics:
+        better = "right steps" if judged == "steps" and not pairs else "chosen answers"
+        what = f"by how much rewards of {better} are greater"
+        out.print(f"{name}: {what}: {with_interval(metrics, 'rewards/margins', '.3g')}", markup=False, soft_wrap=True)
+
+
+def _print_sequences(name: str, result: Mapping[str, Any]) -> None:
+    """Print metrics of held-out sequences before and after, and their paired difference."""
+    for metric, difference in (("eval/distill/kl", "eval/distill/kl"), ("eval/perplexity", "eval/nll")):
+        if metric not in result["after"]:
+            continue
+        shares = " -> ".join(with_interval(result[key], metric.removeprefix("eval/")) for key in ("before", "after"))
+        console().print(f"{name}: held-out {metric.removeprefix('eval/')} {shares}", markup=False, soft_wrap=True)
+        what = f"difference of {difference.removeprefix('eval/')} over the same sequences"
+        found = PairedDifference(**result["difference"][difference])
+        console().print(_in_words(what, found), markup=False, soft_wrap=True)
+
+
+def _interval(evaluation: Mapping[str, Any]) -> str:
+    return f"{evaluation['mean']:.3f} ({evaluation['low']:.3f} to {evaluation['high']:.3f})"
+
+
+SHARED = "the actor's"
+
+
+def print_placement(section: TrainSection, mesh: Mesh, devices: RoleDevices, roles: Sequence[str]) -> None:
+    """Print the table, if the stage uses more than one device or offloads a role. `roles`: those beside the actor."""
+    rows = placement_rows(section, mesh, devices, roles)
+    apart = {where for _, where, *_ in rows} - {SHARED}
+    if mesh.size == 1 and len(apart) == 1 and not any(offload for *_, offload in rows):
+        return
+    from rich.table import Table
+
+    table = Table("role", "devices", "mesh", "in host memory")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def placement_rows(
+    section: TrainSection, mesh: Mesh, devices: RoleDevices, roles: Sequence[str]
+) -> list[tuple[str, str, str, str]]:
+    """Role, its devices, axes of its mesh, and what it offloads."""
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    actor = shown_devices(list(mesh.devices.flat))
+    if not isinstance(section, OnlineSection):
+        return [("trainer", actor, axes, "")]
+    place = section.placement
+    rows = [("actor", actor, axes, "optimizer" if place.optimizer.offload else "")]
+    placed = {
+        "rollout": (devices.rollout, False),
+        "reference": (devices.reference, place.reference.offload),
+        "critic": (devices.critic, place.critic.offload),
+    }
+    for role in roles:
+        own, offload = placed[role]
+        where = SHARED if own is None else shown_devices(own)
+        rows.append((role, where, axes if own is None else "", "weights" if offload else ""))
+    return rows
+
+
+def shown_devices(devices: Sequence[jax.Device]) -> str:
+    """Kind and numbers of devices: `4 x TPU v5e: 0-3`."""
+    ids = sorted(device.id for device in devices)
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    named = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{len(ids)} x {devices[0].device_kind}: {named}"

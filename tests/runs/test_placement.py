@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.config.yaml_file import build_config
 from posttrain.mesh import make_mesh
-from posttrain.runs.summary import placement_rows, print_placement, shown_devices
+from posttrain.runs.run import placement_rows, print_placement, shown_devices
 from posttrain.stages.context import RoleDevices, role_devices, training_devices
 from tests.documents import STAGES
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain.config.yaml_file import load_config
-from posttrain.runs.summary import _difference, _print_answers
+from posttrain.runs.run import _difference, _print_answers
 from posttrain.stages.table import row_notes
 from tests.stages.runs import lines, posttrain, rl_stage, sft_stage, write_run
 
