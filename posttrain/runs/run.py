@@ -1,4 +1,4 @@
-"""Run: check everything, resume each stage, then print a summary: evaluations before and after, and the files written."""
+"""Run: check everything, resume each stage, then print evaluations before and after, and the files written."""
 
 from __future__ import annotations
 
