@@ -38,7 +38,8 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
         compiled = {line["step"]: line["perf/compilations"] for line in told if line["stage"] == stage}
         assert len(compiled) == STEPS and compiled.pop(1) > 0
         # The writer of the first checkpoint, after step 9, slices leaves that devices share; that of step 18 as well.
-        assert compiled.pop(10) <= 9, "no digests"
+        # Of an adapter devices share every leaf, since its rank is less than their number.
+        assert compiled.pop(10) <= (40 if lora else 9), "no digests"
         assert set(compiled.values()) == {0.0}, (stage, compiled)
     assert {line["rollout/late_compilations"] for line in told if line["stage"] == "1-rl"} == {0.0}
     stale = {line["sampling/staleness/mean"] > 0 for line in told if line["stage"] == "1-rl"}
