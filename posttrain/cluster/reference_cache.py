@@ -42,7 +42,7 @@ class _Scored(NamedTuple):
     logps: Float[np.ndarray, " N"]
 
 
-class _Place(NamedTuple):
+class _CachedRow(NamedTuple):
     text: np.uint64
     values: np.ndarray
     start: int
@@ -54,7 +54,7 @@ class CachedLogps:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _CachedRow] = {}
         for shard in sorted(folder.glob("shard-*")):
             self.add(shard)
 
@@ -63,7 +63,7 @@ class CachedLogps:
         with np.load(shard / "index.npz") as index:
             numbers, texts, ends = (index[name] for name in ("numbers", "texts", "ends"))
         for number, text, start, stop in zip(numbers, texts, [0, *ends[:-1]], ends, strict=True):
-            self._places[int(number)] = _Place(text, values, int(start), int(stop))
+            self._places[int(number)] = _CachedRow(text, values, int(start), int(stop))
 
     def __contains__(self, number: int) -> bool:
         return number in self._places

@@ -92,7 +92,7 @@ class PolicyLoss:
                 f"PolicyLoss.dual_clip={self.dual_clip} must be at least 1 + clip_high = {1 + self.clip_high}; "
                 "raise it, or set None to disable it"
             )
-        name = type(self.surrogate).__name__
+        name = type(self.surrogate).__name__.removesuffix("Objective")
         if self.dual_clip is not None and "dual_clip" not in self.surrogate.bounds:
             raise ValueError(f"PolicyLoss.dual_clip={self.dual_clip} has no effect on the surrogate {name}; remove it")
         if self.surrogate.token_ratio and self.ratio != "token":
@@ -214,21 +214,21 @@ GSPO_TOKEN = replace(GSPO, ratio="sequence_mean_token")
 LUSPO = replace(GSPO, reduce=sequence_total)
 """LUSPO, arXiv:2602.05261: GSPO with each sequence weighted by its length."""
 
-CISPO = replace(GRPO, surrogate=surrogates.CISPO(), clip_high=4.0, reduce=token_mean, kl_coef=0.0)
+CISPO = replace(GRPO, surrogate=surrogates.CISPOObjective(), clip_high=4.0, reduce=token_mean, kl_coef=0.0)
 """CISPO, arXiv:2506.13585: clipped importance weights on log-probabilities, no KL; ratios up to 5, arXiv:2510.13786."""
 
-SAPO = replace(GRPO, surrogate=surrogates.SAPO(positive=1.0, negative=1.05), kl_coef=0.0)
+SAPO = replace(GRPO, surrogate=surrogates.SAPOObjective(positive=1.0, negative=1.05), kl_coef=0.0)
 """SAPO, arXiv:2511.20347: a soft gate in place of the clip."""
 
 VESPO = replace(
     GRPO,
-    surrogate=surrogates.VESPO(k_positive=2.0, rate_positive=3.0, k_negative=3.0, rate_negative=2.0),
+    surrogate=surrogates.VESPOObjective(k_positive=2.0, rate_positive=3.0, k_negative=3.0, rate_negative=2.0),
     reduce=token_mean,
     kl_coef=0.0,
 )
 """VESPO, arXiv:2602.10693: sequence weights in place of ratios."""
 
-GMPO = replace(GRPO, surrogate=surrogates.GMPO(), clip_low=0.4, clip_high=0.4, kl_coef=0.0)
+GMPO = replace(GRPO, surrogate=surrogates.GMPOObjective(), clip_low=0.4, clip_high=0.4, kl_coef=0.0)
 """GMPO, arXiv:2507.20673: geometric mean of ratios, clipped to e^-0.4 .. e^0.4 per token."""
 
 REINFORCE = replace(GRPO, reduce=token_mean, kl_coef=0.0)

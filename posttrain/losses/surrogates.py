@@ -89,7 +89,7 @@ CLIP = Clip()
 
 
 @dataclass(frozen=True)
-class CISPO:
+class CISPOObjective:
     """Clipped importance weights -sg(min(r, high)) A log pi: no token loses its gradient. arXiv:2506.13585 eq. 4."""
 
     bounds: ClassVar[tuple[str, ...]] = ("clip_high",)
@@ -105,7 +105,7 @@ class CISPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAPO:
+class SAPOObjective:
     """Soft gate -(4 / t) sigmoid(t (r - 1)) A in place of a clip, t by the sign of A. arXiv:2511.20347."""
 
     positive: float
@@ -133,7 +133,7 @@ LOG_WEIGHT_MIN = math.log(1e-8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class VESPO:
+class VESPOObjective:
     """Weights of sequences -phi(w) A log pi, phi(w) = w^k exp(rate (1 - w)), w = pi / pi_behaviour of the whole
     sequence, (k, rate) by the sign of A. arXiv:2602.10693."""
 
@@ -173,7 +173,7 @@ class VESPO:
 
 
 @dataclass(frozen=True)
-class GMPO:
+class GMPOObjective:
     """Geometric mean -A exp(mean of clipped log-ratios), clipped per token in log space: log r at most clip_high where
     A > 0, at least -clip_low where A < 0. arXiv:2507.20673 eq. 4."""
 

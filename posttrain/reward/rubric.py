@@ -242,7 +242,7 @@ def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _GroupPlace:
     """Samples of a group within a call."""
 
     call: asyncio.Task[Scores]
@@ -262,8 +262,8 @@ class RewardStream:
         assert reward.timeout_s is not None
         self._timeout_s = reward.timeout_s
         self._keywords, self._caller, self._cache = keywords, caller, cache
-        self._waiting: list[tuple[Group, int, asyncio.Future[_Place]]] = []
-        self._places: dict[int, asyncio.Future[_Place]] = {}
+        self._waiting: list[tuple[Group, int, asyncio.Future[_GroupPlace]]] = []
+        self._places: dict[int, asyncio.Future[_GroupPlace]] = {}
         self._calls: set[asyncio.Task[Scores]] = set()
         self._came, self._urgent = asyncio.Event(), asyncio.Event()
         self._awaited_at = math.inf
@@ -312,7 +312,7 @@ class RewardStream:
         first = 0
         for group, _, place in added:
             if not place.done():
-                place.set_result(_Place(call=call, first=first, count=len(group)))
+                place.set_result(_GroupPlace(call=call, first=first, count=len(group)))
             first += len(group)
         return call
 

@@ -153,7 +153,7 @@ THETAS = (1e4, 1e5, 5e5, 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Disagreement:
     """Tokens with the largest differences, N of them in a few samples."""
 
     cluster: Cluster
@@ -249,7 +249,9 @@ async def diagnose(cluster: Cluster, sampler: Sampler, groups_P: Sequence[Group]
     return "no probe explains the difference" + ("; try rollout.record_routing" if unrecorded else "")
 
 
-def _worst(cluster: Cluster, sampler: Sampler, pairs: Sequence[tuple[Trajectory, np.ndarray]], row_tokens: int) -> Case:
+def _worst(
+    cluster: Cluster, sampler: Sampler, pairs: Sequence[tuple[Trajectory, np.ndarray]], row_tokens: int
+) -> Disagreement:
     """Worst tokens of samples, each with the mask of those of the present weights."""
     samples, fresh = [sample for sample, _ in pairs], [mask for _, mask in pairs]
     rows = rows_per_pass(len(samples), None, row_shards(cluster.actor.mesh))
@@ -263,7 +265,7 @@ def _worst(cluster: Cluster, sampler: Sampler, pairs: Sequence[tuple[Trajectory,
     chosen = sorted(range(len(samples)), key=lambda index: -float(gaps[index].sum() / fresh[index].sum()))[:MAX_SAMPLES]
     places = [(s, at, gaps[index][at]) for s, index in enumerate(chosen) for at in np.flatnonzero(fresh[index])]
     places = sorted(places, key=lambda place: -place[2])[:MAX_TOKENS]
-    return Case(
+    return Disagreement(
         cluster=cluster,
         sampler=sampler,
         samples=[samples[index] for index in chosen],
@@ -274,7 +276,7 @@ def _worst(cluster: Cluster, sampler: Sampler, pairs: Sequence[tuple[Trajectory,
     )
 
 
-def _changes(case: Case) -> Iterator[tuple[str, Float[np.ndarray, " N"]]]:
+def _changes(case: Disagreement) -> Iterator[tuple[str, Float[np.ndarray, " N"]]]:
     """Changes with the log-probabilities under them, cheap ones first."""
     for offset, neighbour in ((1, "next"), (-1, "previous")):
         yield f"shift by one: the sampler's numbers are those of the {neighbour} token", case.trainer_N(offset)
@@ -300,7 +302,7 @@ def _changes(case: Case) -> Iterator[tuple[str, Float[np.ndarray, " N"]]]:
         yield f"template: the difference disappears with the prompt {name}", _logps(case, made / trained_at)
 
 
-async def _scored_again(case: Case) -> Float[np.ndarray, " N"]:
+async def _scored_again(case: Disagreement) -> Float[np.ndarray, " N"]:
     """Engine's log-probabilities of the tokens under the weights of now; NaN for an engine that does not score
     prompts."""
     scores = []
@@ -334,7 +336,7 @@ def _forward(actor: Trainer, theta: float | None) -> Forward:
 
 
 def _logits(
-    case: Case, forward: Forward, samples: Sequence[Trajectory], at_N: Int[np.ndarray, " N"]
+    case: Disagreement, forward: Forward, samples: Sequence[Trajectory], at_N: Int[np.ndarray, " N"]
 ) -> Float[np.ndarray, "N V"]:
     """Trainer's logits for the tokens at these places of the samples."""
     rows = rows_per_pass(len(samples), None, row_shards(case.cluster.actor.mesh))
@@ -345,13 +347,13 @@ def _logits(
     return forward(batch, rows_N, places_N)
 
 
-def _logps(case: Case, logits: Float[np.ndarray, "N V"]) -> Float[np.ndarray, " N"]:
+def _logps(case: Disagreement, logits: Float[np.ndarray, "N V"]) -> Float[np.ndarray, " N"]:
     shifted = logits - logits.max(axis=1, keepdims=True)
     taken = np.take_along_axis(shifted, case.tokens_N[:, None], axis=1)[:, 0]
     return taken - np.log(np.exp(shifted).sum(axis=1))
 
 
-def _truncated(case: Case, logits: Float[np.ndarray, "N V"]) -> Float[np.ndarray, " N"]:
+def _truncated(case: Disagreement, logits: Float[np.ndarray, "N V"]) -> Float[np.ndarray, " N"]:
     """Log-probabilities after top-k, top-p and min-p."""
     sampling, tokens = case.sampler.sampling, case.tokens_N
     made = []
@@ -368,7 +370,7 @@ def _truncated(case: Case, logits: Float[np.ndarray, "N V"]) -> Float[np.ndarray
     return np.asarray(made)
 
 
-def _fitted_temperature(case: Case, logits: Float[np.ndarray, "N V"]) -> float:
+def _fitted_temperature(case: Disagreement, logits: Float[np.ndarray, "N V"]) -> float:
     """Temperature under which the trainer's log-probabilities are closest to the sampler's."""
 
     def difference(temperature: float) -> float:
@@ -382,7 +384,7 @@ def _fitted_temperature(case: Case, logits: Float[np.ndarray, "N V"]) -> float:
     return float((low + high) / 2)
 
 
-def _prompts(case: Case) -> Iterator[tuple[str, list[Trajectory]]]:
+def _prompts(case: Disagreement) -> Iterator[tuple[str, list[Trajectory]]]:
     """Samples behind other prompts that an engine may have read, where they fit the rows."""
     render = case.sampler.renderer.prompt
     variants = {

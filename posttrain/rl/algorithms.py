@@ -102,7 +102,7 @@ def groups_to_try(group_size: int) -> RewardArray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Critic:
+class CriticSettings:
     """Settings of a value model."""
 
     gae: GAE
@@ -119,7 +119,7 @@ class Algorithm:
     """`RLLoss`: a `PolicyLoss` or a user's loss."""
     advantage: Advantage
     filter: GroupFilter = every_group
-    critic: Critic | None = None
+    critic: CriticSettings | None = None
     """Critic whose values make advantages per token; `advantage` then gives the reward of each sequence."""
     reward_kl: RewardKL | None = None
     """KL penalty in the reward, in place of one in the loss."""
@@ -219,9 +219,8 @@ def _policy_loss(section: RLSection) -> PolicyLoss:
         raise ConfigError(f"algorithm.{str(error).removeprefix('PolicyLoss.')}") from error
     changed = [name for name in CLIP_FIELDS if name in fields and getattr(given, name) != fields[name].default]
     if unread := [f"algorithm.{name}" for name in changed if name not in made.surrogate.bounds]:
-        raise ConfigError(
-            f"{', '.join(unread)} without effect on the surrogate {type(made.surrogate).__name__}; remove it"
-        )
+        name = type(made.surrogate).__name__.removesuffix("Objective")
+        raise ConfigError(f"{', '.join(unread)} without effect on the surrogate {name}; remove it")
     return made
 
 
@@ -233,18 +232,18 @@ def _surrogate_of(given: AlgorithmSection) -> Surrogate:
     """Surrogate of a kind, or that which is given in place of its clip."""
     match given.surrogate or given if isinstance(given, ClippedSection) else given:
         case SAPO() | SAPOSurrogate() as one:
-            return surrogates.SAPO(positive=one.temperature_positive, negative=one.temperature_negative)
+            return surrogates.SAPOObjective(positive=one.temperature_positive, negative=one.temperature_negative)
         case VESPO() | VESPOSurrogate() as one:
-            return surrogates.VESPO(
+            return surrogates.VESPOObjective(
                 k_positive=one.k_positive,
                 rate_positive=one.rate_positive,
                 k_negative=one.k_negative,
                 rate_negative=one.rate_negative,
             )
         case CISPO() | CISPOSurrogate():
-            return surrogates.CISPO()
+            return surrogates.CISPOObjective()
         case GMPO() | GMPOSurrogate():
-            return surrogates.GMPO()
+            return surrogates.GMPOObjective()
     return surrogates.CLIP
 
 
@@ -314,9 +313,9 @@ def _try_advantage(
             )
 
 
-def _critic_of(given: AlgorithmSection) -> Critic | None:
+def _critic_of(given: AlgorithmSection) -> CriticSettings | None:
     """Critic of PPO, with whitened advantages."""
     if not isinstance(given, PPO):
         return None
     gae = GAE(gamma=given.gamma, lam=given.gae_lambda, whiten=True, level=given.gae_level)
-    return Critic(gae=gae, loss=ValueLoss(clip=given.value_clip))
+    return CriticSettings(gae=gae, loss=ValueLoss(clip=given.value_clip))

@@ -239,11 +239,11 @@ def packed(queue: Queue) -> State:
 
 def unpacked(state: State, example: Callable[[int], Example]) -> Queue:
     """Queue of a state. `example`: that of a row of the dataset."""
-    rows = Rows(state["tokens"])
+    rows = TokenRows(state["tokens"])
     return {step["step"]: [_wave(wave, rows, example) for wave in step["waves"]] for step in state["steps"]}
 
 
-class Rows:
+class TokenRows:
     """Token sequences, one after the other."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
@@ -263,7 +263,7 @@ def _wave_state(wave: QueuedWave, rows: list[Trajectory]) -> State:
     return {"groups": groups, "rewards": rewards, "observed": wave.observed}
 
 
-def _wave(state: State, rows: Rows, example: Callable[[int], Example]) -> QueuedWave:
+def _wave(state: State, rows: TokenRows, example: Callable[[int], Example]) -> QueuedWave:
     groups = []
     for one in state["groups"]:
         issued = IssuedGroup(number=one["number"], version=one["version"], example=example(one["row"]))
@@ -296,14 +296,14 @@ def _without_columns(fields: State) -> State:
     return {**plain, "more": more, "messages": list(fields["messages"]), "length": len(fields["tokens"])}
 
 
-def _with_columns(fields: State, rows: Rows) -> State:
+def _with_columns(fields: State, rows: TokenRows) -> State:
     # The first row of a sample, then its others.
     own = {**fields, **rows.take(fields["length"]), "turns": [Turn(*turn) for turn in fields["turns"]]}
     del own["length"]
     return {**own, "more": [_with_columns(row, rows) for row in fields["more"]]}
 
 
-def _sample(fields: State, issued: IssuedGroup, rows: Rows) -> Trajectory:
+def _sample(fields: State, issued: IssuedGroup, rows: TokenRows) -> Trajectory:
     return trajectory_of(_with_columns(fields, rows), {issued.number: issued.example})
 
 

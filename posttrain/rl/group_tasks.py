@@ -35,7 +35,7 @@ class _Wave:
 
 
 @dataclass(kw_only=True)
-class _Step:
+class _PendingStep:
     """Waves of a step, and the task that begins further ones."""
 
     waves: list[_Wave]
@@ -76,7 +76,7 @@ class GroupTasks:
         self._rounds = Rounds(self._engine) if in_rounds else None
         self.journal = Journal(self._engine)
         self._sampler = replace(collector.sampler, engine=self.journal if self._rounds is None else self._rounds)
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _PendingStep] = {}
         self._changed = asyncio.Event()
         self._sampling = 0
         self.on_sampling: Callable[[bool], None] = lambda _: None
@@ -88,7 +88,7 @@ class GroupTasks:
         self._expect([wave for waves in queue.values() for wave in waves])
         for step, waves in queue.items():
             begun = [self._begun(step, wave) for wave in waves]
-            self._steps[step] = _Step(waves=begun, filling=_finished(None))
+            self._steps[step] = _PendingStep(waves=begun, filling=_finished(None))
         if self._collector.refill is not None:
             for steps in [list(queue)] if self._together else [[step] for step in queue]:
                 filling = _task(self._fill(steps))
@@ -360,7 +360,7 @@ COLUMNS = {"tokens": np.int32, "logps": np.float32, "kept_logps": np.float32, "w
 """Fields of a completion with a value for each token."""
 
 
-class Turn(NamedTuple):
+class TurnRequest(NamedTuple):
     """Request of a sample."""
 
     sample: Key
@@ -368,7 +368,7 @@ class Turn(NamedTuple):
     prompt: tuple[int, ...]
 
     @classmethod
-    def of(cls, prompt: Sequence[int], params: SamplingParams) -> Turn:
+    def of(cls, prompt: Sequence[int], params: SamplingParams) -> TurnRequest:
         return cls(params.sample_key, params.key, tuple(prompt))
 
 
@@ -381,10 +381,10 @@ class Journal:
 
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
-        self._known: dict[Turn, Completion] = {}
+        self._known: dict[TurnRequest, Completion] = {}
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        turn = Turn.of(prompt, params)
+        turn = TurnRequest.of(prompt, params)
         known = self._known.get(turn)
         if known is None:
             known = await self._engine.generate(prompt, params)
@@ -407,7 +407,9 @@ class Journal:
 
     def state(self, under_way: Sequence[Call]) -> dict[str, Any]:
         """Completions, and those of `under_way` so far, as JSON and numpy arrays."""
-        partial = {Turn.of(call.prompt, call.params): call.partial for call in under_way if call.partial is not None}
+        partial = {
+            TurnRequest.of(call.prompt, call.params): call.partial for call in under_way if call.partial is not None
+        }
         turns = {**self._known, **partial}
         columns = {
             name: np.concatenate([np.asarray(getattr(one, name), dtype) for one in turns.values()])
@@ -431,6 +433,6 @@ class Journal:
         for turn in state["turns"]:
             end = start + turn["length"]
             own: dict[str, Any] = {name: tuple(values[start:end].tolist()) for name, values in state["tokens"].items()}
-            known = Turn(*(tuple(turn[name]) for name in Turn._fields))
+            known = TurnRequest(*(tuple(turn[name]) for name in TurnRequest._fields))
             self._known[known] = Completion(stop=turn["stop"], **own)
             start = end

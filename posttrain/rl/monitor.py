@@ -106,7 +106,7 @@ class Monitor:
 
     def observe(self, groups_P: Sequence[Group], rewards: Rewards) -> tuple[dict[str, float], list[Alarm]]:
         """Metrics of a step, and new alarms."""
-        step = _Step(groups_P, rewards, self._verifier, self._ranges, self._tells)
+        step = _StepValues(groups_P, rewards, self._verifier, self._ranges, self._tells)
         values = step.values | {
             "content": part_mean(rewards, self._content),
             "form": part_mean(rewards, self._form),
@@ -169,7 +169,7 @@ class Monitor:
         self._raised = list(state["raised"])
 
 
-class _Step:
+class _StepValues:
     """Values of a step. `ranges` are widened by it."""
 
     def __init__(
@@ -227,7 +227,7 @@ def _answer_leak(rewards_PG: np.ndarray, tells_P: np.ndarray) -> float:
     return mean_of(rewards_PG[tells_P]) - mean_of(rewards_PG[~tells_P])
 
 
-def _refuted(monitor: Monitor, step: _Step) -> Alarm | None:
+def _refuted(monitor: Monitor, step: _StepValues) -> Alarm | None:
     change = monitor.change("false_passes")
     if change is None or not change.rises(0.25):
         return None
@@ -235,7 +235,7 @@ def _refuted(monitor: Monitor, step: _Step) -> Alarm | None:
     return Alarm(kind="verifier", text=text, samples=step.most(np.where(step.refuted_PG, step.rewards_PG, -np.inf)))
 
 
-def _longer(monitor: Monitor, step: _Step) -> Alarm | None:
+def _longer(monitor: Monitor, step: _StepValues) -> Alarm | None:
     change, correlation = monitor.change("length"), monitor.length_correlation
     if change is None or not change.rises(math.log(1.25)) or correlation < LENGTH_CORRELATION or _worse(monitor):
         return None
@@ -247,7 +247,7 @@ def _longer(monitor: Monitor, step: _Step) -> Alarm | None:
     )
 
 
-def _repeats(monitor: Monitor, step: _Step) -> Alarm | None:
+def _repeats(monitor: Monitor, step: _StepValues) -> Alarm | None:
     change = monitor.change("repeated")
     if change is None or not change.rises(0.15) or _worse(monitor):
         return None
@@ -255,7 +255,7 @@ def _repeats(monitor: Monitor, step: _Step) -> Alarm | None:
     return Alarm(kind="repetition", text=text, samples=step.most(step.repeated_PG))
 
 
-def _copies(monitor: Monitor, step: _Step) -> Alarm | None:
+def _copies(monitor: Monitor, step: _StepValues) -> Alarm | None:
     change = monitor.change("copied")
     if change is None or not change.rises(0.2) or _worse(monitor):
         return None
@@ -263,7 +263,7 @@ def _copies(monitor: Monitor, step: _Step) -> Alarm | None:
     return Alarm(kind="copy", text=text, samples=step.most(step.copied_PG))
 
 
-def _leaks(monitor: Monitor, step: _Step) -> Alarm | None:
+def _leaks(monitor: Monitor, step: _StepValues) -> Alarm | None:
     change = monitor.change("leak")
     if change is None or not change.rises(0.25 * monitor.reward_range) or _worse(monitor):
         return None
@@ -275,7 +275,7 @@ def _leaks(monitor: Monitor, step: _Step) -> Alarm | None:
     )
 
 
-def _form(monitor: Monitor, step: _Step) -> Alarm | None:
+def _form(monitor: Monitor, step: _StepValues) -> Alarm | None:
     form, content = monitor.change("form"), monitor.change("content")
     if form is None or content is None or not (form.rises(0.1) and content.falls(0.1)):
         return None
@@ -289,7 +289,7 @@ def _worse(monitor: Monitor) -> bool:
     return change is not None and change.z <= -2.0
 
 
-Check = Callable[[Monitor, _Step], Alarm | None]
+Check = Callable[[Monitor, _StepValues], Alarm | None]
 CHECKS: Sequence[Check] = (_refuted, _longer, _repeats, _copies, _leaks, _form)
 
 

@@ -15,7 +15,7 @@ from posttrain.batch import Batch, TokenStats
 from posttrain.losses.policy import GMPO, RLOO, PolicyLoss
 from posttrain.losses.ratios import ImportanceSampling
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
-from posttrain.losses.surrogates import CISPO, SAPO, VESPO, Clip, Surrogate
+from posttrain.losses.surrogates import CISPOObjective, Clip, SAPOObjective, Surrogate, VESPOObjective
 from posttrain.rl.step import top_entropy
 from posttrain.tree import Mean, Metric, replace
 
@@ -61,11 +61,11 @@ def test_all_cases_are_accounted_for(golden: Callable[..., Any]) -> None:
 def surrogate_of(args: dict[str, Any]) -> Surrogate:
     match args["loss_type"]:
         case "cispo":
-            return CISPO()
+            return CISPOObjective()
         case "sapo":
-            return SAPO(positive=args["sapo_temperature_pos"], negative=args["sapo_temperature_neg"])
+            return SAPOObjective(positive=args["sapo_temperature_pos"], negative=args["sapo_temperature_neg"])
         case "vespo":
-            return VESPO(
+            return VESPOObjective(
                 k_positive=args["vespo_k_pos"],
                 rate_positive=args["vespo_lambda_pos"],
                 k_negative=args["vespo_k_neg"],

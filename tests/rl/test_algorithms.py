@@ -14,7 +14,7 @@ from posttrain.losses import policy
 from posttrain.losses.policy import DAPO, DISTILL, GRPO, GSPO, RLOO, dr_grpo
 from posttrain.losses.ratios import k1, k3
 from posttrain.losses.reduce import sequence_total, token_mean
-from posttrain.losses.surrogates import CLIP_FIELDS, SAPO
+from posttrain.losses.surrogates import CLIP_FIELDS, SAPOObjective
 from posttrain.losses.value import ValueLoss
 from posttrain.rl.advantages import (
     batch_scaled,
@@ -28,7 +28,7 @@ from posttrain.rl.advantages import (
     standardized,
     undiminished,
 )
-from posttrain.rl.algorithms import Critic
+from posttrain.rl.algorithms import CriticSettings
 from posttrain.rl.returns import GAE, RewardKL
 from posttrain.tree import replace
 from tests.rl.helpers import make_algorithm
@@ -101,7 +101,7 @@ def test_kl_in_reward() -> None:
 def test_critic() -> None:
     made = make_algorithm("ppo", max_tokens=64, gamma=0.9, gae_lambda=0.8, value_clip=0.5).critic
     assert made is not None and (made.gae.gamma, made.gae.lam, made.loss.clip) == (0.9, 0.8, 0.5)
-    plain = Critic(gae=GAE(gamma=1.0, lam=0.95, whiten=True), loss=ValueLoss(clip=0.2))
+    plain = CriticSettings(gae=GAE(gamma=1.0, lam=0.95, whiten=True), loss=ValueLoss(clip=0.2))
     assert make_algorithm("ppo", max_tokens=64).critic == plain
     having = [kind for kind, section in ALGORITHMS.items() if "critic" in section.model_fields]
     assert having == ["ppo"] and "advantage" not in ALGORITHMS["ppo"].model_fields
@@ -151,7 +151,7 @@ def test_own_loss() -> None:
 def test_surrogates() -> None:
     sapo = {"kind": "sapo", "temperature_positive": 0.5, "temperature_negative": 2.0}
     made = make_algorithm("dapo", max_tokens=64, surrogate=sapo)
-    assert made.loss == replace(DAPO, surrogate=SAPO(positive=0.5, negative=2.0))
+    assert made.loss == replace(DAPO, surrogate=SAPOObjective(positive=0.5, negative=2.0))
     for name in ("sapo", "vespo", "cispo", "gmpo"):
         plain = make_algorithm(name, max_tokens=64).loss.surrogate
         assert make_algorithm("dapo", max_tokens=64, surrogate=name).loss.surrogate == plain

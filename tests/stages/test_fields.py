@@ -25,7 +25,7 @@ from posttrain.losses.distill import DistillLoss
 from posttrain.losses.ratios import ImportanceSampling, k1, k2
 from posttrain.losses.reduce import ConstantLength, sequence_total, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
-from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip
+from posttrain.losses.surrogates import CISPOObjective, Clip, GMPOObjective, VESPOObjective
 from posttrain.mesh import single_device_mesh
 from posttrain.rl.advantages import centered, decoupled
 from posttrain.rl.returns import RewardKL
@@ -120,13 +120,15 @@ def test_algorithm(folder: Path) -> None:
 def test_surrogate(folder: Path) -> None:
     temperatures = "temperature_positive: 0.5, temperature_negative: 2.0"
     sapo, own = (made(folder, f"surrogate: {{kind: sapo, {temperatures}}}"), made(folder, temperatures, "sapo"))
-    assert sapo.loss.surrogate == own.loss.surrogate == SAPO(positive=0.5, negative=2.0)
+    assert sapo.loss.surrogate == own.loss.surrogate == SAPOObjective(positive=0.5, negative=2.0)
     numbers = "k_positive: 1.0, rate_positive: 2.0, k_negative: 3.5, rate_negative: 4.0"
     vespo, own = made(folder, f"surrogate: {{kind: vespo, {numbers}}}"), made(folder, numbers, "vespo")
-    expected = VESPO(k_positive=1.0, rate_positive=2.0, k_negative=3.5, rate_negative=4.0)
+    expected = VESPOObjective(k_positive=1.0, rate_positive=2.0, k_negative=3.5, rate_negative=4.0)
     assert vespo.loss.surrogate == own.loss.surrogate == expected
     plain = {kind: made(folder, f"surrogate: {kind}").loss.surrogate for kind in ("cispo", "gmpo")}
-    assert plain == {"cispo": CISPO(), "gmpo": GMPO()} and rl(folder).algorithm.loss.surrogate == Clip()
+    assert (
+        plain == {"cispo": CISPOObjective(), "gmpo": GMPOObjective()} and rl(folder).algorithm.loss.surrogate == Clip()
+    )
     with pytest.raises(ConfigError, match="surrogate.k_positive: unknown field; a field of 'vespo', not of 'sapo'"):
         made(folder, "surrogate: {kind: sapo, k_positive: 3.0}")
 
