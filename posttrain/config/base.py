@@ -8,10 +8,14 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic._internal._model_construction import ModelMetaclass
 
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.files import check_local
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 T = TypeVar("T")
 

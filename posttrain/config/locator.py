@@ -22,7 +22,6 @@ from pydantic import (
     ValidationError,
     WrapValidator,
 )
-from pydantic_core import core_schema
 
 from posttrain.config.base import Flag, plain_value
 from posttrain.errors import ConfigError, did_you_mean
@@ -216,7 +215,9 @@ class UserObject:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        return core_schema.with_info_plain_validator_function(lambda value, info: user_object(value, info.context))
+        return handler.generate_schema(
+            Annotated[Any, PlainValidator(lambda value, info: user_object(value, info.context))]
+        )
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:

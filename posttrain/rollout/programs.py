@@ -442,7 +442,7 @@ def _meets(shortest: int, longest: int, reads: Range) -> bool:
 def length_buckets(smallest: int, largest: int, step: int = 2) -> Sequence[int]:
     """smallest, step x smallest, ..., and `largest` last.
 
-    >>> buckets(16, 100), buckets(128, 100)
+    >>> length_buckets(16, 100), length_buckets(128, 100)
     ((16, 32, 64, 100), (100,))
     """
     sizes = []

@@ -22,6 +22,7 @@ from posttrain.rl.collector import Refill
 from posttrain.rl.sampler import Curriculum, Source
 from posttrain.rl.step import StepResult
 from posttrain.train.checkpoint import Checkpointer
+from tests.often import often
 from tests.rl.helpers import InOrder, example
 from tests.rl.test_async_loop import (
     PER_STEP,
@@ -88,7 +89,7 @@ def numbers_of(results: Sequence[StepResult]) -> list[list[int]]:
     return [[group[0].group for group in result.groups_P] for result in results]
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", often((1, 2), 2))
 def test_without_staleness_it_is_the_synchronous_refill(world: World, updates: int) -> None:
     """Bitwise, with the same draws and metrics. Turned red by: a wave begun before the rewards of the one before are
     taken note of; metrics of the curriculum read at another time."""
@@ -123,7 +124,7 @@ def test_what_is_sampled_depends_on_no_clock(world: World) -> None:
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("staleness", often((0, 1, 3), 1))
 def test_each_group_comes_once_and_within_the_bound(
     world: World, monkeypatch: pytest.MonkeyPatch, staleness: int, in_flight: bool
 ) -> None:

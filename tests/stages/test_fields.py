@@ -25,7 +25,7 @@ from posttrain.losses.distill import DistillLoss
 from posttrain.losses.ratios import ImportanceSampling, k1, k2
 from posttrain.losses.reduce import ConstantLength, sequence_total, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
-from posttrain.losses.surrogates import CISPOObjective, Clip, GMPOObjective, VESPOObjective
+from posttrain.losses.surrogates import CISPOObjective, Clip, GMPOObjective, SAPOObjective, VESPOObjective
 from posttrain.mesh import single_device_mesh
 from posttrain.rl.advantages import centered, decoupled
 from posttrain.rl.returns import RewardKL
