@@ -68,7 +68,7 @@ def word_tokenizer() -> Tokenizer:
     found = Words(models.WordLevel(words, unk_token="<pad>"))
     found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", eos_token="<eos>")
-    return Tokenizer(fast, "words", {})
+    return Tokenizer(fast, "words", {}, {})
 
 
 class Ending:
