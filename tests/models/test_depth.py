@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 from posttrain.batch import Batch
-from posttrain.kernels.logits.chunk_stats import PLAIN
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.losses.sft import SFTLoss
 from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
 from posttrain.models.decoder import Decoder
-from posttrain.train.objective import Keys, Objective
+from posttrain.train.objective import Keys, Objective, TrainSettings
 from posttrain.weights.state import ModelWeights
 from tests.tiny import WINDOW, tiny_model
 
@@ -57,12 +56,7 @@ def gradient_of(model: Decoder) -> Any:
         student=ModelWeights(model),
         teachers=[],
         loss=SFTLoss(),
-        temperature=1.0,
-        terms=PLAIN,
-        router_loss=None,
-        matching=None,
-        noise_alpha=0.0,
-        dropout_seed=None,
+        settings=TrainSettings(temperature=1.0, max_grad_norm=1.0),
     )
     ones = jnp.ones((2, 16), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), ones.shape)
