@@ -22,6 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -30,18 +31,32 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent.parent / "shared" / "peers"
 VOCAB, FIRST = 4096, 3
-PROMPTS, GROUP, PROMPT = 4, 8, 64
 SKIPPED = 2
 """Steps before those that count."""
-LENGTHS = {"uniform": (64,) * 32, "skewed": (32, 32, 32, 32, 32, 32, 32, 256) * 4}
-"""New tokens of each sample."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts of a step, samples of each, tokens of a prompt, and new tokens of each sample of a prompt."""
+
+    prompts: int
+    group: int
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+
+    @property
+    def new_tokens(self) -> int:
+        return self.prompts * sum(self.lengths)
+
+
+WORKS = {"uniform": Work(4, 8, 64, (64,) * 8), "skewed": Work(4, 8, 64, (32,) * 7 + (256,))}
 
 
 def command(engine: str, work: str, arguments: argparse.Namespace) -> list[str]:
     steps = ["--steps", str(arguments.steps)]
     if engine == "posttrain":
         return [sys.executable, str(HERE / "rl_work.py"), work, *steps]
-    script, new = str(HERE / "peers" / "rl_peer.py"), str(max(LENGTHS[work]))
+    script, new = str(HERE / "peers" / "rl_peer.py"), str(max(WORKS[work].lengths))
     return [getattr(arguments, engine), script, str(arguments.peers), f"peer_{engine}", "--new", new, *steps]
 
 
@@ -57,7 +72,7 @@ def run(engine: str, work: str, arguments: argparse.Namespace) -> dict[str, floa
     found = json.loads(line)
     if engine == "posttrain":
         return found
-    tokens = sum(LENGTHS[work])
+    tokens = WORKS[work].new_tokens
     return {
         "tokens_per_s": tokens / found["step_s_all"],
         "tokens_per_s_best": tokens / found["step_s_min"],
@@ -78,7 +93,7 @@ def best_of(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def show(console: Console, work: str, found: dict[str, dict[str, float]]) -> None:
-    table = Table(title=f"{work}: {sum(LENGTHS[work]):,} new tokens a step")
+    table = Table(title=f"{work}: {WORKS[work].new_tokens:,} new tokens a step")
     for name in ("", "tokens/s", "best", "per CPU s", "times", "step", "first step", "peak"):
         table.add_column(name, justify="left" if not name else "right")
     ours = found["posttrain"]
@@ -98,7 +113,7 @@ def show(console: Console, work: str, found: dict[str, dict[str, float]]) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
+    parser.add_argument("--work", nargs="+", choices=list(WORKS), default=list(WORKS))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--cores", type=int, help="use only so many")

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from rl import FIRST, GROUP, LENGTHS, PROMPT, PROMPTS, SKIPPED, VOCAB
+from rl import FIRST, SKIPPED, VOCAB, WORKS, Work
 from tokenizers import Tokenizer as Words
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -62,9 +62,9 @@ CONFIG = {
 }
 
 
-def word_tokenizer() -> Tokenizer:
+def word_tokenizer(vocab: int) -> Tokenizer:
     """Token id i is the word "wi"."""
-    words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, **{f"w{i}": i for i in range(FIRST, VOCAB)}}
+    words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, **{f"w{i}": i for i in range(FIRST, vocab)}}
     found = Words(models.WordLevel(words, unk_token="<pad>"))
     found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", eos_token="<eos>")
@@ -127,64 +127,63 @@ class Bench:
     engine: Ending
     native: NativeEngine
     tokens: list[list[int]]
-    skewed: bool
+    work: Work
 
     def step(self, number: int) -> dict[str, float]:
         """One step, with wall and process time."""
         sampler = self.collector.sampler
-        if self.skewed:
-            first = number * PROMPTS
-            prompts = [self.tokens[first + p] for p in range(PROMPTS) for _ in range(GROUP)]
-            keys = [sampler.params(first + p, g) for p in range(PROMPTS) for g in range(GROUP)]
+        if len(set(self.work.lengths)) > 1:
+            first, places = number * self.work.prompts, range(self.work.prompts)
+            prompts = [self.tokens[first + p] for p in places for _ in self.work.lengths]
+            keys = [sampler.params(first + p, g) for p in places for g in range(self.work.group)]
             self.engine.prepare(prompts, keys)
             self.native.update_weights(self.cluster.actor.model, number)  # no prefix of the draw before is of use
-        wall, cpu = time.perf_counter(), time.process_time()
-        result = run_async(rl_step(self.cluster, self.algorithm, self.collector, self.settings, Timer()))
+        wall, cpu, timer = time.perf_counter(), time.process_time(), Timer()
+        result = run_async(rl_step(self.cluster, self.algorithm, self.collector, self.settings, timer))
         count = to_host(result.metrics)["completions/num_tokens"]
-        return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "count": count}
+        spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "count": count}
+        return spent | timer.metrics()
 
 
 def sevens(completions: list[str]) -> list[float]:
     return [float(sum(word.endswith("7") for word in text.split())) for text in completions]
 
 
-def build(work: str, steps: int, model: Decoder) -> Bench:
-    lengths = LENGTHS[work]
-    longest, skewed, row = max(lengths), len(set(lengths)) > 1, PROMPT + max(lengths)
-    algorithm = Algorithm("grpo", GRPO, standardized)
-    optimizer = make_optimizer(AdamW(learning_rate=1e-30 if skewed else 1e-4), steps)
+def build(work: Work, steps: int, model: Decoder, optimizer: AdamW, micro_batch_rows: int) -> Bench:
+    samples, longest, row = work.prompts * work.group, max(work.lengths), work.prompt_tokens + max(work.lengths)
+    algorithm, vocab = Algorithm("grpo", GRPO, standardized), model.config.vocab_size
     trainer = Trainer(
         model,
         algorithm.loss,
-        optimizer,
+        make_optimizer(optimizer, steps, seed=0),
         TrainSettings(
             temperature=1.0,
             max_grad_norm=1.0,
-            micro_batch_rows=max(1, PROMPTS * GROUP // 8),
+            micro_batch_rows=micro_batch_rows,
             skip_update=SamplerGate(rounding=ROUNDED),
         ),
     )
-    native = NativeEngine(model, slots=PROMPTS * GROUP, max_length=row, decode_steps=32, tokenizer_decode=None)
-    engine = Ending(native, list(lengths))
+    native = NativeEngine(model, slots=samples, max_length=row, decode_steps=32, tokenizer_decode=None)
+    engine = Ending(native, list(work.lengths) * work.prompts)
     cluster = Cluster(trainer, engine, Shared(trainer), reference=Reference(trainer))
     cluster.sync_weights(cluster.version)
-    tokens = np.random.default_rng(0).integers(FIRST, VOCAB, (steps * PROMPTS, PROMPT)).tolist()
+    tokens = np.random.default_rng(0).integers(FIRST, vocab, (steps * work.prompts, work.prompt_tokens)).tolist()
     collector = RolloutCollector(
         sampler=Sampler(
             engine=engine,
-            renderer=Renderer(word_tokenizer(), False),
+            renderer=Renderer(word_tokenizer(vocab), False),
             sampling=SamplingSection(max_tokens=longest, temperature=1.0, ignore_eos=True),
-            max_prompt_tokens=PROMPT,
+            max_prompt_tokens=work.prompt_tokens,
             seed=0,
         ),
         rubric=Rubric([Reward(function=sevens, weight=1.0, timeout_s=60.0)]),
         source=Source(Places(), [example(n, one) for n, one in enumerate(tokens)]),
-        group_size=GROUP,
-        groups_per_step=PROMPTS,
+        group_size=work.group,
+        groups_per_step=work.prompts,
     )
     settings = StepSettings(
         row_tokens=row,
-        num_rows=PROMPTS * GROUP,
+        num_rows=samples,
         updates=1,
         epochs=1,
         seed=0,
@@ -193,7 +192,7 @@ def build(work: str, steps: int, model: Decoder) -> Bench:
         stale=False,
     )
     parts = {"cluster": cluster, "algorithm": algorithm, "collector": collector, "settings": settings}
-    return Bench(**parts, engine=engine, native=native, tokens=tokens, skewed=skewed)
+    return Bench(**parts, engine=engine, native=native, tokens=tokens, work=work)
 
 
 def example(number: int, tokens: list[int]) -> Example:
@@ -201,10 +200,11 @@ def example(number: int, tokens: list[int]) -> Example:
     return Example(index=number, row={"prompt": ""}, messages=messages, prompt_tokens=tokens, plain=True)
 
 
-def run(work: str, steps: int) -> dict[str, float]:
-    model = init_model(CONFIG, dtype=jnp.float32, seed=0)
+def run(name: str, steps: int) -> dict[str, float]:
+    model, work = init_model(CONFIG, dtype=jnp.float32, seed=0), WORKS[name]
     start = peak()
-    bench = build(work, steps, model)
+    rate = 1e-4 if len(set(work.lengths)) == 1 else 1e-30  # the tokens of a draw before must come again
+    bench = build(work, steps, model, AdamW(learning_rate=rate), micro_batch_rows=work.prompts * work.group // 8)
     found = [bench.step(number) for number in range(steps)]
     steady = found[SKIPPED:]
     middle, cpu = statistics.median(one["wall"] for one in steady), min(one["cpu"] for one in steady)
@@ -227,7 +227,7 @@ def peak() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=LENGTHS)
+    parser.add_argument("work", choices=WORKS)
     parser.add_argument("--steps", type=int, default=12)
     arguments = parser.parse_args()
     print(json.dumps(run(arguments.work, arguments.steps)))

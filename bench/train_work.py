@@ -77,10 +77,12 @@ class Work:
     """Adds what the step wants of another model."""
 
 
-def rows_of(lengths: list[list[int]], rng: np.random.Generator, width: int, unweighted: int = 1) -> Batch:
+def rows_of(
+    lengths: list[list[int]], rng: np.random.Generator, width: int, *, unweighted: int = 1, vocab: int = VOCAB
+) -> Batch:
     """Random tokens: rows of sequences of these lengths, loss on all but the first `unweighted` of each."""
     shape = (len(lengths), width)
-    tokens = rng.integers(FIRST, VOCAB, shape, dtype=np.int32)
+    tokens = rng.integers(FIRST, vocab, shape, dtype=np.int32)
     positions, segments, weight = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     for row, parts in enumerate(lengths):
         start = 0
