@@ -1,6 +1,6 @@
 """Programs compiled for TPU slices that are not there: peak memory, wire and compile time, as Markdown.
 
-.venv-aot/bin/python bench/tpu.py [--tunix PYTHON] [grpo] [sft] [sft-8b] [decode] [experts]
+.venv-aot/bin/python bench/tpu.py [--tunix PYTHON] [grpo] [sft] [sft-8b] [decode] [decode-experts] [experts]
 
 `--tunix`: the same works of Tunix beside them, by the Python of an environment with google-tunix and libtpu.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,69 @@ LARGE = SMALL | {
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
+EXPERTS_30B = LARGE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "vocab_size": 201088,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "rope_theta": 150000,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+}
+MOONLIGHT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "routed_scaling_factor": 2.446,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "vocab_size": 163840,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "rope_theta": 50000.0,
+}
+CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
+"""Cycles a second."""
 MIB = 2**20
 DTYPE = jnp.dtype(jnp.bfloat16)
 
@@ -177,6 +241,34 @@ def decode_text(text: ProgramText, temporaries: int, peak: int, code: int, secon
     )
 
 
+def decode_experts(fields: dict[str, Any], machine: tuple[str, str], slots: int, **axes: int) -> str:
+    """Figures of decoding `slots` of 2048 positions, with copies of experts and estimated time of a token."""
+    mesh = make_mesh(MeshSection(**({"fsdp": 1} | axes)), topology_devices(*machine))
+    made = model(fields, mesh)
+    sizes: dict[str, Any] = {"slots": slots, "max_length": 2048, "steps": 32, "max_tokens": 1024}
+    rollout = RolloutShapes(made, mesh, **sizes, memory=CHIPS[machine[0]].memory)
+    found, seconds = compiled(rollout.lower_decode, mesh.size)
+    if isinstance(found, str):
+        return f"does not fit: {found}"
+    mixture = made.config.mixtures[0]
+    per_device = mixture.num_experts // mesh.shape["expert"], mixture.expert.dim // mesh.shape["tensor"]
+    layer = sorted((*per_device, made.config.embed_dim))
+    experts = [m for m in found.text.made if sorted(m.buffer.dims[-3:]) == layer and not m.op.endswith("-start")]
+    copied = sum(m.buffer.bytes * runs(m.loops) for m in experts if m.loops)
+    laid_out = sum(m.buffer.bytes for m in experts if not m.loops)
+    cycles = sum(count * runs(loops) for loops, count in found.text.cycles.items() if loops)
+    return (
+        f"experts copied {copied / GIB:.2f} GiB a token, {laid_out / GIB:.2f} GiB a dispatch; estimated "
+        f"{1e3 * cycles / CLOCKS[machine[0]]:.1f} ms a token without kernels; "
+        + decode_text(found.text, found.temporaries, found.peak, found.code, seconds)
+    )
+
+
+def runs(loops: tuple[int | None, ...]) -> int:
+    """Runs in one token; loops of unknown trips count once."""
+    return math.prod(trips or 1 for trips in loops)
+
+
 def tunix(python: str, case: str, devices: int = 8) -> str:
     """Figures of Tunix's program of a case of `peers/tunix_programs.py`, read as ours are."""
     driver = Path(__file__).parent / "peers" / "tunix_programs.py"
@@ -200,6 +292,14 @@ def decode_case(split: SamplerTensor = "auto", **axes: int) -> tuple[str, Callab
     return f"decode, 0.6B, 64 x 1024, {shown}", lambda: decode(split, **axes)
 
 
+def decode_experts_case(
+    name: str, fields: dict[str, Any], machine: tuple[str, str], slots: int, **axes: int
+) -> tuple[str, Callable[[], str]]:
+    shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    title = f"decode, {name}, {slots} x 2048, {':'.join(machine)}, {shown}"
+    return title, lambda: decode_experts(fields, machine, slots, **axes)
+
+
 def expert_case(size: int) -> tuple[str, Callable[[], str]]:
     return f"layer of experts, 30B-A3B, 4,096 tokens a chip, v5p:2x2x4, expert={size}", lambda: experts(size)
 
@@ -218,6 +318,12 @@ CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
         (decode_case(data=8), None),
         (decode_case(data=2, tensor=4), "decode-tensor4"),
         (decode_case(tensor=8), "decode-tensor8"),
+    ],
+    "decode-experts": [
+        (decode_experts_case("30B-A3B", EXPERTS_30B, ("v5p", "2x2x2"), 256, expert=8), None),
+        (decode_experts_case("30B-A3B", EXPERTS_30B, ("v6e", "2x4"), 256, expert=2, tensor=4), None),
+        (decode_experts_case("gpt-oss-20b", GPT_OSS_20B, ("v5e", "2x4"), 64, expert=8), None),
+        (decode_experts_case("Moonlight-16B", MOONLIGHT, ("v5e", "2x4"), 64, expert=8), None),
     ],
     "experts": [(expert_case(size), None) for size in (2, 4, 8, 16)],
     "grpo": [(("GRPO update, 0.6B, 16 x 2048, fsdp=8", lambda: update(SMALL, 16, 2048, GRPO, POLICY_ARRAYS)), "grpo")],

@@ -68,6 +68,13 @@ class Instruction:
         """Index of a `get-tuple-element`."""
         return int(re.findall(r"index=(\d+)", self.line)[-1])
 
+    @property
+    def cycles(self) -> int:
+        """Cycles by the compiler's estimate; 0 where it has none, which it may write as a number near 2^63."""
+        found = re.search(r'"estimated_cycles":"?(\d+)', self.line)
+        cycles = int(found.group(1)) if found else 0
+        return cycles if cycles < 10**15 else 0
+
     def called(self, attribute: str) -> list[str]:
         """Names of the computations that an attribute such as `body` or `calls` names."""
         found = re.search(attribute + r"=(?:\{([^}]*)\}|%?([\w.\-]+))", self.line)
@@ -138,6 +145,8 @@ class ProgramText:
     """Results of instructions outside of fusions."""
     kernels: Counter[str] = field(default_factory=Counter)
     """Custom calls by target."""
+    cycles: Counter[tuple[int | None, ...]] = field(default_factory=Counter)
+    """Cycles of one trip by the compiler's estimate, without Mosaic kernels, by the loops around them."""
 
     def wire(self, trips: Sequence[int] = ()) -> float:
         """Bytes that a device sends; `trips`: see `Collective.executions`."""
@@ -169,7 +178,7 @@ def read_program(text: str, num_devices: int) -> ProgramText:
     computations, entry = _computations(text)
     reader = _Reader(computations, num_devices)
     reader.walk(entry, (), "")
-    return ProgramText(reader.collectives(), reader.made, reader.kernels)
+    return ProgramText(reader.collectives(), reader.made, reader.kernels, reader.cycles)
 
 
 def kernel_names(lowered: str) -> Counter[str]:
@@ -185,6 +194,7 @@ class _Reader:
         self._found: list[tuple[Collective, str | None, bool]] = []
         self.made: list[Large] = []
         self.kernels: Counter[str] = Counter()
+        self.cycles: Counter[tuple[int | None, ...]] = Counter()
 
     def walk(self, name: str, loops: tuple[int | None, ...], fusion: str) -> None:
         """Visit a computation; `fusion`: names of the fusion that it belongs to and of the computation of that."""
@@ -200,6 +210,7 @@ class _Reader:
                 self.kernels[target.group(1) if target else "?"] += 1
             if not fusion and i.op not in ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "constant"):
                 self.made += [Large(x, i.op, i.op_name, loops) for x in i.results]
+                self.cycles[loops] += i.cycles
             self._enter(i, loops, fusion)
 
     def _enter(self, i: Instruction, loops: tuple[int | None, ...], fusion: str) -> None:

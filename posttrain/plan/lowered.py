@@ -93,7 +93,7 @@ NUM_LARGEST = 12
 def figures_of(lowered: jax.stages.Lowered, machine: Machine) -> Figures:
     """Figures of a program, from the cache or by compiling it."""
     effort = f"{jax.config.values.get(EFFORT)} {jax.config.values.get(LEVEL)}"
-    names = " ".join(field.name for field in fields(Figures))
+    names = " ".join(field.name for kind in (Figures, ProgramText) for field in fields(kind))
     compiler = [
         names,
         machine.name,
@@ -120,6 +120,7 @@ def _written(figures: Figures) -> dict[str, Any]:
         "collectives": [asdict(c) for c in figures.text.collectives],
         "made": [asdict(large) for large in figures.text.largest(NUM_LARGEST)],
         "kernels": dict(figures.text.kernels),
+        "cycles": list(figures.text.cycles.items()),
     }
     return written
 
@@ -141,5 +142,6 @@ def _read(written: dict[str, Any]) -> Figures:
         for c in text["collectives"]
     ]
     made = [Large(buffer(x["buffer"]), x["op"], x["op_name"], tuple(x["loops"])) for x in text["made"]]
-    read = ProgramText(collectives, made, Counter(text["kernels"]))
+    cycles = Counter({tuple(loops): count for loops, count in text["cycles"]})
+    read = ProgramText(collectives, made, Counter(text["kernels"]), cycles)
     return Figures(**{**written, "text": read, "mosaic": tuple(written["mosaic"])})

@@ -94,6 +94,18 @@ def test_totals_kernels_and_buffers() -> None:
     assert str(program.largest(1)[0].buffer) == "bf16[512,64]"
 
 
+def test_cycles_are_added_by_loop() -> None:
+    """Not the number near 2^63 that stands for none."""
+    text = TEXT
+    for place, cycles in {
+        "calls=%fused_start": 900,
+        "calls=%fused_piece": 2**63 - 1,
+        "replica_groups=[2,4]": 40,
+    }.items():
+        text = text.replace(place, f'backend_config={{"estimated_cycles":"{cycles}"}}, {place}')
+    assert +read_program(text, 8).cycles == {(None,): 900, (None, 28): 40}
+
+
 def test_collectives_of_shard_map_share_a_channel() -> None:
     """And a reduce-scatter is known by its fusion or by what that calls."""
     line = next(line for line in TEXT.splitlines() if "%gather-start.1 =" in line)
