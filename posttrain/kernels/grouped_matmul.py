@@ -21,6 +21,9 @@ Sizes: TypeAlias = Int[Array, " E"]
 Saved: TypeAlias = tuple[Float[Array, "M D"], Float[Array, "E D F"], Sizes]
 Gradients: TypeAlias = tuple[Float[Array, "M D"], Float[Array, "E D F"], None]
 
+LANES = 128
+"""Columns of a TPU's tile, to which the last dimension of an array is padded."""
+
 
 def grouped_matmul(
     x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Sizes, *, kernel: GroupedKernel, platform: str
@@ -39,6 +42,42 @@ def grouped_matmul(
     if name == "megablox":
         return megablox(call.platform == "cpu", x, w, group_sizes)
     return KERNELS[name](x, w, group_sizes)
+
+
+def reads_stacks(kernel: GroupedKernel, platform: str, dtype: str) -> bool:
+    """True if `stacked_matmul` serves: where `grouped_matmul` selects megablox."""
+    return select(kernel, GroupedMatmulCall(platform=platform, dtype=dtype, tokamax=installed("tokamax"))) == "megablox"
+
+
+def stacked_matmul(
+    x: Float[Array, "M D"],
+    stack: Float[Array, "L E D F"],
+    layer: Int[Array, ""],
+    group_sizes: Sizes,
+    *,
+    platform: str,
+) -> Float[Array, "M F"]:
+    """`grouped_matmul` with the matrices stack[layer], by megablox and without a gradient.
+
+    The kernel reads them where they lie. A slice of the stack would be copied first: a kernel's operand is an array.
+    """
+    layers, groups, width, outputs = stack.shape
+    w = stack.reshape(layers * groups, width, outputs)
+    # XLA stores a matrix by columns where rows would need padding; transposed, it is an operand as it lies.
+    by_columns = outputs % LANES > 0 and width % LANES == 0
+    tiles = _tiles(x, group_sizes, width, outputs)
+    out = gmm(
+        _padded(x, tiles),
+        w.swapaxes(1, 2) if by_columns else w,
+        group_sizes,
+        x.dtype,
+        tiles,
+        # The kernel reads the matrix of group - group_offset.
+        group_offset=-layer * groups,
+        transpose_rhs=by_columns,
+        interpret=platform == "cpu",
+    )
+    return out[: x.shape[0]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,16 +228,16 @@ def megablox(
 
 
 def _megablox_forward(interpret: bool, x: Array, w: Array, group_sizes: Array) -> tuple[Array, Saved]:
-    tiles = _tiles(x, w, w.shape[1], w.shape[2])
+    tiles = _tiles(x, group_sizes, w.shape[1], w.shape[2])
     out = gmm(_padded(x, tiles), w, group_sizes, x.dtype, tiles, interpret=interpret)
     return out[: x.shape[0]], (x, w, group_sizes)
 
 
 def _megablox_backward(interpret: bool, saved: Saved, d_out: Array) -> Gradients:
     x, w, group_sizes = saved
-    tiles = _tiles(x, w, w.shape[2], w.shape[1])
+    tiles = _tiles(x, group_sizes, w.shape[2], w.shape[1])
     dx = gmm(_padded(d_out, tiles), w, group_sizes, x.dtype, tiles, transpose_rhs=True, interpret=interpret)
-    tiles = _tiles(x, w, w.shape[1], w.shape[2])
+    tiles = _tiles(x, group_sizes, w.shape[1], w.shape[2])
     dw = tgmm(_padded(x, tiles).T, _padded(d_out, tiles), group_sizes, w.dtype, tiles, interpret=interpret)
     return dx[: x.shape[0]], dw, None
 
@@ -206,11 +245,11 @@ def _megablox_backward(interpret: bool, saved: Saved, d_out: Array) -> Gradients
 megablox.defvjp(_megablox_forward, _megablox_backward)
 
 
-def _tiles(x: Array, w: Array, contracted: int, kept: int) -> tuple[int, int, int]:
+def _tiles(x: Array, group_sizes: Array, contracted: int, kept: int) -> tuple[int, int, int]:
     """Tile sizes (rows, contracted, kept): operands and result of a tile fit twice in a TPU's vector memory."""
-    rows = 512 if x.shape[0] >= 512 * w.shape[0] else 128
+    rows = 512 if x.shape[0] >= 512 * group_sizes.shape[0] else 128
     most = 1024 if x.dtype.itemsize == 2 else 512
-    return rows, min(most, -(-contracted // 128) * 128), min(most, -(-kept // 128) * 128)
+    return rows, min(most, -(-contracted // LANES) * LANES), min(most, -(-kept // LANES) * LANES)
 
 
 def _padded(x: Array, tiles: tuple[int, int, int]) -> Array:

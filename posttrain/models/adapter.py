@@ -102,8 +102,8 @@ class Adapter(nnx.Module):
         return jnp.where(usable, magnitude / jnp.where(usable, norm, 1.0), 1.0)
 
     def fix_gain(self, kernel: Float[Array, "*L in out"]) -> None:
-        """Precompute the gain, for kernel and adapter that no longer change, instead of recomputing it per call."""
-        if self.lora_magnitude is not None:
+        """Precompute the gain once, for kernel and adapter that no longer change, instead of in each call."""
+        if self.reads_kernel:
             dims = self.lora_magnitude.get_metadata("dims")
             self.fixed_gain = nnx.Variable(self.gain(kernel), dims=dims)
 

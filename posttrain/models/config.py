@@ -230,6 +230,20 @@ class ModelConfig:
         """Configuration of each MoE layer, in order."""
         return tuple(block.mlp for block in self.blocks if isinstance(block.mlp, MoEConfig))
 
+    @property
+    def correction_paths(self) -> dict[str, list[int]]:
+        """Parameter paths of the routers' bias corrections -> indices of the MoE layers stacked in each."""
+        paths: dict[str, list[int]] = {}
+        number = 0
+        for s, stage in enumerate(self.stages):
+            for _ in range(stage.repeats):
+                for b, block in enumerate(stage.blocks):
+                    if isinstance(block.mlp, MoEConfig):
+                        if block.mlp.router.correction:
+                            paths.setdefault(f"stages.{s}.blocks.{b}.mlp.router.correction", []).append(number)
+                        number += 1
+        return paths
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
@@ -268,3 +282,30 @@ def _best_pattern(blocks: tuple[BlockConfig, ...]) -> tuple[int, int]:
         if repeats > 1 and period * repeats > best[0] * best[1]:
             best = (period, repeats)
     return best
+
+
+def check_router(config: ModelConfig, correction_rate: float, *, adapter: bool) -> None:
+    """Raises ConfigError if the model does not support load balancing, with this rate of its bias correction."""
+    if not config.mixtures:
+        raise ConfigError(f"router: {config.model_type} has no MoE layer to balance; remove the section router")
+    if not correction_rate:
+        return
+    if not config.correction_paths:
+        raise ConfigError(
+            f"router.correction_rate={correction_rate}: the routers of {config.model_type} have no bias "
+            "correction; use router.balance_coef"
+        )
+    if adapter:
+        raise ConfigError(
+            f"router.correction_rate={correction_rate}: an adapter cannot hold the corrections; set it to 0, or train "
+            "all parameters"
+        )
+
+
+def check_recording(config: ModelConfig) -> None:
+    """Raises ConfigError if the model has no routing to record."""
+    if not config.mixtures:
+        raise ConfigError(
+            f"rollout.record_routing: {config.model_type} has no MoE layer whose routing could be recorded; "
+            "remove the option"
+        )

@@ -42,7 +42,7 @@ from posttrain.models.config import (
 )
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex, Routing, StoredKeys
 from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm, ScalarHead
-from posttrain.models.moe import MoE
+from posttrain.models.moe import Experts, ExpertStack, MoE
 from posttrain.models.rope import Tables, rope_tables
 
 SPLIT_LAYERS_ON_CPU = 32
@@ -132,7 +132,7 @@ class DecoderStage(nnx.Module):
         Returns the carry, the routing of each MoE block in the pattern stacked over repeats, and the collected
         activations.
         """
-        parts = [nnx.split(block) for block in self.blocks]
+        parts: list[Any] = [nnx.split(block, ExpertStack, ...) for block in self.blocks]
         taps = None
         if context.taps is not None:
             configs = [block.config for block in self.blocks]
@@ -141,17 +141,17 @@ class DecoderStage(nnx.Module):
         def pattern(carry: ScanCarry, inputs: tuple[list[Any], int | Array]) -> tuple[ScanCarry, BlockRouting]:
             layer_carry, collected = carry
             routing: BlockRouting = []
-            for index, (graph, _) in enumerate(parts):
+            for index, (graph, stacks, _) in enumerate(parts):
                 names = () if taps is None else taps.names(index)
                 layer_carry, block_routing, tapped = self._block(
-                    index, graph, layer_carry, inputs[0][index], inputs[1], context, names
+                    index, graph, layer_carry, (stacks, inputs[0][index]), inputs[1], context, names
                 )
                 routing += block_routing
                 if taps is not None:
                     collected = taps.put(collected, index, inputs[1], {HIDDEN: layer_carry.x, **tapped})
             return (layer_carry, collected), routing
 
-        weights = [state for _, state in parts]
+        weights = [state for *_, state in parts]
         carry: ScanCarry = (layer_carry, [] if taps is None else taps.empty(layer_carry.x))
         if self.repeats > 1 and not unroll:
             carry, routing = jax.lax.scan(pattern, carry, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
@@ -172,16 +172,16 @@ class DecoderStage(nnx.Module):
         index: int,
         graph: Any,
         layer_carry: LayerCarry,
-        weights: Any,
+        weights: tuple[Any, Any],
         repeat: int | Array,
         context: Context,
         names: Sequence[str],
     ) -> tuple[LayerCarry, BlockRouting, TapArrays]:
         """One layer under the run's `remat` policy, with its collected activations."""
 
-        def run(layer_carry: LayerCarry, weights: Any) -> tuple[LayerCarry, BlockRouting, TapArrays]:
+        def run(layer_carry: LayerCarry, weights: tuple[Any, Any]) -> tuple[LayerCarry, BlockRouting, TapArrays]:
             state = ForwardState(cache=layer_carry.cache, kept=dict(layer_carry.kept))
-            block: Block = nnx.merge(graph, weights)
+            block: Block = nnx.merge(graph, *weights)
             x = block(checkpoint_name(layer_carry.x, BLOCK_INPUT), context, state, self._layer_index(index, repeat))
             tapped = {name: state.projected[name] for name in names if name != HIDDEN}
             tapped = {name: heads.reshape(*heads.shape[:2], -1) for name, heads in tapped.items()}
@@ -330,7 +330,8 @@ class Decoder(nnx.Module):
         """Return a copy for a decoding loop over single tokens; call it outside the loop, under `jit`.
 
         On CPU slices of stacked weights are copies, so they are made once here instead of per token, as are the DoRA
-        gains on all platforms. `fuse`: parts whose products of one input become one, which accelerators read faster.
+        gains on all platforms. On TPU experts are read from the stacks of all layers. `fuse`: parts whose products of
+        one input become one, which accelerators read faster.
         The cache must be allocated for `decoding_config`.
         """
         config = decoding_config(self.config, self.compute.mesh)
@@ -342,12 +343,14 @@ class Decoder(nnx.Module):
         for _, node in list(nnx.iter_graph(sliced)):
             if isinstance(node, fusible):
                 node.fuse(head_shards(self.compute.mesh))
-        if config is self.config:
-            return sliced
-        sliced.stages = nnx.List([piece for stage in sliced.stages for piece in stage.split_repeats()])
-        for stage, first in zip(sliced.stages, first_layers(config), strict=True):
-            stage.first = first
-        sliced.config = config
+        if config is not self.config:
+            sliced.stages = nnx.List([piece for stage in sliced.stages for piece in stage.split_repeats()])
+            for stage, first in zip(sliced.stages, first_layers(config), strict=True):
+                stage.first = first
+            sliced.config = config
+        for _, node in list(nnx.iter_graph(sliced)):
+            if isinstance(node, Experts):
+                node.read_stacks(self.compute)
         return sliced
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

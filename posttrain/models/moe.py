@@ -11,20 +11,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import RouterStats
-from posttrain.errors import ConfigError
-from posttrain.kernels.grouped_matmul import grouped_matmul
+from posttrain.kernels.grouped_matmul import grouped_matmul, reads_stacks, stacked_matmul
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import TOKEN_AXIS, param_sharding, row_axes, row_shards, token_shards
-from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig
+from posttrain.models.config import Compute, MLPConfig, MoEConfig
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex
 from posttrain.models.layers import MLP, Adaptable, Init, Linear, gated, normal, param
 from posttrain.models.quant import PER_OUTPUT, Quantized, QuantizedParam
 
 NO_EXPERT = -1
 """Expert number of tokens that need none."""
+
+
+class ExpertStack(nnx.Param):
+    """Matrices of the experts of all layers in a stage, of which a layer reads its own: the scan does not slice it."""
 
 
 class Router(nnx.Module):
@@ -87,9 +91,25 @@ class Experts(Adaptable):
         self.up_bias = param(jnp.zeros((*lead, dim), init.dtype), (*up[:2], "mlp")) if biases else None
         self.down_bias = param(jnp.zeros((*lead, embed_dim), init.dtype), (*up[:2], "embed")) if biases else None
         self.adapters = nnx.Dict({})
+        self.layer: Any = nnx.data(None)
+        """Number of each layer in an `ExpertStack`."""
 
     def matrices(self) -> Mapping[str, Any]:
         return {"gate": self.gate, "up": self.up, "down": self.down}
+
+    def read_stacks(self, compute: Compute) -> None:
+        """Read the matrices where they lie from now on, without a gradient, if a kernel can: for a loop over tokens.
+
+        Not those that each layer must make first: of other dtypes, quantized, or split over `fsdp`.
+        """
+        gathered = compute.mesh is not None and compute.mesh.shape["fsdp"] > 1
+        if gathered or not reads_stacks(compute.grouped_matmul, platform_of(compute.mesh), str(compute.dtype)):
+            return
+        for name, matrix in self.matrices().items():
+            if isinstance(matrix, nnx.Param) and matrix.dtype == compute.dtype:
+                stack = matrix.get_value()
+                setattr(self, name, ExpertStack(stack, dims=matrix.get_metadata("dims")))
+                self.layer = nnx.Variable(jnp.arange(len(stack), dtype=jnp.int32), dims=("layers",))
 
     def __call__(
         self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
@@ -122,7 +142,9 @@ class Experts(Adaptable):
         """Mesh axes that split the arrays of a layer, in the order of `nnx.to_flat_state`."""
 
         def axes(variable: Any) -> tuple[str | None, ...]:
-            return tuple(param_sharding(mesh, "experts", variable.get_metadata("dims")[1:], variable.shape).spec)
+            dims = variable.get_metadata("dims")
+            dims = dims if isinstance(variable, ExpertStack) else dims[1:]
+            return tuple(param_sharding(mesh, "experts", dims, variable.shape).spec)
 
         quantized = [matrix for matrix in self.matrices().values() if isinstance(matrix, Quantized)]
         if any(m.kind not in PER_OUTPUT and axes(m) != axes(m.scales) for m in quantized):
@@ -168,7 +190,7 @@ class Experts(Adaptable):
             in_specs=(PartitionSpec(by_token), [PartitionSpec(*of) for of in axes]),
             out_specs=PartitionSpec("tensor", by_token),
             check_vma=False,
-        )(tokens, [w[...] if isinstance(w, QuantizedParam) else w[...].astype(x.dtype) for w in flat.values()])
+        )(tokens, [_as_read(w, x.dtype) for w in flat.values()])
         # Summing outside `shard_map` avoids communication over `tensor` in the backward pass.
         return jnp.sum(parts, axis=0)[: x.shape[0]]
 
@@ -191,8 +213,12 @@ class Experts(Adaptable):
             return grouped_matmul(y, w, rows.sizes, kernel=compute.grouped_matmul, platform=platform)
 
         def product(y: Array, name: str, bias: nnx.Param | None) -> Array:
-            w = self.matrices()[name][...]
-            out = grouped(y, w.astype(y.dtype))
+            matrix, w = self.matrices()[name], None
+            if isinstance(matrix, ExpertStack):
+                out = stacked_matmul(y, matrix[...], self.layer[...], rows.sizes, platform=platform)
+            else:
+                w = matrix[...]
+                out = grouped(y, w.astype(y.dtype))
             if adapter := self.adapters.get(name):
                 out = adapter.added(out, adapter.down(y, grouped), w, grouped, rows.expert)
             if bias is None:
@@ -243,6 +269,13 @@ def _flat(layer: Experts) -> tuple[Any, dict[Any, Any]]:
     """Graph of a layer, and its variables by path."""
     graph, state = nnx.split(layer)
     return graph, dict(nnx.to_flat_state(state))
+
+
+def _as_read(variable: Any, dtype: DTypeLike) -> Array:
+    """Array of a variable, in `dtype` unless it holds codes or the number of a layer."""
+    array: Array = variable[...]
+    is_float = jnp.issubdtype(array.dtype, jnp.floating) and not isinstance(variable, QuantizedParam)
+    return array.astype(dtype) if is_float else array
 
 
 def _bound(graph: Any, paths: Iterable[Any], arrays: list[Array]) -> Experts:
@@ -329,47 +362,6 @@ def router_stats(
         entropy=jax.lax.stop_gradient(jnp.sum(entropy * real)),
         replaced=jnp.sum(replaced * real),
     )
-
-
-def correction_paths(config: ModelConfig) -> dict[str, list[int]]:
-    """Parameter paths of the routers' bias corrections -> indices of the MoE layers stacked in each."""
-    paths: dict[str, list[int]] = {}
-    number = 0
-    for s, stage in enumerate(config.stages):
-        for _ in range(stage.repeats):
-            for b, block in enumerate(stage.blocks):
-                if isinstance(block.mlp, MoEConfig):
-                    if block.mlp.router.correction:
-                        paths.setdefault(f"stages.{s}.blocks.{b}.mlp.router.correction", []).append(number)
-                    number += 1
-    return paths
-
-
-def check_router(config: ModelConfig, correction_rate: float, *, adapter: bool) -> None:
-    """Raises ConfigError if the model does not support load balancing, with this rate of its bias correction."""
-    if not config.mixtures:
-        raise ConfigError(f"router: {config.model_type} has no MoE layer to balance; remove the section router")
-    if not correction_rate:
-        return
-    if not correction_paths(config):
-        raise ConfigError(
-            f"router.correction_rate={correction_rate}: the routers of {config.model_type} have no bias "
-            "correction; use router.balance_coef"
-        )
-    if adapter:
-        raise ConfigError(
-            f"router.correction_rate={correction_rate}: an adapter cannot hold the corrections; set it to 0, or train "
-            "all parameters"
-        )
-
-
-def check_recording(config: ModelConfig) -> None:
-    """Raises ConfigError if the model has no routing to record."""
-    if not config.mixtures:
-        raise ConfigError(
-            f"rollout.record_routing: {config.model_type} has no MoE layer whose routing could be recorded; "
-            "remove the option"
-        )
 
 
 SLACK = 1.25

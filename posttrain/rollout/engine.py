@@ -15,8 +15,8 @@ from posttrain.config.locator import callable_of
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
+from posttrain.models.config import check_recording
 from posttrain.models.decoder import Decoder
-from posttrain.models.moe import check_recording
 from posttrain.rollout.decode_weights import Loaded, choose_placement, device_memory
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.request import Request

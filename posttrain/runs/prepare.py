@@ -35,8 +35,7 @@ from posttrain.kernels.attention import dispatch
 from posttrain.kernels.attention.call import AttentionCall
 from posttrain.kernels.platform import compute_capability, installed
 from posttrain.models.cache import refusal_of_ragged
-from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
-from posttrain.models.moe import check_recording, check_router
+from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig, check_recording, check_router
 from posttrain.runs.check_loss import check_stage_loss
 from posttrain.runtime import processes
 from posttrain.runtime.files import digest, write_whole

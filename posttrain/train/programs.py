@@ -18,8 +18,8 @@ from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.losses.router import load_metrics, updated_correction
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards
 from posttrain.metrics import Metrics
+from posttrain.models.config import check_router
 from posttrain.models.decoder import Decoder
-from posttrain.models.moe import check_router, correction_paths
 from posttrain.runtime.xla import fast_compile_options, gc_disabled
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective, TrainSettings, stack_over
@@ -185,7 +185,7 @@ class TrainPrograms:
 
         new_params, new_state = self._updated(gradient, params, opt_state, prepare, usable)
         if settings.correction_rate and routers is not None:
-            for path, numbers in correction_paths(self.structure.model.config).items():
+            for path, numbers in self.structure.model.config.correction_paths.items():
                 changed = updated_correction(params[path], routers.load[jnp.asarray(numbers)], settings.correction_rate)
                 new_params[path] = jnp.where(usable, changed, params[path])
         metrics: Metrics = {

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 
 from posttrain.config import GroupedKernel
 from posttrain.kernels import grouped_matmul as module
-from posttrain.kernels.grouped_matmul import GroupedMatmulCall, choose, grouped_matmul, select
+from posttrain.kernels.grouped_matmul import GroupedMatmulCall, choose, grouped_matmul, select, stacked_matmul
 from posttrain.kernels.platform import log_choice
 
 ROWS, EMBED, MLP = 300, 24, 40
@@ -97,6 +97,23 @@ def test_few_rows(kernel: GroupedKernel) -> None:
     sizes = (1, 0, 3, 1)
     got = grouped_matmul(x[:5], w, jnp.asarray(sizes, jnp.int32), kernel=kernel, platform="cpu")
     assert_allclose(got, loop(np.asarray(x[:5]), np.asarray(w), sizes), atol=1e-5)
+
+
+@pytest.mark.parametrize("outputs", [MLP, 256], ids=["transposed", "as it is"])
+def test_the_matrices_of_a_layer_are_read_from_the_stack(outputs: int) -> None:
+    """Slow twin: a slice of it."""
+    draw, rows, width = np.random.default_rng(0), 40, 128
+    x = jnp.asarray(draw.normal(size=(rows, width)), jnp.float32)
+    stack = jnp.asarray(draw.normal(size=(3, 4, width, outputs)), jnp.float32)
+
+    @jax.jit
+    def run(layer: jax.Array, sizes: jax.Array) -> list[jax.Array]:
+        sliced = grouped_matmul(x, stack[layer], sizes, kernel="megablox", platform="cpu")
+        return [stacked_matmul(x, stack, layer, sizes, platform="cpu"), sliced]
+
+    for layer, sizes in enumerate([(7, 0, 30, 3), (0, 0, 0, 9), (0, 31, 0, 2)]):
+        found, twin = run(jnp.int32(layer), jnp.asarray(sizes, jnp.int32))
+        assert_allclose(found[: sum(sizes)], twin[: sum(sizes)], atol=1e-5)
 
 
 @pytest.mark.optimized

@@ -20,8 +20,7 @@ from posttrain.losses.router import RouterLoss, check_weight, load_metrics, upda
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import tables, to_host
-from posttrain.models.config import ModelConfig, RouterConfig
-from posttrain.models.moe import check_router
+from posttrain.models.config import ModelConfig, RouterConfig, check_router
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,13 +15,15 @@ from flax import nnx
 from jax import Array
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.config import GroupedKernel, LoRA, MeshSection
+from posttrain.config import GroupedKernel, LoRA, MeshSection, Quantize
 from posttrain.mesh import make_mesh
-from posttrain.models import moe
+from posttrain.models import decoder, moe
 from posttrain.models.config import Compute
 from posttrain.models.hf import config_from_init
 from posttrain.models.layers import gated
-from posttrain.models.moe import NO_EXPERT, Experts, MoE, Sorted, capacity
+from posttrain.models.moe import NO_EXPERT, Experts, ExpertStack, MoE, Sorted, capacity
+from posttrain.models.quant import quantized_shape
+from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
 from tests.often import often
 from tests.tiny import random_model
@@ -174,3 +177,95 @@ def test_the_buffer_does_not_grow_with_the_expert_axis(monkeypatch: pytest.Monke
     rows_per_device = 4096 * 8
     assert {capacity(sources * rows_per_device, sources) for sources in (2, 4, 8, 16)} == {40960}
     assert capacity(240, 8) == 240
+
+
+LAYERS = 3
+SAMPLERS = {
+    "one device": None,
+    "expert=2, tensor=2": MeshSection(data=2, fsdp=1, expert=2, tensor=2),
+    "expert=8": MeshSection(fsdp=1, expert=8),
+}
+"""Meshes without `fsdp`, as those of samplers."""
+
+
+@functools.cache
+def experts_of_layers(adapter: str) -> tuple[Any, Any]:
+    """Experts of several layers: graph and arrays."""
+    lora = ADAPTERS[adapter]
+    if lora is None:
+        found = mixture_model(mixture_config(num_layers=LAYERS, num_dense=0, windows=(None,)))
+    else:
+        config = config_from_init(MOE | {"num_experts": NUM_EXPERTS, "num_hidden_layers": LAYERS})
+        found = trained(random_model(config, Compute.of(jnp.float32), dtype=jnp.float32, seed=0), lora)
+    layer = found.stages[0].blocks[0].mlp
+    assert isinstance(layer, MoE)
+    layer.experts.fix_gains()
+    return nnx.split(layer.experts)
+
+
+def megablox_on(sampler: str) -> Compute:
+    section = SAMPLERS[sampler]
+    mesh = None if section is None else make_mesh(section)
+    return Compute(dtype=jnp.dtype(jnp.float32), mesh=mesh, grouped_matmul="megablox")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "sampler"),
+    often([(adapter, sampler) for adapter in ADAPTERS for sampler in SAMPLERS], ("full", "expert=2, tensor=2")),
+)
+def test_a_layer_reads_its_own_experts_of_a_stack(adapter: str, sampler: str) -> None:
+    compute, (graph, state) = megablox_on(sampler), experts_of_layers(adapter)
+    whole = nnx.merge(graph, state)
+    whole.read_stacks(compute)
+    own, stacks, others = nnx.split(whole, ExpertStack, ...)
+    assert len(nnx.to_flat_state(stacks)) == 3
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.normal(size=(TOKENS, EMBED)), jnp.float32)
+    weights = jnp.asarray(draw.random((TOKENS, TOP_K)), jnp.float32)
+
+    @jax.jit
+    def run(number: Array, experts: Array) -> list[Array]:
+        of_layer, sliced = (jax.tree.map(lambda w: w[number], arrays) for arrays in (others, state))
+        out = nnx.merge(own, stacks, of_layer)(x, experts, weights, compute)
+        return [out, summed_over_all(nnx.merge(graph, sliced), x, experts, weights)]
+
+    for number in range(LAYERS):
+        assert_same(*run(jnp.int32(number), jnp.asarray(routing("mostly one expert"))))
+
+
+def test_the_scan_over_layers_leaves_stacks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For decoding, behind a dense layer. Slow twin: training's pass, which slices them."""
+    monkeypatch.setattr(decoder, "SPLIT_LAYERS_ON_CPU", 0)
+    model = mixture_model(mixture_config(windows=(None,)), grouped_matmul="megablox")
+    weights, ones = ModelWeights(model), jnp.ones((1, 8), jnp.int32)
+    positions = jnp.arange(8, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def run(arrays: Any) -> list[Array]:
+        prepared, twin = weights.bind(arrays).for_decoding(), weights.bind(arrays)
+        assert prepared.stages[1].repeats == 2
+        twin.compute = replace(twin.compute, grouped_matmul="auto")
+        return [model(7 * positions, positions, ones)[0] for model in (prepared, twin)]
+
+    assert_same(*run(weights.read()))
+
+
+def test_experts_that_a_layer_makes_first_are_sliced() -> None:
+    """Those of another dtype, quantized, or gathered; and those of other kernels."""
+    plain = megablox_on("one device")
+
+    def read(compute: Compute, kind: Quantize | None = None) -> int:
+        def made() -> Experts:
+            layer = nnx.merge(*experts_of_layers("full"))
+            if kind is not None:
+                for name, matrix in layer.matrices().items():
+                    setattr(layer, name, quantized_shape(matrix, kind))
+            layer.read_stacks(compute)
+            return layer
+
+        return sum(isinstance(matrix, ExpertStack) for matrix in nnx.eval_shape(made).matrices().values())
+
+    assert read(plain) == 3
+    assert read(plain, "int8") == read(replace(plain, dtype=jnp.dtype(jnp.bfloat16))) == 0
+    assert read(replace(plain, mesh=make_mesh(MeshSection(fsdp=2, expert=4)))) == 0
+    assert read(replace(plain, grouped_matmul="auto")) == read(replace(plain, grouped_matmul="ragged_dot")) == 0

@@ -19,7 +19,7 @@ from posttrain.mesh import BATCH_SPEC, make_mesh
 from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig, stages_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex, Routing
-from posttrain.models.moe import MoE, correction_paths, router_stats
+from posttrain.models.moe import MoE, router_stats
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import MIXTURE, mixture_config, mixture_model
 
@@ -213,7 +213,7 @@ def test_the_numbers_of_mixtures_follow_the_order_of_layers() -> None:
     blocks = [replace(first, mlp=m) for m in (plain, MIXTURE, first.mlp, MLPConfig(dim=8)) * 2]
     config = replace(config, stages=stages_of(tuple(blocks)))
     assert [stage.repeats for stage in config.stages] == [2]
-    paths = correction_paths(config)
+    paths = config.correction_paths
     assert paths == {f"stages.0.blocks.{b}.mlp.router.correction": [b, 3 + b] for b in (1, 2)}
     model = mixture_model(config)
     weights = ModelWeights(model)
