@@ -44,19 +44,40 @@ def check_at_first_call(target: Any = None, *, typechecker: Any = None) -> Any:
 
 def waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     checked: Callable[..., Any] | None = None
+    shapes = True
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        nonlocal checked
+        nonlocal checked, shapes
         if checked is None:
+            shapes = has_shapes(function)
             # A generator's parameters are checked when it begins, out of the context below.
-            later = inspect.isgeneratorfunction(inspect.unwrap(function))
+            later = shapes and inspect.isgeneratorfunction(inspect.unwrap(function))
             checked = check_all(function, typechecker=check) if later else checked_function(function)
+        if not shapes:
+            return checked(*args, **kwargs)
         with check_all("context"):  # in which a dimension has one size
             return checked(*args, **kwargs)
 
     return call
+
+
+SHAPES: dict[types.CodeType, bool] = {}
+
+
+def has_shapes(function: Any) -> bool:
+    """Whether an annotation is of an array: the others have no dimensions, and a context costs more than they do."""
+    code = inspect.unwrap(function).__code__
+    if code not in SHAPES:
+        SHAPES[code] = any(is_shaped(resolve(hint, function)) for hint in function.__annotations__.values())
+    return SHAPES[code]
+
+
+def is_shaped(hint: Any) -> bool:
+    if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
+        return True
+    return any(is_shaped(part) for part in (hint if isinstance(hint, list | tuple) else typing.get_args(hint)))
 
 
 MADE: dict[tuple[str, types.CodeType], Any] = {}
