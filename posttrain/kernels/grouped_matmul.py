@@ -62,6 +62,7 @@ def stacked_matmul(
     The kernel reads them where they lie. A slice of the stack would be copied first: a kernel's operand is an array.
     """
     layers, groups, width, outputs = stack.shape
+    log_choice("grouped matmul", "megablox", f"{groups} groups in each of {layers} layers", platform)
     w = stack.reshape(layers * groups, width, outputs)
     # XLA stores a matrix by columns where rows would need padding; transposed, it is an operand as it lies.
     by_columns = outputs % LANES > 0 and width % LANES == 0
