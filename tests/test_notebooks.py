@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -223,10 +225,16 @@ def wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of an environment that holds nothing but pip."""
+    """The Python of an environment with nothing but this one's pip: to install one takes longer than the tests."""
     folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    return str(folder / "bin" / "python")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = str(folder / "bin" / "python")
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    spec = importlib.util.find_spec("pip")
+    assert spec is not None and spec.origin is not None
+    shutil.copytree(Path(spec.origin).parent, Path(packages) / "pip")
+    return python
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from posttrain.losses.policy import (
 from posttrain.losses.ratios import ImportanceSampling, k1, k2
 from posttrain.losses.reduce import ConstantLength, sequence_mean, token_mean
 from posttrain.tree import added, added_up, replace
-from tests.often import often
 
 LOSSES = {
     "grpo": GRPO,
@@ -130,12 +129,10 @@ def test_masked_is_removed(sequences: Any, lay_out: Callable[..., Any], loss: Po
 
 
 @every_loss
-@pytest.mark.parametrize("poison", often((np.nan, np.inf, -np.inf, 1e38), np.nan, 1e38))
-def test_masked_tokens_may_hold_anything(
-    sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss, poison: float
-) -> None:
+def test_masked_tokens_may_hold_anything(sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss) -> None:
     rows = lay_out(sequences, [[0, 1], [2, 3, 4], [5]], 24)
     masked = rows.batch.loss_weight == 0
+    poison = np.resize(np.asarray([np.nan, np.inf, -np.inf, 1e38], np.float32), masked.shape)
 
     def poisoned(x: Any) -> jax.Array:
         return jnp.where(masked, poison, x)
@@ -209,18 +206,18 @@ def test_metrics_that_the_batch_cannot_give_are_absent(sequences: Any, lay_out: 
     assert set(full.metrics) - set(out.metrics) == {"kl", "entropy", *gap} and len(gap) == 10
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("difference", [500.0, -500.0])
 @pytest.mark.parametrize("loss", [GRPO, GSPO, RLOO, CISPO, SAPO, VESPO, GMPO], ids=lambda loss: repr(loss.surrogate))
 def test_extreme_ratios_stay_finite(
-    sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss, difference: float, advantage: float
+    sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss, difference: float
 ) -> None:
+    """Of every sign of the advantage."""
     rows = lay_out(sequences, APART, 12)
     batch = replace(
         rows.batch,
         old_logps=rows.stats.logps + difference,
         ref_logps=rows.stats.logps + difference,
-        advantages=np.full(rows.batch.shape, advantage, np.float32),
+        advantages=np.broadcast_to(np.float32([[1], [-1], [0]] * 2), rows.batch.shape),
     )
     out, grad = run(loss, replace(rows, batch=batch))
     assert np.isfinite(out.loss.total)

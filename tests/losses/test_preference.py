@@ -126,7 +126,9 @@ def value(loss: Any, made: Any, layout: Any) -> Any:
 
 few_losses = pytest.mark.parametrize("name", often(LOSSES, *FEW))
 
-PACKED, APART = [[0, 1, 2, 3, 4, 5]], [[4, 5], [0, 1], [2, 3], []]
+PACKED, APART = [[0, 1, 2, 3, 4, 5], [], [], []], [[4, 5], [0, 1], [2, 3], []]
+REST = [[0, 1, 2, 3], [], [], []]
+"""Of one shape, whose programs are compiled once."""
 
 
 @few_losses
@@ -139,19 +141,15 @@ def test_packing_does_not_matter(name: str) -> None:
     assert np.abs(packed[2]).sum() > 0
 
 
-def parts_of(stats: TokenStats, batch: Batch) -> list[Any]:
-    return [jax.tree.map(lambda x, part=part: x[part], (stats, batch)) for part in (slice(0, 1), slice(1, 4))]
-
-
 @few_losses
 def test_splits_add_up(name: str) -> None:
     """Every metric, and the loss if it does not ask for the whole batch; of that the trainer sees to it, see
     tests/train/test_preference_e2e.py."""
     loss = LOSSES[name]
     with jax.enable_x64(True):
-        stats, batch = lay_out(sequences(name), APART)
-        whole = apply(loss, stats, batch)
-        parts = [apply(loss, *part) for part in parts_of(stats, batch)]
+        made = sequences(name)
+        halves = ([[4, 5], [], [], []], [[0, 1], [2, 3], [], []])
+        whole, *parts = (apply(loss, *lay_out(made, layout)) for layout in (APART, *halves))
         summed = {} if name in WHOLE else {"loss": (whole.loss, *(part.loss for part in parts))}
         summed |= {metric: (mean, *(part.metrics[metric] for part in parts)) for metric, mean in whole.metrics.items()}
         for mean, first, second in summed.values():
@@ -199,8 +197,8 @@ def test_masked_is_removed(name: str) -> None:
         made[number]["logps"] = np.full_like(made[number]["logps"], -np.inf)
     rest = [*made[:2], *made[4:]]
     with jax.enable_x64(True):
-        masked, removed = value(loss, made, PACKED), value(loss, rest, [[0, 1, 2, 3]])
-        both = [apply(loss, *lay_out(*given)).metrics for given in ((made, PACKED), (rest, [[0, 1, 2, 3]]))]
+        masked, removed = value(loss, made, PACKED), value(loss, rest, REST)
+        both = [apply(loss, *lay_out(*given)).metrics for given in ((made, PACKED), (rest, REST))]
     assert np.isfinite(masked[2]).all()
     np.testing.assert_allclose(masked[:2], removed[:2], rtol=1e-9)
     assert both[0].keys() == both[1].keys()
@@ -216,7 +214,7 @@ def test_a_pair_of_which_one_answer_has_no_weight_is_none(side: int) -> None:
     made[side]["loss_weight"] = np.zeros_like(made[side]["logps"])
     with jax.enable_x64(True):
         found = value(PreferenceLoss(), made, PACKED)
-        expected = value(PreferenceLoss(), [*made[:2], *made[4:]], [[0, 1, 2, 3]])
+        expected = value(PreferenceLoss(), [*made[:2], *made[4:]], REST)
     np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-9)
 
 

@@ -146,7 +146,7 @@ class World:
     def __init__(self, *, lora: bool = False, share: bool = True, reward: Callable[..., Any] = even, rate: float = 0.5):
         self.share = share
         tokenizer = load_tokenizer("bytes")
-        model = tiny_model(num_layers=2, vocab_size=tokenizer.vocab_size, initializer_range=0.1)
+        model = tiny_model(num_layers=2, windows=(None,), vocab_size=tokenizer.vocab_size, initializer_range=0.1)
         if lora:
             attach_lora(model, LoRA(rank=4), seed=0)
         loss = OnlineLoss(pairs=PreferenceLoss(beta=BETA))
