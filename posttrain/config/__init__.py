@@ -33,7 +33,7 @@ from posttrain.config.base import (
     NonNegativeInt,
     PositiveInt,
     Quantize,
-    Remat,
+    RematName,
     RolloutQuantize,
     SamplerTensor,
     Section,
@@ -42,7 +42,7 @@ from posttrain.config.base import (
 from posttrain.config.distill import AttentionFeatures, DistillSection, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.environment import AgentSection, EnvSection, McpSection, ToolSection
 from posttrain.config.locator import Locator, UserObject
-from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
+from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection, Remat, SavedActivations
 from posttrain.config.preference import OnlinePreferenceSection, PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.reward import EvaluateSection, HeldOutSection, MonitorSection, RecordSection, RewardSection
 from posttrain.config.rl import AsyncSection, OnlineSection, RLSection
@@ -124,6 +124,7 @@ __all__ = [
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
     "Remat",
+    "RematName",
     "RewardModelSection",
     "RewardSection",
     "RolloutQuantize",
@@ -133,6 +134,7 @@ __all__ = [
     "SFTSection",
     "SamplerTensor",
     "SamplingSection",
+    "SavedActivations",
     "Section",
     "SequenceSection",
     "Stage",

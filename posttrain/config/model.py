@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from posttrain.config.base import (
     Arguments,
@@ -18,16 +18,57 @@ from posttrain.config.base import (
     NonNegativeInt,
     PositiveInt,
     Quantize,
-    Remat,
+    RematName,
     Section,
     Text,
 )
 from posttrain.config.locator import Locator
+from posttrain.errors import ConfigError, did_you_mean
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Mesh axes of the devices; the last one has the fastest connections."""
 ROW_AXES = ("data", "fsdp", "expert")
 """Mesh axes that split the rows of a batch."""
+
+
+class SavedActivations(Section):
+    """Activations of each block that are kept for the backward pass; all others are computed again."""
+
+    save: ListOf[RematName] = ()
+    """Activations that stay on the device."""
+    offload: ListOf[RematName] = ()
+    """Activations that wait in the host's memory; on CPU the device's."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if "block_input" in self.save:
+            yield "block_input is always saved; name it in offload to keep it in the host's memory"
+        if twice := set(self.save) & set(self.offload):
+            yield f"{', '.join(sorted(twice))}: either save or offload"
+
+
+Remat = Literal["none", "full", "dots", "offload"] | SavedActivations
+
+
+def _saved(value: Any) -> Any:
+    """Word, or section of a list of names or of two. ValueError for words and names that do not exist."""
+    if isinstance(value, SavedActivations) or (isinstance(value, str) and value in REMAT_WORDS):
+        return value
+    if not isinstance(value, list | tuple | dict):
+        words = f"{', '.join(REMAT_WORDS)} or a list of activations"
+        raise ValueError(f"must be {words}; got {value!r}{did_you_mean(str(value), REMAT_WORDS)}")
+    lists = value if isinstance(value, dict) else {"save": value}
+    known = get_args(RematName)
+    for name in (name for names in lists.values() if isinstance(names, list | tuple) for name in names):
+        if name not in known:
+            raise ValueError(f"{name!r} is no activation{did_you_mean(str(name), known)}; there are {', '.join(known)}")
+    try:
+        return SavedActivations(**lists)
+    except ConfigError as error:
+        raise ValueError(str(error).replace("SavedActivations: ", "")) from None
+
+
+REMAT_WORDS = ("none", "full", "dots", "offload", "auto")
+RematSetting = Annotated[Remat | Literal["auto"], BeforeValidator(_saved)]
 
 
 class LoRA(Section):
@@ -92,10 +133,13 @@ class ModelSection(Section):
     """Quantize the layers' matrices to 8 or 4 bits while `lora` or `adapter` is trained (QLoRA, arXiv:2305.14314);
     routers, embeddings and head are not quantized. Loading prints the quantization error; the saved model is in
     `dtype`."""
-    remat: Remat = "none"
+    remat: RematSetting = "none"
     """Gradient checkpointing: recompute activations in the backward pass to save memory. `full`: each block (about a
     third more time); `dots`: all except matrix products; `offload`: each block, with its inputs in host memory (`full`
-    on CPU). On CPU short stacks are then scanned too, and repeated patterns of blocks save less."""
+    on CPU). A list of names, such as `[attention, qkv]`: each block, except for these activations; `{save: [...],
+    offload: [...]}` keeps some of them in the host's memory. `auto`: as many names as fit the devices' memory by an
+    estimate, which `posttrain plan` shows, those first that spare most operations per byte; a run that is resumed keeps
+    its choice. On CPU short stacks are then scanned too, and repeated patterns of blocks save less."""
     attention: AttentionKernel = "auto"
     """Attention kernel for whole rows, as in training; by default the fastest for platform and shape."""
     decode_attention: DecodeAttention = "auto"

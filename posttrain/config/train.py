@@ -176,6 +176,11 @@ class TrainSection(Section):
         return {"row_tokens": max_positions}
 
     @property
+    def step_rows(self) -> int:
+        """Rows of one step."""
+        raise NotImplementedError
+
+    @property
     def pass_rows(self) -> int | None:
         """Rows per forward pass, with the default resolved; None: all."""
         return self.micro_batch_rows

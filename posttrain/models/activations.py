@@ -1,11 +1,12 @@
-"""Activations: the sharding of the residual stream, and taps that collect what layers compute."""
+"""Activations: the sharding of the residual stream, what is saved for the backward pass, and taps that collect them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
+from posttrain.config import Remat, RematName, SavedActivations
+from posttrain.errors import ConfigError
 from posttrain.mesh import HEAD_AXIS, TOKEN_AXIS, row_axes, row_shards
-from posttrain.models.config import BlockConfig
+from posttrain.models.config import AttentionConfig, BlockConfig, ModelConfig, MoEConfig
 
 Axes = tuple[str, ...]
 SPLIT: Axes = (TOKEN_AXIS, HEAD_AXIS)
@@ -68,6 +71,150 @@ def _constrained(x: Array, mesh: Mesh, axes: Axes) -> Array:
     while axes and x.shape[1] % math.prod(mesh.shape[axis] for axis in axes):
         axes = axes[:-1]
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(mesh), axes)))
+
+
+BLOCK_INPUT: RematName = "block_input"
+QKV: RematName = "qkv"
+ATTENTION: RematName = "attention"
+PROJECTION: RematName = "projection"
+GATE: RematName = "gate"
+UP: RematName = "up"
+DOWN: RematName = "down"
+"""Checkpoint names of a block's activations: its input; queries, keys and values as far as they are products; the
+attention kernel's output with the statistics of its softmax; what it is projected to; products of the MLP or of the
+experts, of which `down` is read by norms after it, and by the gradients of routers."""
+
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+"""JAX's primitive of the cuDNN kernel, whose statistics have no checkpoint name."""
+
+
+SAVED_BY: Mapping[str, SavedActivations] = {
+    "full": SavedActivations(),
+    "dots": SavedActivations(save=(QKV, PROJECTION, GATE, UP, DOWN)),
+    "offload": SavedActivations(offload=(BLOCK_INPUT,)),
+}
+"""Activations that the words of `remat` save; `none` has no list: everything is."""
+
+
+def shown_remat(remat: Remat) -> str:
+    """Word, or lists of activations: `save attention, qkv`."""
+    if isinstance(remat, str):
+        return remat
+    return "; ".join(f"{kind} {', '.join(names)}" for kind, names in remat if names) or "full"
+
+
+def saved_names(remat: Remat) -> tuple[RematName, ...]:
+    """Activations that `remat`, but for `none`, saves."""
+    names = SAVED_BY[remat] if isinstance(remat, str) else remat
+    return (*names.save, *names.offload)
+
+
+def rematerialized(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """Wrap `function` so that its backward pass saves its inputs and the activations of `remat`, and computes all else
+    again."""
+    if remat == "none":
+        return function
+    names = SAVED_BY[remat] if isinstance(remat, str) else remat
+    named = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=names.save,
+        names_which_can_be_offloaded=names.offload,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def policy(primitive: Any, *inputs: Any, **parameters: Any) -> Any:
+        if primitive.name == CUDNN_FORWARD:
+            return ATTENTION in names.save
+        return named(primitive, *inputs, **parameters)
+
+    return jax.checkpoint(function, policy=policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCost:
+    """Cost of an activation in all layers of one batch."""
+
+    bytes: float
+    flops: float
+    """Operations that it spares the backward pass."""
+
+    def __add__(self, other: SavedCost) -> SavedCost:
+        return SavedCost(bytes=self.bytes + other.bytes, flops=self.flops + other.flops)
+
+
+def saved_costs(
+    config: ModelConfig, itemsize: int, rows: int, length: int, slack: float = 1.0
+) -> dict[RematName, SavedCost]:
+    """Costs of the activations that the backward pass reads, by name. `slack`: rows of the experts' buffers per row
+    used."""
+    total: dict[RematName, SavedCost] = {}
+    for block in config.blocks:
+        costs = _attention_costs(block, config, length) | _mlp_costs(block, config, slack)
+        for name, (values, flops) in costs.items():
+            size = values * itemsize + (4 * block.attention.num_heads if name == ATTENTION else 0)
+            cost = SavedCost(bytes=rows * length * size, flops=rows * length * flops)
+            total[name] = total[name] + cost if name in total else cost
+    return total
+
+
+Costs = dict[RematName, tuple[float, float]]
+"""Numbers and operations per token."""
+
+
+def _attention_costs(block: BlockConfig, config: ModelConfig, length: int) -> Costs:
+    c, embed = block.attention, config.embed_dim
+    span = min(c.window or length, length / 2)
+    if isinstance(c, AttentionConfig):
+        products = 0 if c.reuses else 1 if c.keys_as_values else 2
+        named = 2 * products if c.keys_as_values and c.qk_norm is None else products
+        qkv = (c.num_heads + named * c.num_kv_heads) * c.head_dim
+        qkv_flops = 2.0 * embed * (c.num_heads + products * c.num_kv_heads) * c.head_dim
+        key_dim = value_dim = c.head_dim
+    else:
+        key_dim, value_dim = c.nope_dim + c.rope_dim, c.value_dim
+        queries, latents = c.num_heads * key_dim, c.kv_rank + c.rope_dim
+        expanded = c.num_heads * (c.nope_dim + value_dim)
+        qkv = queries + (c.q_rank or 0) + latents + expanded
+        of_queries = embed * queries if c.q_rank is None else c.q_rank * (embed + queries)
+        qkv_flops = 2.0 * (of_queries + embed * latents + c.kv_rank * expanded)
+    out = c.num_heads * value_dim
+    return {
+        QKV: (qkv, qkv_flops),
+        ATTENTION: (out, 2.0 * c.num_heads * (key_dim + value_dim) * span),
+        PROJECTION: (embed, 2.0 * out * embed),
+    }
+
+
+def _mlp_costs(block: BlockConfig, config: ModelConfig, slack: float) -> Costs:
+    mlp, embed = block.mlp, config.embed_dim
+    if isinstance(mlp, MoEConfig):
+        rows, hidden, shared = slack * mlp.top_k, mlp.expert.dim, 0 if mlp.shared is None else mlp.shared.dim
+        down: tuple[float, float] | None = rows * embed, 2.0 * embed * rows * hidden
+    else:
+        rows, hidden, shared = 0.0, 0, mlp.dim
+        down = (embed, 2.0 * embed * shared) if block.norms in ("post", "sandwich") else None
+    wide = rows * hidden + shared
+    return {GATE: (wide, 2.0 * embed * wide), UP: (wide, 2.0 * embed * wide), **({} if down is None else {DOWN: down})}
+
+
+def recomputed_flops(config: ModelConfig, remat: Remat, rows: int, length: int) -> float:
+    """Operations of products and attention that the backward pass computes again."""
+    if remat == "none":
+        return 0.0
+    costs = saved_costs(config, 1, rows, length)
+    return sum(cost.flops for name, cost in costs.items() if name not in saved_names(remat))
+
+
+def check_saved(config: ModelConfig, remat: Remat) -> None:
+    """Raises ConfigError if the backward pass reads none of an activation that `remat` names."""
+    if isinstance(remat, str):
+        return
+    known = [*saved_costs(config, 1, 1, 2), BLOCK_INPUT]
+    if unread := [name for name in (*remat.save, *remat.offload) if name not in known]:
+        raise ConfigError(
+            f"model.remat: the backward pass of {config.model_type} does not read {', '.join(unread)}; it reads "
+            f"{', '.join(known)}"
+        )
 
 
 HIDDEN = "hidden"

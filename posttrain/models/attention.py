@@ -5,8 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
+from posttrain.models.activations import QKV
 from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from posttrain.models.forward_state import (
     Context,
@@ -47,8 +49,7 @@ class Attention(nnx.Module):
         c = self.config
         projected = self._projected(x)
         state.projected["q"] = q = self._heads(projected[0], self.q_norm, c.num_heads)
-        if c.rope is not None:
-            q = apply_rope(q, context.rope[c.rope], interleaved=c.rope.interleaved)
+        q = self._rotated(q, context)
         stored = self._keys_and_values(projected, context, state, index) if c.reuses is None else state.kept[c.reuses]
         if c.keeps is not None:
             assert isinstance(stored, StoredKeys), "ragged paged attention cannot share keys and values between layers"
@@ -68,7 +69,9 @@ class Attention(nnx.Module):
     def _projected(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T _F"]]:
         """Queries, and of the layer's own keys and values as many as have a projection."""
         layers = self._layers
-        return [layer(x) for layer in layers] if self.fused is None else self.fused(x, layers)
+        projected = [layer(x) for layer in layers] if self.fused is None else self.fused(x, layers)
+        # The backward pass of a norm reads its input; without norms that of the kernel reads what RoPE returns.
+        return projected if self.q_norm is None else [checkpoint_name(y, QKV) for y in projected]
 
     def _keys_and_values(
         self, projected: list[Float[Array, "B T _F"]], context: Context, state: ForwardState, index: LayerIndex
@@ -77,11 +80,17 @@ class Attention(nnx.Module):
         k = self._heads(projected[1], self.k_norm, c.num_kv_heads)
         v = projected[-1].reshape(*k.shape)
         state.projected |= {"k": k, "v": v}
-        if c.rope is not None:
-            k = apply_rope(k, context.rope[c.rope], interleaved=c.rope.interleaved)
+        k = self._rotated(k, context)
         if c.value_norm:
             v = rms_normed(v, self.norm_eps).astype(v.dtype)
+        if self.q_norm is None:
+            v = checkpoint_name(v, QKV)
         return store_keys(k.swapaxes(1, 2), v.swapaxes(1, 2), context, state, index)
+
+    def _rotated(self, x: Float[Array, "B T N H"], context: Context) -> Float[Array, "B T N H"]:
+        rope = self.config.rope
+        x = x if rope is None else apply_rope(x, context.rope[rope], interleaved=rope.interleaved)
+        return x if self.q_norm is not None else checkpoint_name(x, QKV)
 
     def _heads(self, x: Float[Array, "B T F"], norm: RMSNorm | None, heads: int) -> Float[Array, "B T N H"]:
         """Split into heads, with the norm over the whole projection or per head."""
@@ -126,7 +135,7 @@ class LatentAttention(nnx.Module):
         q = self._queries(x).reshape(rows, length, c.num_heads, c.nope_dim + c.rope_dim)
         tables, interleaved = context.rope[c.rope], c.rope.interleaved
         q_nope, q_rope = q[..., : c.nope_dim], apply_rope(q[..., c.nope_dim :], tables, interleaved=interleaved)
-        down = self.kv_down(x)
+        down = checkpoint_name(self.kv_down(x), QKV)
         latent = self.kv_norm(down[..., : c.kv_rank])
         k_rope = apply_rope(down[..., None, c.kv_rank :], tables, interleaved=interleaved)[:, :, 0]
         if state.cache is None or state.fresh:
@@ -139,7 +148,7 @@ class LatentAttention(nnx.Module):
         if self.q is not None:
             return self.q(x)
         assert self.q_down is not None and self.q_norm is not None and self.q_up is not None
-        return self.q_up(self.q_norm(self.q_down(x)))
+        return self.q_up(self.q_norm(checkpoint_name(self.q_down(x), QKV)))
 
     def _expanded(
         self,
@@ -152,7 +161,7 @@ class LatentAttention(nnx.Module):
         index: LayerIndex,
     ) -> Float[Array, "B T N Hv"]:
         c = self.config
-        kv = self.kv(latent).reshape(*latent.shape[:2], c.num_heads, c.nope_dim + c.value_dim)
+        kv = checkpoint_name(self.kv(latent), QKV).reshape(*latent.shape[:2], c.num_heads, c.nope_dim + c.value_dim)
         shared = jnp.broadcast_to(k_rope[:, :, None], (*kv.shape[:3], c.rope_dim))
         keys = jnp.concatenate([kv[..., : c.nope_dim], shared], axis=-1)
         values = kv[..., c.nope_dim :]
@@ -161,7 +170,8 @@ class LatentAttention(nnx.Module):
             store_keys(self._cached(latent, k_rope), None, context, state, index)
         segments = context.segments
         stored = StoredKeys(keys.swapaxes(1, 2), values.swapaxes(1, 2), context.positions, segments, segments)
-        return self._attend(jnp.concatenate([q_nope, q_rope], axis=-1), stored, context, state)
+        q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), QKV)
+        return self._attend(q, stored, context, state)
 
     def _absorbed(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -16,16 +16,20 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
-from posttrain.config import Remat
 from posttrain.kernels.platform import computed_once, platform_of, unstack_layers
 from posttrain.mesh import head_shards
 from posttrain.models.activations import (
+    BLOCK_INPUT,
+    DOWN,
     HIDDEN,
+    PROJECTION,
     Features,
     StageTaps,
     TapArrays,
     Taps,
+    check_saved,
     product_inputs,
+    rematerialized,
     split_tokens,
     whole_rows,
 )
@@ -53,9 +57,6 @@ NO_TOKEN = -1e30
 
 FusedPart = Literal["attention", "mlp"]
 FUSIBLE: dict[FusedPart, type[Attention | MLP]] = {"attention": Attention, "mlp": MLP}
-
-BLOCK_INPUT = "block_input"
-"""Checkpoint name of each block's input."""
 
 
 class Block(nnx.Module):
@@ -87,13 +88,13 @@ class Block(nnx.Module):
         mesh = context.token_mesh
         inputs = product_inputs(x if self.attention_norm is None else self.attention_norm(x), mesh)
         out = split_tokens(self.attention(inputs, context, state, index), mesh)
-        x = self._add(x, out, self.attention_post_norm)
+        x = self._add(x, checkpoint_name(out, PROJECTION), self.attention_post_norm)
         inputs = x if self.mlp_norm is None else self.mlp_norm(x)
         if isinstance(self.mlp, MoE):
             out = self.mlp(whole_rows(inputs, mesh), context, state, index)
         else:
             out = self.mlp(product_inputs(inputs, mesh))
-        return self._add(x, split_tokens(out, mesh), self.mlp_post_norm)
+        return self._add(x, checkpoint_name(split_tokens(out, mesh), DOWN), self.mlp_post_norm)
 
     def _add(self, x: Float[Array, "B T D"], new: Float[Array, "B T D"], norm: RMSNorm | None) -> Float[Array, "B T D"]:
         new = new if norm is None else norm(new)
@@ -218,6 +219,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, compute: Compute, *, dtype: np.dtype, rngs: nnx.Rngs):
+        check_saved(config, compute.remat)
         self.config = config
         self.compute = compute
         self.unroll = False  # unroll the repeats of a pattern instead of scanning
@@ -398,24 +400,3 @@ def decoding_config(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
         return config
     stages = tuple(replace(s, repeats=1) for s in config.stages for _ in range(s.repeats))
     return replace(config, stages=stages)
-
-
-def rematerialized(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """Wrap `function` with a policy: `none` saves everything, `full` only its inputs, `dots` matrix products, `offload`
-    its inputs in host memory."""
-    policies = jax.checkpoint_policies
-    if remat == "none":
-        return function
-    if remat == "full":
-        return jax.checkpoint(function)
-    if remat == "dots":
-        return jax.checkpoint(function, policy=policies.checkpoint_dots_with_no_batch_dims)
-    return jax.checkpoint(
-        function,
-        policy=policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[BLOCK_INPUT],
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
-    )

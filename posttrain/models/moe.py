@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import RouterStats
+from posttrain.config import RematName
 from posttrain.kernels.grouped_matmul import grouped_matmul, reads_stacks, stacked_matmul
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import TOKEN_AXIS, param_sharding, row_axes, row_shards, token_shards
+from posttrain.models.activations import rematerialized
 from posttrain.models.config import Compute, MLPConfig, MoEConfig
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex
 from posttrain.models.layers import MLP, Adaptable, Init, Linear, gated, normal, param
@@ -123,7 +126,7 @@ class Experts(Adaptable):
             return nnx.merge(graph, state)._computed(x, experts, weights, compute)
 
         # Otherwise the backward pass would save the dequantized matrices of all layers.
-        return jax.checkpoint(run)(state, x, experts, weights)
+        return rematerialized(run, "full" if compute.remat == "none" else compute.remat)(state, x, experts, weights)
 
     def _computed(
         self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
@@ -212,7 +215,7 @@ class Experts(Adaptable):
         def grouped(y: Array, w: Array) -> Array:
             return grouped_matmul(y, w, rows.sizes, kernel=compute.grouped_matmul, platform=platform)
 
-        def product(y: Array, name: str, bias: nnx.Param | None) -> Array:
+        def product(y: Array, name: RematName, bias: nnx.Param | None) -> Array:
             matrix, w = self.matrices()[name], None
             if isinstance(matrix, ExpertStack):
                 out = stacked_matmul(y, matrix[...], self.layer[...], rows.sizes, platform=platform)
@@ -221,9 +224,9 @@ class Experts(Adaptable):
                 out = grouped(y, w.astype(y.dtype))
             if adapter := self.adapters.get(name):
                 out = adapter.added(out, adapter.down(y, grouped), w, grouped, rows.expert)
-            if bias is None:
-                return out
-            return out + bias[...].astype(y.dtype).at[rows.expert].get(mode="fill", fill_value=0)
+            if bias is not None:
+                out = out + bias[...].astype(y.dtype).at[rows.expert].get(mode="fill", fill_value=0)
+            return checkpoint_name(out, name)
 
         hidden = gated(
             self.config.activation, product(x, "gate", self.gate_bias), product(x, "up", self.up_bias), self.limit

@@ -19,6 +19,7 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import PLAIN
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
 from posttrain.models import hf
+from posttrain.models.activations import recomputed_flops
 from posttrain.models.config import AttentionConfig, Compute, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.rl.algorithms import loss_of
@@ -48,7 +49,7 @@ class Phase:
     trips: tuple[int, ...]
     """Trips of its loops that only the run knows, outermost first, at most."""
     flops: float
-    """Operations of one run: 2 per parameter and token, 6 with the backward pass, 8 with recomputation."""
+    """Operations of one run: 2 per parameter and token, 6 with the backward pass, and those of recomputation."""
     read: float
     """Bytes that one run reads at least: weights, and the cache in decoding."""
     parameters: frozenset[tuple[int, ...]]
@@ -207,10 +208,10 @@ def _update(programs: TrainPrograms, batch: Batch, beside: int) -> Phase:
     trained = sum(x.size for x in programs.params.values())
     # Frozen parameters need no gradient of their own.
     factor = 4 + 2 * min(1.0, trained / sum(x.size for x in programs.weights.values()))
-    factor += 2 if model.compute.remat in ("full", "offload") else 0
     micro = programs.micro_rows(rows)
     passes = -(-rows // micro)
     flops = factor * active * rows * length + 3.5 * attention_flops(model.config, rows, length)
+    flops += recomputed_flops(model.config, model.compute.remat, rows, length)
     weights = bytes_on_device(programs.weights)
     state = bytes_on_device(programs.opt_state)
     chunks = vocabulary_trips(programs.mesh, micro, length, model.config.vocab_size)

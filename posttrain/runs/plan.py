@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from posttrain.config import MESH_AXES, RunConfig, TrainSection
+from posttrain.batch import rows_per_pass
+from posttrain.config import MESH_AXES, Remat, RematName, RLSection, RunConfig, SavedActivations, TrainSection
 from posttrain.config.yaml_file import dump_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.mesh import make_mesh
+from posttrain.kernels.logits.layout import VocabSharding, chunk_length
+from posttrain.mesh import make_mesh, row_shards
+from posttrain.models.activations import ATTENTION, SavedCost, saved_costs, saved_names, shown_remat
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
+from posttrain.models.moe import SLACK
 from posttrain.plan.lowered import Figures, figures_of
 from posttrain.plan.machine import GIB, Machine, libtpu_version
 from posttrain.plan.phases import StagePlan, bytes_on_device, stage_plan
-from posttrain.plan.report import Outcome, moments, report, report_process
-from posttrain.runs.check import model_outline
+from posttrain.plan.report import Outcome, in_units, moments, report, report_process
+from posttrain.runs.check import FLOAT32_BYTES, model_outline, training_size
 from posttrain.runs.prepare import fit_lengths
 from posttrain.stages.context import devices_of_teachers, num_training_devices
 from posttrain.stages.table import check_row_tokens, stage_names
@@ -62,6 +67,7 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
     for name, section in zip(stage_names(config), config.stages, strict=True):
         stage = _stage(section, config, files, mesh, chip.memory)
         yield f"{name}:"
+        yield from choose_remat(section, config, files, mesh, chip.memory).lines()
         try:
             outcomes = _compiled(stage, machine)
         except MemoryError as error:
@@ -95,7 +101,7 @@ def _compiled(stage: StagePlan, machine: Machine) -> list[Outcome]:
 
 def _loading(config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine) -> Figures | int:
     """Figures of the program that draws random weights; of a checkpoint bytes of the weights and of the largest."""
-    outline = _outline(config, files, mesh)
+    outline = _outline(config, files, mesh, "full")
     if config.model.init is None:
         sizes = [bytes_on_device(array) for array in placed_shapes(ModelWeights(outline), mesh).values()]
         return sum(sizes) + max(sizes)
@@ -120,21 +126,114 @@ def _mesh(config: RunConfig, machine: Machine) -> Mesh:
 
 
 def _stage(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, memory: int) -> StagePlan:
-    return stage_plan(section, _outline(config, files, mesh), mesh, memory)
+    remat = config.model.remat
+    if remat == "auto":
+        remat = choose_remat(section, config, files, mesh, memory).remat
+    return stage_plan(section, _outline(config, files, mesh, remat), mesh, memory)
 
 
-def _outline(config: RunConfig, files: ModelFiles, mesh: Mesh) -> Decoder:
+def _outline(config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
     outline, section = model_outline(config, files), config.model
     check_mesh(outline, mesh.shape)
     outline.compute = Compute(
         dtype=jnp.dtype(section.compute_dtype or section.dtype),
-        remat=section.remat,
+        remat=remat,
         attention=section.attention,
         decode_attention=section.decode_attention,
         grouped_matmul=section.grouped_matmul,
         mesh=mesh,
     )
     return outline
+
+
+HEADROOM = 0.08
+"""Share of the memory that `remat: auto` leaves free for what its estimate does not see."""
+
+KERNEL_TIME = 2.0
+"""Time of an operation in the attention kernel relative to one in a matrix product."""
+
+PLAIN_FACTOR = 4.0
+"""Bytes that `remat: none` saves, relative to those of all named activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RematChoice:
+    """Activations that a stage saves on a machine, and what `auto` weighs."""
+
+    remat: Remat
+    spare: int | None
+    """Bytes on a device that `auto` may fill, beyond what `full` needs by estimate; None: `remat` was set."""
+    costs: Mapping[RematName, SavedCost]
+    """Costs of each activation on a device and in a step, in the order in which `auto` saves them."""
+
+    def lines(self) -> Iterator[str]:
+        """Lines on each activation, with its cost."""
+        saved = list(self.costs) if self.remat == "none" else saved_names(self.remat)
+        spare = "" if self.spare is None else f", by auto for {in_units(max(0, self.spare))} to spare by estimate"
+        yield f"  remat: {shown_remat(self.remat)}{spare}; for a step, per device:"
+        for name, cost in self.costs.items():
+            state = "saved" if name in saved else "computed again"
+            yield f"    {name:<10}  {in_units(cost.bytes):>10}  {cost.flops / 1e12:8.3g} TFLOP  {state}"
+
+
+def choose_remat(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, memory: int) -> RematChoice:
+    """Costs of a stage's activations and, for `remat: auto`, those that fit `memory` bytes of a device, the one that
+    spares most time per byte first. ConfigError for a stage whose memory is not known."""
+    outline, own = _outline(config, files, mesh, "full"), config.model.remat
+    rows = section.step_rows
+    micro = rows_per_pass(rows, section.pass_rows, row_shards(mesh))
+    size, slack = outline.compute.dtype.itemsize, SLACK if mesh.shape["expert"] > 1 else 1.0
+    step = saved_costs(outline.config, size, rows, section.row_tokens, slack)
+
+    def value(name: RematName) -> float:
+        return step[name].flops * (KERNEL_TIME if name == ATTENTION else 1.0) / step[name].bytes
+
+    costs = {
+        name: SavedCost(bytes=step[name].bytes * micro / rows / mesh.size, flops=step[name].flops / mesh.size)
+        for name in sorted(step, key=lambda name: -value(name))
+    }
+    if own != "auto":
+        return RematChoice(remat=own, spare=None, costs=costs)
+    held = sum(cost.bytes for cost in costs.values())
+    needed = _full_bytes(section, config, outline, mesh, micro, held) + _beside(section, outline, mesh, memory)
+    spare = left = int((1 - HEADROOM) * memory - needed)
+    saved: list[RematName] = []
+    for name, cost in costs.items():
+        if cost.bytes <= left:
+            saved.append(name)
+            left -= int(cost.bytes)
+    remat: Remat = SavedActivations(save=tuple(saved)) if saved else "full"
+    return RematChoice(remat="none" if PLAIN_FACTOR * held <= spare else remat, spare=spare, costs=costs)
+
+
+def _full_bytes(
+    section: TrainSection, config: RunConfig, outline: Decoder, mesh: Mesh, micro: int, held: float
+) -> float:
+    """Bytes on a device of an update with `remat: full`, by estimate; `held`: bytes of all named activations."""
+    model, size = outline.config, outline.compute.dtype.itemsize
+    state = training_size(config, outline, mesh.shape, section.optimizer)
+    sums = FLOAT32_BYTES * state.trained / mesh.size if micro < section.step_rows else 0.0
+    shapes = placed_shapes(ModelWeights(outline), mesh)
+    layers = sum(x.size for path, x in shapes.items() if path.startswith("stages."))
+    gathered = size * layers / (mesh.shape["tensor"] * mesh.shape["expert"])
+    # In the backward pass of a layer: its activations and weights, with the gradients of both.
+    layer = 2 * (held + gathered) / model.num_layers
+    sharding = VocabSharding.of(mesh)
+    chunk = chunk_length(micro, section.row_tokens, model.vocab_size, sharding) * micro / sharding.groups
+    logits = 3 * FLOAT32_BYTES * chunk * model.vocab_size / sharding.shards
+    inputs = model.num_layers * micro * section.row_tokens * model.embed_dim * size / mesh.size
+    return state.per_device + sums + inputs + max(layer, logits)
+
+
+def _beside(section: TrainSection, outline: Decoder, mesh: Mesh, memory: int) -> int:
+    """Bytes on a device beside an update. ConfigError for a stage whose memory is not known."""
+    if isinstance(section, RLSection) and section.algorithm.kind == "ppo":
+        raise ConfigError("model.remat=auto: the memory of a critic is not known yet; name the activations to save")
+    try:
+        phases = stage_plan(section, outline, mesh, memory).phases
+    except ConfigError as error:
+        raise ConfigError(f"model.remat=auto: name the activations to save; {error}") from None
+    return next(phase.beside for phase in phases if phase.name == "update")
 
 
 def _nearest(section: TrainSection, config: RunConfig, files: ModelFiles, machine: Machine) -> str:

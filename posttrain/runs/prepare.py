@@ -34,6 +34,7 @@ from posttrain.kernels import grouped_matmul
 from posttrain.kernels.attention import dispatch
 from posttrain.kernels.attention.call import AttentionCall
 from posttrain.kernels.platform import compute_capability, installed
+from posttrain.models.activations import check_saved
 from posttrain.models.cache import refusal_of_ragged
 from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig, check_recording, check_router
 from posttrain.runs.check_loss import check_stage_loss
@@ -138,6 +139,8 @@ def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:
         prepared.notes.append(f"not checked, no network: the model {config.model.path}, if it is on the hub")
         return
     config = prepared.config = fit_lengths(config, model.max_positions)
+    if config.model.remat != "auto":
+        check_saved(model, config.model.remat)
     _check_weights(files)
     if model.scalar_head and not all(isinstance(section, RewardModelSection) for section in config.stages):
         raise ConfigError(f"model.path: {config.model.path} is a reward model, which cannot generate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from posttrain.config import OnlineSection, PlacementSection, RunConfig, TrainSection, trains_on_samples
+from posttrain.config import OnlineSection, PlacementSection, Remat, RunConfig, TrainSection, trains_on_samples
 from posttrain.config.yaml_file import stage_settings
 from posttrain.errors import ConfigError, OutsideError, outside_error
 from posttrain.mesh import make_mesh, row_shards
@@ -32,6 +33,7 @@ from posttrain.tracking.sink import Sink
 from posttrain.tracking.steps import shown_number, with_interval
 from posttrain.tracking.trackers import require
 from posttrain.train.loop import StopRequest, stop_on_signals
+from posttrain.weights.locate import ModelFiles
 
 
 def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = False) -> list[str]:
@@ -49,13 +51,14 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
     output, names = Path(config.output), stage_names(config)
+    remats = _chosen_remats(config, prepared.files, mesh)
     with _outside_failures(output), claimed(output, config), stop_on_signals() as stop:
         if processes.writes():
             write_counts(output, prepared.counts)
             keep_clock(output, prepared.tokenizer)
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
-        trained = _train_stages(prepared, mesh, watchers, stop, strict=strict)
+        trained = _train_stages(prepared, mesh, watchers, stop, remats, strict=strict)
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     if not trained:
         _print_nothing_trained(output, _finished(output / names[-1]))
@@ -64,12 +67,18 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
 
 
 def _train_stages(
-    prepared: Prepared, mesh: Mesh, watchers: Sequence[Sink], stop: StopRequest, *, strict: bool
+    prepared: Prepared,
+    mesh: Mesh,
+    watchers: Sequence[Sink],
+    stop: StopRequest,
+    remats: Sequence[Remat],
+    *,
+    strict: bool,
 ) -> list[str]:
     """Run the stages that are not done, each from the model of the one before; return their names."""
     config, output, names = prepared.config, Path(prepared.config.output), stage_names(prepared.config)
     source, trained = None, []
-    for name, inputs in zip(names, prepared.stages, strict=True):
+    for name, inputs, remat in zip(names, prepared.stages, remats, strict=True):
         folder = output / name
         if processes.writes():
             folder.mkdir(exist_ok=True)
@@ -102,12 +111,33 @@ def _train_stages(
         if processes.any_of(stop.requested):
             raise stop.interrupted(f"stopped before {name}")
         trained.append(name)
+        if config.model.remat == "auto":
+            stage = stage.with_remat(remat)
         console().rule(f"{name}: {inputs.section.steps} steps", align="left")
         kind = stage_kind(stage.kind)
         print_placement(inputs.section, mesh, stage.devices, kind.roles(inputs))
         kind.run(stage, inputs)
         gc.collect()  # trainer and programs form a cycle that keeps the weights alive
     return trained
+
+
+def _chosen_remats(config: RunConfig, files: ModelFiles, mesh: Mesh) -> list[Remat]:
+    """`model.remat` of each stage; `auto` is decided by the memory of the devices. ConfigError for a stage for which it
+    cannot be."""
+    own = config.model.remat
+    if own != "auto":
+        return [own for _ in config.stages]
+    from posttrain.runs.plan import choose_remat
+
+    memory = processes.agreed(lambda: device_memory(mesh))
+    return [choose_remat(section, config, files, mesh, memory).remat for section in config.stages]
+
+
+def device_memory(mesh: Mesh) -> int:
+    """Bytes that programs can use on a device of the mesh; of CPU devices, which share the host's, a part of it."""
+    device = mesh.local_devices[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(mesh.local_devices)
 
 
 def _print_nothing_trained(output: Path, when: str) -> None:

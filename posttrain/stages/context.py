@@ -20,14 +20,17 @@ from posttrain.config import (
     OnlineSection,
     PlacementSection,
     ProfileSection,
+    Remat,
     RLSection,
     RunConfig,
+    SavedActivations,
     TrainSection,
 )
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import Record, paired
 from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.models.activations import shown_remat
 from posttrain.models.adapter import without_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.runtime import processes
@@ -265,6 +268,14 @@ class StageRun:
                 write_whole(file, text)
             processes.wait_for_all(str(file))
         return json.loads(file.read_text(encoding="utf-8"))
+
+    def with_remat(self, chosen: Remat) -> StageRun:
+        """Context with the activations chosen for `remat: auto`, or those with which the stage began."""
+        kept = self.remember("remat", lambda: chosen if isinstance(chosen, str) else chosen.model_dump(mode="json"))
+        remat: Remat = SavedActivations(**kept) if isinstance(kept, dict) else kept
+        made = f"{self.name}: remat auto: {shown_remat(remat)}"
+        console().print(made if remat == chosen else f"{made}, as when the stage began", markup=False, soft_wrap=True)
+        return replace(self, model=self.model.model_copy(update={"remat": remat}))
 
     def forget(self, name: str) -> None:
         """Remove a value stored by `remember`."""

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from posttrain.kernels.attention.call import MASKED, MaskInputs, Operands, Variant, capped, visible
+from posttrain.kernels.attention.call import MASKED, SAVED, MaskInputs, Operands, Variant, capped, visible
 
 FLOOR = 0.1 * MASKED
 """Lower bound of the running maximum: relative to it, masked logits of a fully masked query get weight 0."""
@@ -129,7 +130,8 @@ def _forward(plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_i
         total = jnp.where(total > 0, total, 1.0)
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
-    out, log_total = lax.map(block, (jnp.arange(q.shape[0]), q, *query_inputs(mask_inputs)))
+    found = lax.map(block, (jnp.arange(q.shape[0]), q, *query_inputs(mask_inputs)))
+    out, log_total = (checkpoint_name(x, SAVED) for x in found)
     return out, (q, k, v, sinks, mask_inputs, out, log_total)
 
 
@@ -226,7 +228,7 @@ def _short_forward(
         sink_exps = jnp.exp(least - top) if plan.sinks else None
         outs.append(einsum32("bkrs,bksh->bkrh", exps.astype(v.dtype), v[:, :, keys]) / _total(exps, sink_exps))
         saved.append((exps, sink_exps))
-    out = jnp.stack(outs).astype(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+    out = checkpoint_name(jnp.stack(outs).astype(q.dtype).reshape(*q.shape[:-1], v.shape[-1]), SAVED)
     return out, (q, k, v, sinks, saved)
 
 

@@ -18,6 +18,9 @@ from posttrain.mesh import HEAD_AXIS, TOKEN_AXIS, row_axes
 MASK_BYTES = 256 << 20
 """Maximum size of a materialized mask; beyond it, kernels that compute the mask per block need no memory for it."""
 
+SAVED = "attention"
+"""Checkpoint name of a kernel's output and of the softmax's statistics that its backward pass reads."""
+
 
 class MaskInputs(NamedTuple):
     """Positions, segments and parents from which the attention mask is computed."""

@@ -18,6 +18,7 @@ from posttrain.config import AttentionKernel
 from posttrain.errors import ConfigError
 from posttrain.kernels.attention.blockwise import blockwise
 from posttrain.kernels.attention.call import (
+    SAVED,
     AttentionCall,
     MaskInputs,
     Operands,
@@ -141,6 +142,7 @@ def make_splash(
         splash_attention_mask.MultiHeadMask([mask] * num_heads),
         block_sizes=splash_blocks(length, head_dim, variant.window, shards=shards),
         attn_logits_soft_cap=variant.soft_cap,
+        residual_checkpoint_name=SAVED,
         interpret=interpret,
         head_shards=1,
         q_seq_shards=shards,
