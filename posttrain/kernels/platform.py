@@ -1,5 +1,5 @@
-"""Platform facts for kernel selection, devices and installed packages, and forms of programs that XLA:CPU runs at full
-speed: matrix products, values computed once, and unstacked layers."""
+"""Platform facts for kernel selection, devices and installed packages, and forms of programs that XLA runs at full
+speed: on CPU matrix products, values computed once and unstacked layers, on TPU operands that are written."""
 
 from __future__ import annotations
 
@@ -179,3 +179,19 @@ def _restacked(opaque_zero: Int[Array, ""], gradients: list[Float[Array, ...]]) 
 
 
 _parts.defvjp(_unstacked, _restacked)
+
+
+@jax.custom_vjp
+def written(x: Array) -> Array:
+    """The array, written to memory before it is read; its gradient is not."""
+    return lax.optimization_barrier(x)
+
+
+@jax.custom_vjp
+def written_gradients(x: Array, y: Array) -> tuple[Array, Array]:
+    """The arrays, with gradients that are written to memory before they are read."""
+    return x, y
+
+
+written.defvjp(lambda x: (written(x), None), lambda _, gradient: (gradient,))
+written_gradients.defvjp(lambda x, y: ((x, y), None), lambda _, gradients: lax.optimization_barrier(gradients))

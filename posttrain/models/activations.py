@@ -179,9 +179,9 @@ def _attention_costs(block: BlockConfig, config: ModelConfig, length: int) -> Co
         qkv_flops = 2.0 * (of_queries + embed * latents + c.kv_rank * expanded)
     out = c.num_heads * value_dim
     return {
-        QKV: (qkv, qkv_flops),
-        ATTENTION: (out, 2.0 * c.num_heads * (key_dim + value_dim) * span),
-        PROJECTION: (embed, 2.0 * out * embed),
+        QKV: (float(qkv), qkv_flops),
+        ATTENTION: (float(out), 2.0 * c.num_heads * (key_dim + value_dim) * span),
+        PROJECTION: (float(embed), 2.0 * out * embed),
     }
 
 
@@ -192,8 +192,8 @@ def _mlp_costs(block: BlockConfig, config: ModelConfig, slack: float) -> Costs:
         down: tuple[float, float] | None = rows * embed, 2.0 * embed * rows * hidden
     else:
         rows, hidden, shared = 0.0, 0, mlp.dim
-        down = (embed, 2.0 * embed * shared) if block.norms in ("post", "sandwich") else None
-    wide = rows * hidden + shared
+        down = (float(embed), 2.0 * embed * shared) if block.norms in ("post", "sandwich") else None
+    wide = float(rows * hidden + shared)
     return {GATE: (wide, 2.0 * embed * wide), UP: (wide, 2.0 * embed * wide), **({} if down is None else {DOWN: down})}
 
 

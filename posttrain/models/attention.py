@@ -51,6 +51,10 @@ class Attention(nnx.Module):
         state.projected["q"] = q = self._heads(projected[0], self.q_norm, c.num_heads)
         q = self._rotated(q, context)
         stored = self._keys_and_values(projected, context, state, index) if c.reuses is None else state.kept[c.reuses]
+        if c.reuses is not None and state.cache is None and isinstance(stored, StoredKeys):
+            # Those of this pass: a kernel for rows asks for the very same arrays, which a loop or remat has renamed.
+            ids = {"segments": context.segments, "q_segments": context.segments}
+            stored = stored._replace(positions=context.positions, **ids)
         if c.keeps is not None:
             assert isinstance(stored, StoredKeys), "ragged paged attention cannot share keys and values between layers"
             state.kept[c.keeps] = stored

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
-from posttrain.kernels.platform import matmul
+from posttrain.kernels.platform import matmul, platform_of, written, written_gradients
 from posttrain.mesh import row_axes, row_shards
 from posttrain.models.activations import GATE, UP
 from posttrain.models.adapter import Adapter
@@ -263,26 +263,14 @@ class MLP(nnx.Module):
         layers = (self.gate, self.up)
         gate, up = [layer(x) for layer in layers] if self.fused is None else self.fused(x, layers)
         gate, up = checkpoint_name(gate, GATE), checkpoint_name(up, UP)
-        return self.down(gated(self.activation, *with_whole_gradients(gate, up)))
+        if platform_of(None) != "tpu" or x.shape[1] == 1:
+            return self.down(gated(self.activation, gate, up))
+        # XLA:TPU would compute them anew for each tile of the products that read them.
+        return self.down(written(gated(self.activation, *written_gradients(gate, up))))
 
     def fuse(self, shards: int) -> None:
         """Compute gate and up as one product from now on."""
         self.fused = nnx.data(fused_linear((self.gate, self.up), shards))
-
-
-@jax.custom_vjp
-def with_whole_gradients(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> tuple[Array, Array]:
-    """The arrays, with gradients that are written once: XLA:TPU would compute these elementwise gradients anew for each
-    tile of the four products that read them."""
-    return gate, up
-
-
-def _whole(_: None, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-    d_gate, d_up = jax.lax.optimization_barrier(gradients)
-    return d_gate, d_up
-
-
-with_whole_gradients.defvjp(lambda gate, up: ((gate, up), None), _whole)
 
 
 class ScalarHead(nnx.Module):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
 from posttrain.errors import ConfigError
+from posttrain.kernels.platform import platform_of
 from posttrain.models.config import Rope
 from posttrain.models.fields import Fields
 
@@ -207,6 +209,8 @@ def rope_tables(rope: Rope, positions: Int[Array, "B T"]) -> Tables:
 
 def apply_rope(x: Float[Array, "B T N H"], tables: Tables, *, interleaved: bool) -> Float[Array, "B T N H"]:
     """Rotate the pairs of each head; remaining dimensions pass through."""
+    if platform_of(None) == "tpu" and x.dtype == jnp.bfloat16 and x.shape[1] > 1:
+        return rotate_lanes(x, tables, interleaved=interleaved)
     cos, sin = (table[:, :, None, :] for table in tables)
     pairs = cos.shape[-1]
     wide, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
@@ -217,3 +221,38 @@ def apply_rope(x: Float[Array, "B T N H"], tables: Tables, *, interleaved: bool)
     turned = first * cos - second * sin, second * cos + first * sin
     joined = jnp.stack(turned, axis=-1).reshape(wide.shape) if interleaved else jnp.concatenate(turned, axis=-1)
     return jnp.concatenate([joined.astype(x.dtype), rest], axis=-1)
+
+
+def rotate_lanes(x: Float[Array, "B T N H"], tables: Tables, *, interleaved: bool) -> Float[Array, "B T N H"]:
+    """Rotate as `apply_rope` does, for bfloat16 on TPU: x cos + (x P) sin, where P swaps the numbers of each pair and
+    negates one, exactly. Halves of 64 numbers would fill half of the lanes, and be written twice as large."""
+    pairs, rest = tables[0].shape[-1], x.shape[-1] - 2 * tables[0].shape[-1]
+    swap = np.zeros((x.shape[-1], x.shape[-1]), np.float32)
+    first = np.arange(0, 2 * pairs, 2) if interleaved else np.arange(pairs)
+    second = first + (1 if interleaved else pairs)
+    swap[second, first], swap[first, second] = -1.0, 1.0
+
+    def lanes(table: Array, fill: float) -> Array:
+        both = jnp.repeat(table, 2, axis=-1) if interleaved else jnp.concatenate([table, table], axis=-1)
+        return jnp.pad(both, ((0, 0), (0, 0), (0, rest)), constant_values=fill)[:, :, None]
+
+    return _rotated(x, jnp.asarray(swap, x.dtype), lanes(tables[0], 1.0), lanes(tables[1], 0.0))
+
+
+@jax.custom_vjp
+def _rotated(x: Array, swap: Array, cos: Array, sin: Array) -> Array:
+    swapped = jax.lax.dot_general(x, swap, (((3,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
+
+
+def _rotated_forward(x: Array, swap: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _rotated(x, swap, cos, sin), (swap, cos, sin)
+
+
+def _rotated_backward(saved: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, None, None, None]:
+    """Rotate by the negative angle: the derivative's own form would round its products with sines to bfloat16."""
+    swap, cos, sin = saved
+    return _rotated(gradient, swap, cos, -sin), None, None, None
+
+
+_rotated.defvjp(_rotated_forward, _rotated_backward)
