@@ -68,7 +68,10 @@ def _saved(value: Any) -> Any:
 
 
 REMAT_WORDS = ("none", "full", "dots", "offload", "auto")
-RematSetting = Annotated[Remat | Literal["auto"], BeforeValidator(_saved)]
+RematSetting = Annotated[
+    Remat | Literal["auto"],
+    BeforeValidator(_saved, json_schema_input_type=Remat | Literal["auto"] | ListOf[RematName]),
+]
 
 
 class LoRA(Section):

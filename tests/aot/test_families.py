@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from posttrain.config import AdamW
+from posttrain.config import AdamW, Remat, SavedActivations
+from posttrain.kernels.platform import traced_for
 from posttrain.losses.sft import SFTLoss
 from posttrain.models import families
 from posttrain.plan.hlo import kernel_names
@@ -14,8 +19,9 @@ from posttrain.plan.machine import CHIPS
 from posttrain.plan.phases import RolloutShapes, batch_of
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
-from posttrain.train.programs import TrainPrograms
-from tests.aot.slices import FAMILIES, SMALL, mesh_of, model
+from posttrain.train.programs import TrainPrograms, placed_shapes
+from posttrain.weights.state import ModelWeights
+from tests.aot.slices import FAMILIES, SMALL, mesh_of, model, on
 
 BACKWARD = ("splash_mha_dkv", "splash_mha_dq")
 WITHOUT_RAGGED = {"deepseek_v3", "gpt_oss"}
@@ -56,3 +62,24 @@ def test_programs_lower_with_their_kernels(name: str) -> None:
     assert ("ragged_paged_attention" in decode) == (name not in WITHOUT_RAGGED)
     prefill = {family(kernel) for kernel in kernel_names(rollout.lower_prefill().as_text())}
     assert "splash_mha_fwd" in prefill
+
+
+def test_saved_activations_are_not_computed_again() -> None:
+    """Not in the compiler's program either: neither the forward kernel of attention, nor the six products and two
+    rotations of the block."""
+    mesh = mesh_of("v5e", "1x1")
+    every = SavedActivations(save=("qkv", "attention", "projection", "gate", "up"))
+
+    def counts(remat: Remat) -> tuple[int, int]:
+        made = model(SMALL | {"model_type": "llama"} | FAMILIES["llama"], mesh, remat)
+        weights, ids = ModelWeights(made), on(mesh, (1, 512), jnp.int32)
+
+        def loss(arrays: Any, *inputs: Any) -> Any:
+            return jnp.sum(weights.bind(arrays)(*inputs)[0].astype(jnp.float32))
+
+        program = jax.jit(traced_for(mesh, jax.grad(loss)))
+        text = program.lower(placed_shapes(weights, mesh), ids, ids, ids).compile().as_text() or ""
+        return len(re.findall(r"%splash_mha_fwd[\w.]* = ", text)), len(re.findall(r" convolution\(", text))
+
+    (kernels, products), (fewer_kernels, fewer_products) = counts("full"), counts(every)
+    assert (kernels, fewer_kernels) == (2, 1) and products - fewer_products == 6 + 2

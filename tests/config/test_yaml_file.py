@@ -177,7 +177,13 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
         ("tokenizer: bytes", "tokenizer: bytes\n  dtype: bf16",
          "run.yaml:6: model.dtype: must be 'float32' or 'bfloat16'; got 'bf16'; did you mean 'bfloat16'?"),
         ("tokenizer: bytes", "tokenizer: bytes\n  remat: sure",
-         "run.yaml:6: model.remat: must be 'none', 'full', 'dots' or 'offload'; got 'sure'"),
+         "run.yaml:6: model.remat: must be none, full, dots, offload, auto or a list of activations; got 'sure'"),
+        ("tokenizer: bytes", "tokenizer: bytes\n  remat: [attention, gates]",
+         "run.yaml:6: model.remat: 'gates' is no activation; did you mean 'gate'?; there are qkv, attention, "
+         "projection, gate, up, down, block_input"),
+        ("tokenizer: bytes", "tokenizer: bytes\n  remat: {save: [qkv, block_input], offload: [qkv]}",
+         "run.yaml:6: model.remat: block_input is always saved; name it in offload to keep it in the host's memory; "
+         "qkv: either save or offload"),
         ("tokenizer: bytes", "tokenizer: bytes\n  long_context: sure",
          "run.yaml:6: model.long_context: must be true or false; got 'sure'"),
         ("output: runs/x", "output: 7", "run.yaml:1: output: must be text; got 7; write it in quotes"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.models.fields import Fields
-from posttrain.models.rope import apply_rope, default_rope, rope_from_hf, rope_tables
+from posttrain.models.rope import apply_rope, default_rope, rope_from_hf, rope_tables, rotate_lanes
 
 KINDS = ("default", "dynamic", "linear", "llama3", "yarn", "yarn_mscale", "yarn_plain", "longrope", "proportional")
 
@@ -75,3 +76,18 @@ def test_rotation_is_by_position_times_frequency() -> None:
         got = apply_rope(jnp.asarray(x), rope_tables(rope, jnp.asarray(positions)), interleaved=interleaved)
         assert_allclose(got[..., :8], joined, atol=2e-4)
         assert_allclose(got[..., 8:], x[..., 8:], atol=0)
+
+
+@pytest.mark.parametrize(("pairs", "interleaved"), [(4, False), (4, True), (3, False), (3, True)])
+def test_whole_lanes_are_rotated_as_halves_are(pairs: int, interleaved: bool) -> None:
+    """To the last bit, with the gradient; also where a part of the head passes through."""
+    draw = np.random.default_rng(0)
+    x, weight = (jnp.asarray(draw.normal(size=(2, 5, 3, 8)), jnp.float32) for _ in range(2))
+    tables = rope_tables(default_rope(100.0, 2 * pairs), jnp.arange(10).reshape(2, 5))
+
+    def both(rotate: Any) -> tuple[Any, Any]:
+        return jax.value_and_grad(lambda x: jnp.sum(rotate(x, tables, interleaved=interleaved) * weight))(x)
+
+    got = rotate_lanes(x, tables, interleaved=interleaved)
+    assert_array_equal(got, apply_rope(x, tables, interleaved=interleaved))
+    assert_allclose(both(rotate_lanes)[1], both(apply_rope)[1], atol=1e-7)

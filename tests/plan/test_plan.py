@@ -11,9 +11,10 @@ import pytest
 from posttrain.config import RunConfig
 from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
+from posttrain.models.activations import shown_remat
 from posttrain.plan import lowered
 from posttrain.plan.machine import Machine, machine
-from posttrain.runs.plan import plan, plan_elsewhere
+from posttrain.runs.plan import HEADROOM, RematChoice, _mesh, _model_files, choose_remat, plan, plan_elsewhere
 from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
 
 CPU_8 = machine("cpu-8")
@@ -37,6 +38,7 @@ def test_phases_of_sft_and_rl_then_the_cache(tmp_path: Path, monkeypatch: pytest
     lines = list(plan(config, CPU_8))
     assert lines[0] == "machine: cpu-8, 8 devices with 16.00 GiB each"
     assert "mesh: data=1, fsdp=8, expert=1, context=1, tensor=1" in lines
+    assert lines.count("  remat: none; for a step, per device:") == 2
     phases = [line.split("  ")[1] for line in lines if line.startswith(("  trainer:", "  sampler:"))]
     assert phases[0] == "trainer: update" and {"sampler: prefill", "sampler: decode"} < set(phases[1:])
     assert lines.count("  it fits") == 2
@@ -69,6 +71,29 @@ def test_the_nearest_setting_that_fits(tmp_path: Path) -> None:
     assert "nor with model.remat=full; nor model.remat=full micro_batch_rows=8" in lines[-1]
     assert "micro_batch_rows=8 optimizer.moments=bfloat16; nor" in lines[-1] and "model.lora={'rank': 16}" in lines[-1]
     assert not any("nearest" in line for line in plan(config, with_memory(1 << 10), search=False))
+
+
+def test_the_activations_that_fit_are_saved(tmp_path: Path) -> None:
+    """Those first that spare most time per byte; a list and its price are said, and what has no plan is refused."""
+    config = load_config(write_run(tmp_path, sft_stage()), ["model.remat=auto"])
+    files, mesh = _model_files(config), _mesh(config, CPU_8)
+
+    def chosen(memory: int) -> RematChoice:
+        return choose_remat(config.stages[0], config, files, mesh, memory)
+
+    assert chosen(1 << 34).remat == "none" and chosen(1 << 10).remat == "full"
+    base, costs = (1 << 34) * (1 - HEADROOM) - (chosen(1 << 34).spare or 0), chosen(1 << 34).costs
+    names = list(costs)
+    assert set(names) == {"qkv", "attention", "projection", "gate", "up"}
+    for count in range(1, len(names)):
+        memory = int((base + sum(costs[name].bytes for name in names[:count]) + 16) / (1 - HEADROOM)) + 1
+        assert shown_remat(chosen(memory).remat).startswith(f"save {', '.join(names[:count])}"), count
+    head, *lines = chosen(memory).lines()
+    assert head.startswith("  remat: save ") and ", by auto for " in head
+    assert [line.split("  ")[-1] for line in lines] == ["saved"] * (len(names) - 1) + ["computed again"]
+    critic = load_config(write_run(tmp_path, rl_stage(algorithm="ppo")), ["model.remat=auto"])
+    with pytest.raises(ConfigError, match="remat=auto: the memory of a critic is not known yet; name the activations"):
+        choose_remat(critic.stages[0], critic, files, mesh, 1 << 30)
 
 
 def test_the_other_machine(tmp_path: Path) -> None:

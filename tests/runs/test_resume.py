@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -156,8 +157,9 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(base, folder / "base", tokenizer=load_tokenizer("bytes"))
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
     stage = sft_stage(num_steps=2, eval_dataset=held_out)
-    file = write_run(folder, stage, model={"path": "base", "lora": {"rank": 2}})
+    file = write_run(folder, stage, model={"path": "base", "lora": {"rank": 2}, "remat": "auto"})
     assert posttrain("run", file).code == 0
+    assert json.loads((folder / "out" / "0-sft" / "remat.json").read_text()) == "none"
     return file
 
 
@@ -186,8 +188,10 @@ def test_killed_after_the_last_evaluation_says_it_once(
         metrics = stage.parent / "metrics.jsonl"
         metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     before = (stage / "after.json").stat().st_mtime_ns if remembered else None
+    (stage / "remat.json").write_text('{"save": ["gate"], "offload": []}')
     again = posttrain("run", file)
     assert again.code == 0 and "resuming after step 2 of 2" in again.out, again.err
+    assert "remat auto: save gate, as when the stage began" in again.out
     assert [{**line, "time": 0} for line in lines(tmp_path / "out")] == told
     assert remembered == ((stage / "after.json").stat().st_mtime_ns == before)
     assert weights(tmp_path / "out", "0-sft") == weights(adapted.parent / "out", "0-sft")
