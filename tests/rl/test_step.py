@@ -37,7 +37,7 @@ from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
 from tests.often import often
-from tests.rl.helpers import collector, example, make_algorithm, step_settings
+from tests.rl.helpers import collector, example, make_algorithm, sharing, step_settings
 from tests.tiny import WINDOW, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
@@ -96,8 +96,8 @@ class World:
                 skip_update=SamplerGate(rounding=EXACT if dtype == jnp.float32 else ROUNDED),
             ),
         )
-        engine = NativeEngine(
-            model, slots=8, max_length=ROW, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0
+        engine = sharing(
+            NativeEngine(model, slots=8, max_length=ROW, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0)
         )
         self.cluster = Cluster(self.trainer, engine, Shared(self.trainer), reference=Reference(self.trainer))
         renderer = Renderer(tokenizer, False)
@@ -202,6 +202,7 @@ def test_the_reference_stays_while_the_actor_learns(tokenizer: Tokenizer, lora: 
 
 def test_twenty_steps_compile_each_program_once(tokenizer: Tokenizer) -> None:
     world = World(tokenizer, optimizer=sgd(0.01))
+    world.cluster.engine.programs._compiled = {}  # which are its own
     draw = np.random.default_rng(0)
     counts = []
     for _ in range(20):
