@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
@@ -27,7 +28,7 @@ from posttrain.config import AdamW, MeshSection, SamplerTensor
 from posttrain.kernels.platform import traced_for
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
-from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding
+from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding, ring_hops
 from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Init
@@ -311,6 +312,20 @@ def large_case(length: int) -> tuple[str, Callable[[], str]]:
     return title, lambda: update(LARGE, 8, length, SFTLoss(), **low)
 
 
+def mesh_case(kind: str, shape: str, **axes: int) -> tuple[str, Callable[[], str]]:
+    """Links between neighbours on a ring of each axis."""
+    sizes = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+
+    def far() -> str:
+        devices = topology_devices(kind, shape)
+        mesh = make_mesh(MeshSection(**{"fsdp": 1} | axes), devices)
+        own = np.asarray(devices, dtype=object).reshape(mesh.devices.shape)
+        before, now = ([round(n, 2) for n in ring_hops(grid) or [] if n] for grid in (own, mesh.devices))
+        return f"{now}; in the devices' own order {before}"
+
+    return f"links of a ring step, {kind}:{shape}, {sizes}", far
+
+
 CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
     "decode": [
         (decode_case(fsdp=8), "decode-fsdp8"),
@@ -327,6 +342,19 @@ CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
     ],
     "experts": [(expert_case(size), None) for size in (2, 4, 8, 16)],
     "grpo": [(("GRPO update, 0.6B, 16 x 2048, fsdp=8", lambda: update(SMALL, 16, 2048, GRPO, POLICY_ARRAYS)), "grpo")],
+    "mesh": [
+        (mesh_case(kind, shape, **axes), None)
+        for kind, shape, axes in (
+            ("v5e", "2x4", {"fsdp": 8}),
+            ("v5e", "2x4", {"fsdp": 2, "tensor": 4}),
+            ("v5e", "4x4", {"data": 4, "fsdp": 4}),
+            ("v5e", "16x16", {"data": 16, "fsdp": 16}),
+            ("v5e", "16x16", {"data": 32, "fsdp": 8}),
+            ("v5e", "16x16", {"fsdp": 256}),
+            ("v5p", "4x4x4", {"data": 4, "fsdp": 16}),
+            ("v6e", "4x8", {"data": 4, "fsdp": 8}),
+        )
+    ],
     "sft": [(("SFT step, 0.6B, 8 x 4096, fsdp=8", lambda: update(SMALL, 8, 4096, SFTLoss())), "sft")],
     "sft-8b": [(large_case(4096), "sft-8b-4096"), (large_case(1024), "sft-8b-1024")],
 }

@@ -1,10 +1,13 @@
-"""Device meshes, the table of parameter dimensions and their shardings, and constraints on rows."""
+"""Device meshes in the order of the torus, the table of parameter dimensions and their shardings, and constraints on
+rows."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -46,12 +49,22 @@ TOKEN_AXIS = "context"
 BATCH_SPEC = PartitionSpec(ROW_AXES)
 """Batch rows are sharded over `ROW_AXES`. Their tokens are not; the model splits its activations."""
 
+Sizes = tuple[int, ...]
+
+RING_2D = 16
+"""Chips of a dimension of v5e and v6e whose ends are linked."""
+CUBE = 4
+"""Chips of each dimension of a v4 or v5p cube; slices of whole cubes have links between the ends of all dimensions."""
+
 
 def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Create the mesh of a configuration. Raises ConfigError if the sizes do not multiply to the number of devices."""
+    """Create the mesh of a configuration. Raises ConfigError if the sizes do not multiply to the number of devices, or
+    the slices are not those of the devices."""
     devices = jax.devices() if devices is None else devices
-    grid = np.asarray(devices).reshape(mesh_sizes(section, len(devices)))
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    sizes, outer = mesh_sizes(section, len(devices)), MESH_AXES.index(section.slice_axis)
+    inner = tuple(size // section.slices if axis == outer else size for axis, size in enumerate(sizes))
+    grids = [arranged(group, inner) for group in by_slice(devices, section.slices)]
+    return Mesh(np.concatenate(grids, axis=outer), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def mesh_sizes(section: MeshSection, num_devices: int) -> tuple[int, ...]:
@@ -62,8 +75,189 @@ def mesh_sizes(section: MeshSection, num_devices: int) -> tuple[int, ...]:
     if math.prod(sizes) != num_devices:
         named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, wanted, strict=True))
         rule = f": the product of the others, {fixed}, must divide" if -1 in wanted else " must multiply to"
-        raise ConfigError(f"mesh: {named}{rule} the number of devices, {num_devices}")
+        across = f" (mesh.slices={section.slices} included)" if section.slices > 1 else ""
+        raise ConfigError(f"mesh: {named}{across}{rule} the number of devices, {num_devices}")
+    if (size := sizes[MESH_AXES.index(section.slice_axis)]) % section.slices:
+        raise ConfigError(f"mesh.slices={section.slices} must divide {section.slice_axis}, here {size} devices")
     return sizes
+
+
+def num_slices(devices: Iterable[Any]) -> int:
+    """Number of TPU slices that devices are of; 1 for other devices."""
+    return len({_slice_of(device) for device in devices})
+
+
+def by_slice(devices: Sequence[Any], wanted: int) -> list[list[Any]]:
+    """Devices of each slice. ConfigError if these are not as many as `wanted`, or have not as many devices each."""
+    found: dict[int, list[Any]] = {}
+    for number, device in enumerate(devices):
+        part = number * wanted // len(devices)
+        found.setdefault(_slice_of(device) if device.platform == "tpu" else part, []).append(device)
+    counts = [len(group) for group in found.values()]
+    if len(counts) != wanted or min(counts) < max(counts):
+        parts = " and ".join(map(str, counts))
+        remedy = f"set mesh.slices={len(counts)}" if min(counts) == max(counts) else "take as many of each"
+        raise ConfigError(f"mesh.slices={wanted}: the TPU devices are of {len(counts)} slices, {parts}; {remedy}")
+    return list(found.values())
+
+
+def _slice_of(device: Any) -> int:
+    # Devices that only a compiler has are without it where there is one slice; that of a GPU is something else.
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+
+
+def torus_note(mesh: Mesh) -> str | None:
+    """Note on how near devices are on the torus of a TPU slice; None on other machines, and for one device."""
+    if mesh.size == 1 or mesh.devices.flat[0].platform != "tpu":
+        return None
+    slices = num_slices(mesh.devices.flat)
+    outer = 0 if num_slices(mesh.devices[0].flat) == 1 else 1
+    inner = mesh.devices.take(range(mesh.devices.shape[outer] // slices), outer)
+    hops = ring_hops(inner)
+    if hops is None:
+        return "the devices are no box of the torus and keep their order"
+    far = ", ".join(f"{axis} {n:.3g}" for axis, n, size in zip(MESH_AXES, hops, inner.shape, strict=True) if size > 1)
+    across = f"; {MESH_AXES[outer]} continues over {slices} slices" if slices > 1 else ""
+    return f"links between neighbours on a ring: {far or 'none'}{across}"
+
+
+# Devices of a slice stand in a mesh so that neighbours on each axis are neighbours on the torus, or nearly.
+
+
+class Box(NamedTuple):
+    """Devices of a whole box of a torus."""
+
+    dims: Sizes
+    """Devices of each dimension; the last one counts those of one chip."""
+    linked: tuple[bool, ...]
+    """Dimensions whose ends are linked."""
+    places: tuple[Sizes, ...]
+    """Coordinates of each device, from 0."""
+
+    @classmethod
+    def of(cls, devices: Sequence[Any]) -> Box | None:
+        """None for other devices than TPUs, and for those that are no whole box."""
+        if any(device.platform != "tpu" for device in devices):
+            return None
+        found = np.asarray([(*device.coords, device.core_on_chip) for device in devices])
+        places = found - found.min(axis=0)
+        dims = tuple((places.max(axis=0) + 1).tolist())
+        if math.prod(dims) != len(devices) or len({*map(tuple, places.tolist())}) < len(devices):
+            return None
+        flat = "lite" in devices[0].device_kind
+        cubes = all(size % CUBE == 0 for size in dims[:3])
+        linked = tuple(size >= RING_2D if flat else cubes for size in dims[:3])
+        return cls(dims, (*linked, False), tuple(map(tuple, places.tolist())))
+
+    def hops(self, one: Sequence[int], other: Sequence[int]) -> int:
+        """Links between two places."""
+        return _hops(one, other, self.dims, self.linked)
+
+
+class Part(NamedTuple):
+    """Share of a mesh axis in each dimension of a box."""
+
+    factors: Sizes
+    strides: Sizes
+    """Places between two neighbours in each dimension."""
+
+
+def arranged(devices: Sequence[Any], sizes: Sizes) -> np.ndarray:
+    """Devices in the shape of a mesh, its inner axes nearest to each other; as they come if they are no box of TPUs."""
+    grid = np.asarray(devices, dtype=object)
+    box = Box.of(devices)
+    if box is None:
+        return grid.reshape(sizes)
+    at = dict(zip(box.places, devices, strict=True))
+    rings = [_ring(part, box.dims, box.linked) for part in _split(sizes, box.dims, box.linked)]
+    ordered = [at[tuple(map(sum, zip(*steps, strict=True)))] for steps in itertools.product(*rings)]
+    for index, device in enumerate(ordered):
+        grid[index] = device
+    return grid.reshape(sizes)
+
+
+def ring_hops(grid: np.ndarray) -> list[float] | None:
+    """Mean number of links between neighbours on a ring of each mesh axis; None if the devices are no box of TPUs."""
+    box = Box.of(grid.ravel().tolist())
+    if box is None:
+        return None
+    place = np.asarray(box.places).reshape(*grid.shape, -1)
+    means = []
+    for axis in range(grid.ndim):
+        one, other = (x.reshape(-1, x.shape[-1]).tolist() for x in (place, np.roll(place, -1, axis)))
+        means.append(sum(map(box.hops, one, other)) / len(one))
+    return means
+
+
+def _split(sizes: Sizes, dims: Sizes, linked: tuple[bool, ...]) -> list[Part]:
+    """Parts of the axes with the fewest links of a ring step, an axis counting four times as much as the one
+    outside of it."""
+
+    def cost(parts: list[Part]) -> tuple[float, int]:
+        weighted = sum(4.0**n * _mean(_ring(p, dims, linked), dims, linked) for n, p in enumerate(parts))
+        return weighted, sum(factor > 1 for part in parts for factor in part.factors)
+
+    return min(_splits(sizes, dims, (1,) * len(dims)), key=cost)
+
+
+def _splits(sizes: Sizes, dims: Sizes, strides: Sizes) -> Iterator[list[Part]]:
+    """All ways to give the factors of the dimensions to the axes, inner axes nearest."""
+    if not sizes:
+        yield []
+        return
+    left = [size // stride for size, stride in zip(dims, strides, strict=True)]
+    for factors in itertools.product(*([n for n in range(1, size + 1) if size % n == 0] for size in left)):
+        if math.prod(factors) == sizes[-1]:
+            further = tuple(factor * stride for factor, stride in zip(factors, strides, strict=True))
+            for outer in _splits(sizes[:-1], dims, further):
+                yield [*outer, Part(factors, strides)]
+
+
+@cache
+def _ring(part: Part, dims: Sizes, linked: tuple[bool, ...]) -> tuple[Sizes, ...]:
+    """Places of an axis, from that of its first device, in the order with the fewest links."""
+    wide = [dim for dim, factor in enumerate(part.factors) if factor > 1]
+    orders: list[tuple[Sizes, ...]] = []
+    for order in itertools.permutations(wide):
+        for steps in _tours(tuple(part.factors[dim] for dim in order)):
+            places = []
+            for step in steps:
+                at = dict(zip(order, step, strict=True))
+                places.append(tuple(at.get(dim, 0) * stride for dim, stride in enumerate(part.strides)))
+            orders.append(tuple(places))
+    return min(orders, key=lambda places: _mean(places, dims, linked))
+
+
+def _tours(shape: Sizes) -> Iterator[list[Sizes]]:
+    """Visits of all places of a grid: where one exists, a cycle whose halves are boxes, and back and forth."""
+    columns, rows = (shape[0], _path(shape[1:])) if len(shape) > 1 else (0, [])
+    if rows and len(rows) % 2 == 0:
+        there = [range(1, columns) if n % 2 == 0 else range(columns - 1, 0, -1) for n in range(len(rows))]
+        forth = [(column, *row) for row, turn in zip(rows, there, strict=True) for column in turn]
+        back = [(0, *row) for row in reversed(rows)]
+        half = len(rows) // 2
+        yield [*back[half:], *forth, *back[:half]]
+    yield _path(shape)
+
+
+def _path(shape: Sizes) -> list[Sizes]:
+    """Places of a grid, each beside the one before."""
+    places: list[Sizes] = [()]
+    for size in reversed(shape):
+        turns = (places if n % 2 == 0 else places[::-1] for n in range(size))
+        places = [(n, *place) for n, turn in enumerate(turns) for place in turn]
+    return places
+
+
+def _mean(places: Sequence[Sizes], dims: Sizes, linked: tuple[bool, ...]) -> float:
+    """Mean links of a ring step."""
+    after = (*places[1:], places[0])
+    return sum(_hops(one, other, dims, linked) for one, other in zip(places, after, strict=True)) / len(places)
+
+
+def _hops(one: Sequence[int], other: Sequence[int], dims: Sizes, linked: Sequence[bool]) -> int:
+    apart = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    return sum(min(n, size - n) if ends else n for n, size, ends in zip(apart, dims, linked, strict=True))
 
 
 def single_device_mesh() -> Mesh:

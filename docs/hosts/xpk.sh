@@ -1,5 +1,5 @@
 #!/bin/bash
-# XPK writes the JobSet itself. STORAGE: a Filestore that `xpk storage create` mounted at /shared.
+# XPK writes the JobSet itself. More slices than one also need mesh.slices in the configuration. STORAGE: a Filestore that `xpk storage create` mounted at /shared.
 set -euo pipefail
 
 xpk workload create \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -189,27 +189,22 @@ class PerProcessReplica:
     def __init__(self, actor: Trainer, tensor: int):
         """`tensor`: devices that split each weight; a process's others hold copies."""
         self._actor = actor
-        order = actor.mesh.devices.flatten()
+        # Those of a process together: on a torus they may stand apart in the actor's mesh.
+        order = sorted(actor.mesh.devices.flat, key=lambda device: device.process_index)
         own = [device for device in order if device.process_index == jax.process_index()]
-        assert [*order].index(own[0]) % len(own) == 0, "the devices of a process stand together in the mesh"
         axes = actor.mesh.axis_types
         shape = (-1, 1, 1, 1, tensor)
-        everywhere = Mesh(order.reshape(shape), MESH_AXES, axis_types=axes)
+        everywhere = Mesh(np.asarray(order).reshape(shape), MESH_AXES, axis_types=axes)
         self._mesh = Mesh(np.asarray(own).reshape(shape), MESH_AXES, axis_types=axes)
         weights = ModelWeights(actor.model)
         self._places, self._own = shardings_on(everywhere, weights), shardings_on(self._mesh, weights)
-        self._programs: dict[frozenset[str], Callable[[Weights], Weights]] = {}
         self.model = weights.bind(self._here(weights.read()))
         self.model.compute = replace(actor.model.compute, mesh=self._mesh)
         self._weights = ModelWeights(self.model)
 
     def _here(self, arrays: Weights) -> Weights:
         """Arrays on the devices of this process."""
-        paths = frozenset(arrays)
-        if paths not in self._programs:
-            places = {path: self._places[path] for path in paths}
-            self._programs[paths] = jax.jit(lambda arrays: arrays, out_shardings=places)
-        found = self._programs[paths](arrays)
+        found = moved(arrays, self._places)
         return {
             path: jax.make_array_from_single_device_arrays(
                 array.shape, self._own[path], [shard.data for shard in array.addressable_shards]

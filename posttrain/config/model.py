@@ -171,7 +171,8 @@ class ModelSection(Section):
 
 
 class MeshSection(Section):
-    """Device mesh: devices per axis; -1 takes the remaining devices."""
+    """Device mesh: devices per axis, of each slice; -1 takes the remaining devices. On TPU neighbours on an axis are
+    neighbours on the torus where it can be."""
 
     data: int = 1
     """Data parallelism: replicas of the weights, each with its own rows of a batch."""
@@ -183,20 +184,31 @@ class MeshSection(Section):
     """Context parallelism: parts of every row's tokens, for long rows; each layer gathers the row's keys and values."""
     tensor: int = 1
     """Tensor parallelism: parts of every matrix product, on the same rows."""
+    slices: PositiveInt = 1
+    """TPU slices, between which there is only the slower network of the data centre (DCN): so many times the devices of
+    the axes. On other machines equal groups of devices in their order, such as hosts."""
+    slice_axis: Literal["data", "fsdp"] = "data"
+    """Axis that continues across slices: `data`, which sends gradients between them, or `fsdp`, which gathers the
+    weights of every layer from all slices and takes less memory."""
 
     def _mistakes(self) -> Iterator[str]:
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
             named = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
             yield f"{named}: sizes are positive, and at most one is -1 (what is left)"
+        if self.slices == 1 and self.slice_axis != "data":
+            yield f"slice_axis={self.slice_axis} has no effect on one slice; set slices, or remove it"
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of devices on each of `MESH_AXES`."""
-        return (self.data, self.fsdp, self.expert, self.context, self.tensor)
+        """Number of devices on each of `MESH_AXES`, on all slices."""
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        if sizes[self.slice_axis] != -1:
+            sizes[self.slice_axis] *= self.slices
+        return tuple(sizes.values())
 
     @property
     def row_shards(self) -> int | None:
         """Number of devices that split the rows of a batch; None if that depends on the machine."""
-        sizes = (self.data, self.fsdp, self.expert)
+        sizes = self.sizes[: len(ROW_AXES)]
         return None if -1 in sizes else math.prod(sizes)

@@ -17,6 +17,7 @@ BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f8e4m3fn": 8, "f8e5m2": 8} | {
 
 ASYNC_START = "AsyncCollectiveStart"
 
+_TRANSFER = r'_xla_megascale_transfer_type="(\w+)"'
 _SHAPE = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->\s*.*\{\s*$")
 _INSTRUCTION = re.compile(
@@ -147,10 +148,16 @@ class ProgramText:
     """Custom calls by target."""
     cycles: Counter[tuple[int | None, ...]] = field(default_factory=Counter)
     """Cycles of one trip by the compiler's estimate, without Mosaic kernels, by the loops around them."""
+    between: list[Collective] = field(default_factory=list)
+    """Collectives between slices, of what one device sends for its part."""
 
     def wire(self, trips: Sequence[int] = ()) -> float:
-        """Bytes that a device sends; `trips`: see `Collective.executions`."""
+        """Bytes that a device sends inside of its slice; `trips`: see `Collective.executions`."""
         return sum((c.wire * c.executions(trips) for c in self.collectives), 0.0)
+
+    def wire_between(self, trips: Sequence[int] = ()) -> float:
+        """Bytes that a device sends to other slices."""
+        return sum((c.wire * c.executions(trips) for c in self.between), 0.0)
 
     def wire_by_kind(self, trips: Sequence[int] = ()) -> dict[str, float]:
         """Bytes that a device sends, by kind of collective."""
@@ -173,12 +180,12 @@ def buffers(text: str) -> list[Buffer]:
     return [Buffer(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found if dtype in BITS]
 
 
-def read_program(text: str, num_devices: int) -> ProgramText:
-    """Read `Compiled.as_text()` of a program on `num_devices`."""
+def read_program(text: str, num_devices: int, num_slices: int = 1) -> ProgramText:
+    """Read `Compiled.as_text()` of a program on `num_devices` of `num_slices`."""
     computations, entry = _computations(text)
-    reader = _Reader(computations, num_devices)
+    reader = _Reader(computations, num_devices, num_slices)
     reader.walk(entry, (), "")
-    return ProgramText(reader.collectives(), reader.made, reader.kernels, reader.cycles)
+    return ProgramText(reader.collectives(), reader.made, reader.kernels, reader.cycles, reader.between)
 
 
 def kernel_names(lowered: str) -> Counter[str]:
@@ -189,8 +196,9 @@ def kernel_names(lowered: str) -> Counter[str]:
 class _Reader:
     """Walk over the computations from the entry, with the loops around each."""
 
-    def __init__(self, computations: Mapping[str, list[Instruction]], num_devices: int):
-        self._computations, self._num_devices = computations, num_devices
+    def __init__(self, computations: Mapping[str, list[Instruction]], num_devices: int, num_slices: int):
+        self._computations, self._num_devices, self._num_slices = computations, num_devices, num_slices
+        self.between: list[Collective] = []
         self._found: list[tuple[Collective, str | None, bool]] = []
         self.made: list[Large] = []
         self.kernels: Counter[str] = Counter()
@@ -205,6 +213,8 @@ class _Reader:
             kind = i.op.removesuffix("-start")
             if kind in KINDS:
                 self._collective(i, kind, types, loops, fusion, starts)
+            elif i.op == "send" and (transfer := re.search(_TRANSFER, i.line)):
+                self._transfer(i, transfer.group(1).lower().replace("_", "-"), loops)
             elif i.op == "custom-call":
                 target = re.search(r'custom_call_target="([^"]+)"', i.line)
                 self.kernels[target.group(1) if target else "?"] += 1
@@ -251,6 +261,13 @@ class _Reader:
         collective = Collective(kind, group, tuple(operands), tuple(results), loops, i.op_name)
         channel = re.search(r"channel_id=(\d+)", i.line)
         self._found.append((collective, channel.group(1) if channel else None, starts))
+
+    def _transfer(self, i: Instruction, kind: str, loops: tuple[int | None, ...]) -> None:
+        """A collective between slices, which the compiler has made of one over all devices: each sends its part."""
+        sent, slices = i.results[0], self._num_slices
+        dims = {"all-gather": (slices, *sent.dims), "reduce-scatter": _divided(sent.dims, slices)}.get(kind, sent.dims)
+        kind = "collective-permute" if kind == "one-to-one" else kind
+        self.between.append(Collective(kind, slices, (sent,), (Buffer(sent.dtype, dims),), loops, i.op_name))
 
     def collectives(self) -> list[Collective]:
         """Collectives, those once that the compiler split into an asynchronous start and pieces of one channel.

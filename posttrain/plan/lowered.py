@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from posttrain.plan.hlo import Buffer, Collective, Large, ProgramText, kernel_names, read_program
 from posttrain.plan.machine import EFFORT, LEVEL, Machine, libtpu_version
@@ -47,7 +48,9 @@ class Figures:
         return self.peak - self.arguments
 
 
-def compile_program(lowered: jax.stages.Lowered, num_devices: int, *, for_cpu: bool = False) -> Figures:
+def compile_program(
+    lowered: jax.stages.Lowered, num_devices: int, *, num_slices: int = 1, for_cpu: bool = False
+) -> Figures:
     """Compile and read a program, `for_cpu` by XLA's compiler for CPU. Raises jax.errors.JaxRuntimeError, such as
     RESOURCE_EXHAUSTED."""
     if for_cpu:
@@ -63,7 +66,7 @@ def compile_program(lowered: jax.stages.Lowered, num_devices: int, *, for_cpu: b
         temporaries=memory.temp_size_in_bytes,
         peak=_sum_for_cpu(memory) if for_cpu else memory.peak_memory_in_bytes,
         code=memory.generated_code_size_in_bytes,
-        text=read_program(compiled.as_text() or "", num_devices),
+        text=read_program(compiled.as_text() or "", num_devices, num_slices),
         mosaic=tuple(sorted(names)),
         flops=float(costs.get("flops", 0.0)),
         compile_s=time.perf_counter() - start,
@@ -90,8 +93,8 @@ NUM_LARGEST = 12
 """Buffers that are kept of a program."""
 
 
-def figures_of(lowered: jax.stages.Lowered, machine: Machine) -> Figures:
-    """Figures of a program, from the cache or by compiling it."""
+def figures_of(lowered: jax.stages.Lowered, machine: Machine, mesh: Mesh) -> Figures:
+    """Figures of a program for devices in the order of the mesh, from the cache or by compiling it."""
     effort = f"{jax.config.values.get(EFFORT)} {jax.config.values.get(LEVEL)}"
     names = " ".join(field.name for kind in (Figures, ProgramText) for field in fields(kind))
     compiler = [
@@ -100,13 +103,14 @@ def figures_of(lowered: jax.stages.Lowered, machine: Machine) -> Figures:
         jax.__version__,
         libtpu_version() if machine.chip.platform == "tpu" else "",
         effort,
+        str([device.id for device in mesh.devices.flat]),
     ]
     key = hashlib.sha256("\n".join([*compiler, lowered.as_text()]).encode()).hexdigest()
     file = cache_folder("plan") / f"{key}.json"
     if file.is_file():
         return _read(json.loads(file.read_text(encoding="utf-8")))
     for_cpu = machine.chip.platform == "cpu" or not machine.has_compiler
-    found = compile_program(lowered, machine.num_devices, for_cpu=for_cpu)
+    found = compile_program(lowered, mesh.size, num_slices=machine.num_slices, for_cpu=for_cpu)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(_written(found)), encoding="utf-8")
@@ -118,6 +122,7 @@ def _written(figures: Figures) -> dict[str, Any]:
     written = asdict(figures)
     written["text"] = {
         "collectives": [asdict(c) for c in figures.text.collectives],
+        "between": [asdict(c) for c in figures.text.between],
         "made": [asdict(large) for large in figures.text.largest(NUM_LARGEST)],
         "kernels": dict(figures.text.kernels),
         "cycles": list(figures.text.cycles.items()),
@@ -129,19 +134,13 @@ def _read(written: dict[str, Any]) -> Figures:
     def buffer(given: dict[str, Any]) -> Buffer:
         return Buffer(given["dtype"], tuple(given["dims"]))
 
+    def collective(c: dict[str, Any]) -> Collective:
+        parts = (tuple(map(buffer, c[name])) for name in ("operands", "results"))
+        return Collective(c["kind"], c["group"], *parts, tuple(c["loops"]), c["op_name"])
+
     text = written["text"]
-    collectives = [
-        Collective(
-            c["kind"],
-            c["group"],
-            tuple(map(buffer, c["operands"])),
-            tuple(map(buffer, c["results"])),
-            tuple(c["loops"]),
-            c["op_name"],
-        )
-        for c in text["collectives"]
-    ]
+    collectives, between = ([*map(collective, text[name])] for name in ("collectives", "between"))
     made = [Large(buffer(x["buffer"]), x["op"], x["op_name"], tuple(x["loops"])) for x in text["made"]]
     cycles = Counter({tuple(loops): count for loops, count in text["cycles"]})
-    read = ProgramText(collectives, made, Counter(text["kernels"]), cycles)
+    read = ProgramText(collectives, made, Counter(text["kernels"]), cycles, between)
     return Figures(**{**written, "text": read, "mosaic": tuple(written["mosaic"])})

@@ -41,6 +41,8 @@ class Chip:
     """bfloat16 operations per second."""
     wire: float
     """Bytes per second that the device sends to its neighbours."""
+    between: float = 0.0
+    """Bytes per second that the device sends to other slices (DCN): its share of the host's network; 0: no slices."""
     dollars_per_hour: float | None
     """Price as of `PRICES_OF`; None: no price."""
 
@@ -52,6 +54,7 @@ CHIPS = {
         memory_bandwidth=819e9,
         flops=197e12,
         wire=200e9,
+        between=3.125e9,
         dollars_per_hour=1.20,
     ),
     "v5p": Chip(
@@ -60,6 +63,7 @@ CHIPS = {
         memory_bandwidth=2765e9,
         flops=459e12,
         wire=600e9,
+        between=6.25e9,
         dollars_per_hour=4.20,
     ),
     "v6e": Chip(
@@ -68,6 +72,7 @@ CHIPS = {
         memory_bandwidth=1640e9,
         flops=918e12,
         wire=448e9,
+        between=12.5e9,
         dollars_per_hour=2.70,
     ),
     "h100": Chip(
@@ -94,6 +99,7 @@ SLICES = {
 
 
 CHIPS_PER_HOST, GPUS_PER_HOST = 4, 8
+MAX_SLICES = 16
 ONE_HOST = {"v5e": 8, "v6e": 8, "v5p": 4}
 """Most chips of a TPU slice with a single host."""
 
@@ -103,15 +109,17 @@ class Machine:
     """A number of chips to compile for."""
 
     name: str
+    """Name of a slice where there are several."""
     chip: Chip
     num_devices: int
+    num_slices: int = 1
 
     @property
     def num_hosts(self) -> int:
         """Number of hosts, with a process each: TPU slices of more than one host have four chips to each."""
         if self.chip.platform == "tpu":
-            single = ONE_HOST[self.name.split("-")[0]]
-            return 1 if self.num_devices <= single else self.num_devices // CHIPS_PER_HOST
+            single, size = ONE_HOST[self.name.split("-")[0]], self.num_devices // self.num_slices
+            return self.num_slices * (1 if size <= single else size // CHIPS_PER_HOST)
         return -(-self.num_devices // GPUS_PER_HOST) if self.chip.platform == "gpu" else 1
 
     @property
@@ -125,7 +133,7 @@ class Machine:
         Raises ConfigError if JAX has too few of these (`prepare_process` sets their number).
         """
         if self.chip.platform == "tpu" and has_libtpu():
-            return topology_devices(self.name.split("-")[0], SLICES[self.name])
+            return topology_devices(self.name.split("-")[0], SLICES[self.name], self.num_slices)
         import jax
 
         found = jax.devices("cpu")
@@ -135,15 +143,16 @@ class Machine:
 
 
 def machine(name: str) -> Machine:
-    """Resolve a name such as `v5e-8`, `h100-8` or `cpu-8`. Raises ConfigError for an unknown one."""
-    found = re.fullmatch(r"([a-z0-9]+)-(\d+)", name)
-    kind, number = (found.group(1), int(found.group(2))) if found else ("", 0)
-    if kind in ("h100", "cpu") and 1 <= number <= 256:
-        return Machine(name=name, chip=CHIPS[kind], num_devices=number)
-    if name in SLICES:
-        count = math.prod(map(int, SLICES[name].split("x")))
-        return Machine(name=name, chip=CHIPS[kind], num_devices=count)
-    raise ConfigError(f"machine {name!r} is unknown; use {', '.join(SLICES)}, h100-N or cpu-N")
+    """Resolve a name such as `v5e-8`, `2xv5e-16`, `h100-8` or `cpu-8`. Raises ConfigError for an unknown one."""
+    found = re.fullmatch(r"(?:(\d+)x)?(([a-z0-9]+)-(\d+))", name)
+    slices, one, kind, number = found.groups() if found else (None, "", "", "0")
+    if kind in ("h100", "cpu") and slices is None and 1 <= int(number) <= 256:
+        return Machine(name=name, chip=CHIPS[kind], num_devices=int(number))
+    if one in SLICES and 1 <= (num_slices := int(slices or 1)) <= MAX_SLICES:
+        count = num_slices * math.prod(map(int, SLICES[one].split("x")))
+        return Machine(name=one, chip=CHIPS[kind], num_devices=count, num_slices=num_slices)
+    several = f"2xv5e-16 (two slices, at most {MAX_SLICES})"
+    raise ConfigError(f"machine {name!r} is unknown; use {', '.join(SLICES)}, {several}, h100-N or cpu-N")
 
 
 def has_libtpu() -> bool:
@@ -155,14 +164,15 @@ def libtpu_version() -> str:
     return importlib.metadata.version("libtpu") if has_libtpu() else ""
 
 
-def topology_devices(kind: str, shape: str) -> Sequence[Any]:
-    """Devices of a TPU slice that is not there, such as `2x4` of `v5e`."""
+def topology_devices(kind: str, shape: str, slices: int = 1) -> Sequence[Any]:
+    """Devices of TPU slices that are not there, such as `2x4` of `v5e`."""
     for key, value in TPU_SETTINGS.items():
         os.environ.setdefault(key, value)
     from jax.experimental import topologies
 
-    hosts = {"chips_per_host_bounds": (1, 1, 1)} if shape == "1x1" else {}
-    return topologies.get_topology_desc(topology_name=f"{kind}:{shape}", platform="tpu", **hosts).devices
+    wanted: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if shape == "1x1" else {}
+    wanted |= {"num_slices": slices} if slices > 1 else {}
+    return topologies.get_topology_desc(topology_name=f"{kind}:{shape}", platform="tpu", **wanted).devices
 
 
 EFFORT, LEVEL = "jax_exec_time_optimization_effort", "jax_optimization_level"

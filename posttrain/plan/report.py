@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.plan.hlo import Large
+from posttrain.plan.hlo import Collective, Large
 from posttrain.plan.lowered import Figures
 from posttrain.plan.machine import GIB, PRICES_OF, Machine
 from posttrain.plan.phases import Phase, StagePlan
@@ -36,10 +36,18 @@ class Outcome:
 
     @property
     def wire(self) -> float:
-        """Bytes that a device sends in one run; of decoding, per token."""
+        """Bytes that a device sends inside of its slice in one run; of decoding, per token."""
+        return self._sent(self.figures.text.collectives)
+
+    @property
+    def between(self) -> float:
+        """Bytes that a device sends to other slices in one run; of decoding, per token."""
+        return self._sent(self.figures.text.between)
+
+    def _sent(self, collectives: Sequence[Collective]) -> float:
         if self.phase.name != "decode":
-            return self.figures.text.wire(self.phase.trips)
-        return sum((c.wire * c.executions() for c in self.figures.text.collectives if c.in_dynamic_loop), 0.0)
+            return sum((c.wire * c.executions(self.phase.trips) for c in collectives), 0.0)
+        return sum((c.wire * c.executions() for c in collectives if c.in_dynamic_loop), 0.0)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -49,6 +57,7 @@ class Outcome:
             "compute": self.phase.flops / chip.flops,
             "memory": self.phase.read / chip.memory_bandwidth,
             "network": self.wire / chip.wire,
+            **({"network between slices": self.between / chip.between} if self.between else {}),
         }
 
     @property
@@ -58,7 +67,10 @@ class Outcome:
 
 def report(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> Iterator[str]:
     """Lines on the phases of a stage."""
-    rows = [("phase", "peak", "arguments", "wire", "step at least", "limited by", "kernels")]
+    several = machine.num_slices > 1
+    rows = [
+        ("phase", "peak", "arguments", "wire", *["between slices"] * several, "step at least", "limited by", "kernels")
+    ]
     for outcome in outcomes:
         limit = max(outcome.seconds, key=lambda name: outcome.seconds[name])
         per = "token" if outcome.phase.name == "decode" else "run"
@@ -68,6 +80,7 @@ def report(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> It
                 in_units(outcome.peak) + ("" if outcome.fits else " TOO MUCH"),
                 in_units(outcome.figures.arguments),
                 f"{in_units(outcome.wire)} a {per}",
+                *[f"{in_units(outcome.between)} a {per}"] * several,
                 f"{outcome.step_seconds:.3g} s",
                 limit,
                 ", ".join(outcome.figures.mosaic) or "none",

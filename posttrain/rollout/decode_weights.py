@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from posttrain.config import MESH_AXES, SamplerTensor
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
-from posttrain.mesh import RULES, mesh_of_arrays, param_sharding
+from posttrain.mesh import RULES, mesh_of_arrays, num_slices, param_sharding
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder, FusedPart
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes
@@ -90,10 +90,12 @@ def choose_placement(
 
 
 def _sizes(mesh: Mesh) -> list[int]:
-    """Numbers of devices that weights can be split over. Those of `expert` keep their place in the order of devices."""
+    """Numbers of devices of one slice that weights can be split over. Those of `expert` keep their place in the order
+    of devices."""
     if mesh.shape["expert"] > 1:
         return [mesh.shape["tensor"]]
-    devices = mesh.shape["fsdp"] * mesh.shape["context"] * mesh.shape["tensor"]
+    near = mesh.shape["fsdp"] // num_slices(mesh.devices[0].flat)
+    devices = near * mesh.shape["context"] * mesh.shape["tensor"]
     return [size for size in range(1, devices + 1) if devices % size == 0]
 
 

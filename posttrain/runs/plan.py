@@ -20,7 +20,7 @@ from posttrain.config.yaml_file import dump_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
-from posttrain.mesh import make_mesh, row_shards
+from posttrain.mesh import make_mesh, row_shards, torus_note
 from posttrain.models.activations import ATTENTION, SavedCost, saved_costs, saved_names, shown_remat
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
@@ -53,7 +53,8 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
     assert files.config is not None
     config = fit_lengths(config, files.config.max_positions)
     chip = machine.chip
-    yield f"machine: {machine.name}, {machine.num_devices} devices with {chip.memory / GIB:.2f} GiB each"
+    slices = f"{machine.num_slices} slices " if machine.num_slices > 1 else ""
+    yield f"machine: {slices}{machine.name}, {machine.num_devices} devices with {chip.memory / GIB:.2f} GiB each"
     if machine.has_compiler:
         yield "compiler: " + (f"TPU's (libtpu {libtpu_version()})" if chip.platform == "tpu" else "XLA's for CPU")
     else:
@@ -64,12 +65,14 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
     mesh = _mesh(config, machine)
     check_row_tokens(config, mesh.shape["context"])
     yield "mesh: " + ", ".join(f"{axis}={mesh.shape[axis]}" for axis in MESH_AXES)
+    if (note := torus_note(mesh)) is not None:
+        yield f"torus: {note}"
     for name, section in zip(stage_names(config), config.stages, strict=True):
         stage = _stage(section, config, files, mesh, chip.memory)
         yield f"{name}:"
         yield from choose_remat(section, config, files, mesh, chip.memory).lines()
         try:
-            outcomes = _compiled(stage, machine)
+            outcomes = _compiled(stage, machine, mesh)
         except MemoryError as error:
             yield f"  does not fit: {error}"
             outcomes = []
@@ -84,12 +87,12 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
             yield "  " + _nearest(section, config, files, machine)
 
 
-def _compiled(stage: StagePlan, machine: Machine) -> list[Outcome]:
+def _compiled(stage: StagePlan, machine: Machine, mesh: Mesh) -> list[Outcome]:
     """Compile all phases. MemoryError where the compiler finds no plan that fits."""
     outcomes = []
     for phase in stage.phases:
         try:
-            figures = figures_of(phase.lower(), machine)
+            figures = figures_of(phase.lower(), machine, mesh)
         except jax.errors.JaxRuntimeError as error:
             if OUT_OF_MEMORY not in str(error):
                 raise
@@ -107,7 +110,7 @@ def _loading(config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine)
         return sum(sizes) + max(sizes)
     dtype = jnp.dtype(config.model.dtype)
     _, draw = random_weights(outline.config, outline.compute, dtype, config.model.quantize)
-    return figures_of(draw.lower(jax.ShapeDtypeStruct((), jnp.uint32)), machine)
+    return figures_of(draw.lower(jax.ShapeDtypeStruct((), jnp.uint32)), machine, mesh)
 
 
 def _model_files(config: RunConfig) -> ModelFiles:
@@ -122,7 +125,14 @@ def _model_files(config: RunConfig) -> ModelFiles:
 def _mesh(config: RunConfig, machine: Machine) -> Mesh:
     if devices_of_teachers(config, machine.num_devices):
         raise ConfigError("plan: cannot plan teachers on devices of their own yet; remove their mesh for the plan")
-    return make_mesh(config.mesh, machine.devices()[: num_training_devices(config, machine.num_devices)])
+    devices = machine.devices()[: num_training_devices(config, machine.num_devices)]
+    whole = machine.chip.platform == "tpu" and len(devices) == machine.num_devices
+    if whole and config.mesh.slices != machine.num_slices:
+        raise ConfigError(
+            f"mesh.slices={config.mesh.slices}: the machine has {machine.num_slices}; "
+            + ("set mesh.slices" if machine.num_slices > 1 else f"plan for {config.mesh.slices}x{machine.name}")
+        )
+    return make_mesh(config.mesh, devices)
 
 
 def _stage(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, memory: int) -> StagePlan:
@@ -244,7 +254,7 @@ def _nearest(section: TrainSection, config: RunConfig, files: ModelFiles, machin
         names = " ".join(f"{name}={value}" for name, value in changes.items())
         try:
             mesh = _mesh(changed, machine)
-            outcomes = _compiled(_stage(stage, changed, files, mesh, machine.chip.memory), machine)
+            outcomes = _compiled(_stage(stage, changed, files, mesh, machine.chip.memory), machine, mesh)
         except (MemoryError, ConfigError):
             tried.append(names)
             continue

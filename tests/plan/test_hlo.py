@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from posttrain.plan.hlo import Buffer, buffers, kernel_names, read_program
 
 TEXT = """HloModule jit_bound, is_scheduled=true
@@ -113,6 +115,23 @@ def test_collectives_of_shard_map_share_a_channel() -> None:
     twice = twice.replace("%all-reduce-scatter.1", "%fusion.9").replace("%scattered", "%all-reduce-scatter")
     before, after = ([c.kind for c in read_program(text, 8).collectives] for text in (TEXT, twice))
     assert sorted(after) == sorted([*before, "all-gather"])
+
+
+SEND = '  %send.{0} = (f32[64,8]{{1,0}}, u32[], token[]) send(%p.1, %token.1), channel_id={0}, is_host_transfer=true, frontend_attributes={{_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="{1}"}}\n'  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("ALL_REDUCE", 2 * 3 / 4), ("ALL_GATHER", 3), ("REDUCE_SCATTER", 3 / 4), ("ALL_TO_ALL", 3 / 4), ("ONE_TO_ONE", 1)],
+)
+def test_what_goes_to_other_slices(kind: str, parts: float) -> None:
+    line = next(line for line in TEXT.splitlines() if "%all-reduce.2 =" in line)
+    text = TEXT.replace("  ROOT %while.1", SEND.format(1, kind) + "  ROOT %while.1")
+    text = text.replace(line, line + "\n" + SEND.format(2, kind).rstrip())
+    program, sent = read_program(text, 32, 4), 64 * 8 * 4
+    assert [c.loops for c in program.between] == [(), (None, 28)]
+    assert program.wire_between([10]) == (1 + 10 * 28) * parts * sent
+    assert program.wire([10]) == read_program(TEXT, 32, 4).wire([10]), "apart from what stays inside of a slice"
 
 
 def test_types_and_names() -> None:

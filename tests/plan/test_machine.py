@@ -17,7 +17,15 @@ def test_names() -> None:
     assert machine("h100-8").chip.platform == "gpu" and len(machine("cpu-8").devices()) == 8
 
 
-@pytest.mark.parametrize("name", ["v5e-3", "v5e", "a100-8", "h100-0", "cpu-x", ""])
+def test_several_slices() -> None:
+    one, two = machine("v5e-16"), machine("2xv5e-16")
+    assert (two.num_devices, two.num_slices, two.num_hosts) == (32, 2, 8) and two.chip == one.chip
+    assert machine("4xv5e-8").num_hosts == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["2xh100-8", "0xv5e-8", "17xv5e-8", "2xv5e-3", "v5e-3", "v5e", "a100-8", "h100-0", "cpu-x", ""]
+)
 def test_unknown_ones(name: str) -> None:
     with pytest.raises(ConfigError, match="machine .* is unknown; use v5e-1"):
         machine(name)
