@@ -18,21 +18,21 @@ from jaxtyping import Float
 from posttrain.config import MESH_AXES, ROW_AXES, MeshSection
 from posttrain.errors import ConfigError
 
-RULES: Mapping[str, str | None] = {
-    "layers": None,
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "vocab": "tensor",
-    "head_dim": None,
-    "expert": "expert",
-    "router": None,
-    "latent": None,
-    "rank": None,
-    "score": None,
+RULES: Mapping[str, tuple[str, ...]] = {
+    "layers": (),
+    "embed": ("fsdp", "context"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "head_dim": (),
+    "expert": ("expert",),
+    "router": (),
+    "latent": (),
+    "rank": (),
+    "score": (),
 }
-"""Parameter dimension name -> mesh axis."""
+"""Parameter dimension name -> mesh axes. The first one must divide the dimension; a further one is taken if it does."""
 
 TILES = "_tiles"
 """Name suffix of a dimension that counts tiles of another: sharded like it if the axis divides the number of tiles."""
@@ -44,7 +44,7 @@ HEAD_AXIS = "tensor"
 """Mesh axis that splits attention heads."""
 
 TOKEN_AXIS = "context"
-"""Mesh axis that splits the tokens of a row."""
+"""Mesh axis that splits the tokens of a row, and weights beside `fsdp`."""
 
 BATCH_SPEC = PartitionSpec(ROW_AXES)
 """Batch rows are sharded over `ROW_AXES`. Their tokens are not; the model splits its activations."""
@@ -284,23 +284,29 @@ def token_shards(mesh: Mesh | None) -> int:
 
 def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[int]) -> NamedSharding:
     """Sharding of a parameter by its dimension names. Raises ConfigError if an axis does not divide its dimension."""
-    spec: list[str | None] = []
+    spec: list[str | tuple[str, ...] | None] = []
     for dim, size in zip(dims, shape, strict=True):
-        axis = split_axis(dim, size, mesh.shape)
-        if axis is not None and size % mesh.shape[axis]:
+        axes = split_axes(dim, size, mesh.shape)
+        if axes and size % mesh.shape[axes[0]]:
             raise ConfigError(
-                f"mesh.{axis}={mesh.shape[axis]} must divide the dimension {dim!r} ({size}) of {name}; "
+                f"mesh.{axes[0]}={mesh.shape[axes[0]]} must divide the dimension {dim!r} ({size}) of {name}; "
                 f"use a divisor of {size}"
             )
-        spec.append(axis)
+        spec.append(axes if len(axes) > 1 else next(iter(axes), None))
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def split_axis(dim: str, size: int, sizes: Mapping[str, int]) -> str | None:
-    """Mesh axis that splits a parameter's dimension, by the sizes of the axes; the caller checks that it divides."""
-    axis = RULES[dim.removesuffix(TILES)]
+def split_axes(dim: str, size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Mesh axes that split a parameter's dimension, by their sizes; the caller checks that the first one divides it."""
+    axes = RULES[dim.removesuffix(TILES)]
     optional = dim.endswith(TILES) or dim == VOCAB
-    return None if axis is None or (optional and size % sizes[axis]) else axis
+    if not axes or (optional and size % sizes[axes[0]]):
+        return ()
+    taken = axes[:1]
+    for axis in axes[1:]:
+        if sizes.get(axis, 1) > 1 and size % math.prod(sizes[one] for one in (*taken, axis)) == 0:
+            taken = (*taken, axis)
+    return taken
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -181,7 +181,8 @@ class MeshSection(Section):
     expert: int = 1
     """Expert parallelism of MoE models: groups of experts, each with its own rows of a batch."""
     context: int = 1
-    """Context parallelism: parts of every row's tokens, for long rows; each layer gathers the row's keys and values."""
+    """Context parallelism: parts of every row's tokens, for long rows; each layer gathers the row's keys and values.
+    Weights and optimizer state are split over it as over `fsdp`."""
     tensor: int = 1
     """Tensor parallelism: parts of every matrix product, on the same rows."""
     slices: PositiveInt = 1

@@ -42,10 +42,10 @@ class RolloutSection(Section):
     more memory."""
     tensor: SamplerTensor = "auto"
     """Number of devices that each weight is split over while samples run; the other devices hold copies and sample rows
-    of their own. A trainer's `mesh.fsdp` would gather every weight at every token: where it is above 1 the weights are
-    laid out anew once after each update, which takes memory until the samples are done. `auto`: the smallest number
-    from `mesh.tensor` to `mesh.fsdp` x `mesh.tensor` with which the copy takes at most a quarter of a device's memory;
-    `trained`, no copy, if none does and where `mesh.fsdp` is 1."""
+    of their own. A trainer's `mesh.fsdp` and `mesh.context` would gather every weight at every token: where one is
+    above 1 the weights are laid out anew once after each update, which takes memory until the samples are done. `auto`:
+    the smallest number from `mesh.tensor` to all devices of a replica with which the copy takes at most a quarter of a
+    device's memory; `trained`, no copy, if none does and where both are 1."""
     cache_tokens: PositiveInt | None = None
     """KV cache size in tokens; by default `slots` sequences of `row_tokens`. A smaller cache preempts the youngest
     samples and recomputes them later; a larger one keeps more shared prefixes."""

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from posttrain.kernels.platform import matmul, platform_of, written, written_gradients
-from posttrain.mesh import row_axes, row_shards
+from posttrain.mesh import TOKEN_AXIS, row_axes, row_shards, split_axes
 from posttrain.models.activations import GATE, UP
 from posttrain.models.adapter import Adapter
 from posttrain.models.config import Activation, LayerInputsConfig, MLPConfig, ModelConfig
@@ -285,7 +285,7 @@ class ScalarHead(nnx.Module):
 
 
 SLICE_AXIS, COPY_AXIS = "fsdp", "data"
-"""Mesh axes that split D of the table, and that hold copies of all of it."""
+"""Mesh axes that split D of the table and then rows, and that hold copies of all of it."""
 
 
 def lookup(
@@ -297,15 +297,17 @@ def lookup(
     return _lookup(table, tokens, jnp.dtype(dtype), mesh)
 
 
-# Shardings change step by step, by one all-to-all between rows and slices of D; in one step XLA gathers all rows on
-# every device. Without the sharding of rows it would split D in the whole model.
+# Shardings change step by step, by one all-to-all between rows and slices of D, and before it one between tokens and
+# slices where `context` splits both; in one step XLA gathers all rows on every device. Without the sharding of rows it
+# would split D in the whole model.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup(table: Array, tokens: Array, dtype: DTypeLike, mesh: Mesh) -> Array:
+    parts, near = _table_axes(tokens.shape[1], table.shape[1], mesh)
     x = jnp.take(table, _placed(mesh, tokens, COPY_AXIS), axis=0).astype(dtype)
-    x = _placed(mesh, _placed(mesh, x, COPY_AXIS, None, SLICE_AXIS), (COPY_AXIS, SLICE_AXIS))
-    return _placed(mesh, x, row_axes(mesh))
+    x = _placed(mesh, _placed(mesh, x, COPY_AXIS, None, parts), COPY_AXIS, near, SLICE_AXIS)
+    return _placed(mesh, _placed(mesh, x, (COPY_AXIS, SLICE_AXIS), near), row_axes(mesh), near)
 
 
 def _forward(table: Array, tokens: Array, dtype: DTypeLike, mesh: Mesh) -> tuple[Array, tuple[Array, Array]]:
@@ -318,12 +320,21 @@ def _backward(
     """Scatter-add in float32, of slices that travel in `dtype`. Either all copies of the table get all rows, or each
     adds its own and the tables are summed, whichever sends less."""
     zeros, tokens = saved
-    rows = _placed(mesh, _placed(mesh, gradient, row_axes(mesh)), (COPY_AXIS, SLICE_AXIS))
-    slices, ids = _placed(mesh, rows, COPY_AXIS, None, SLICE_AXIS), _placed(mesh, tokens, COPY_AXIS)
+    parts, near = _table_axes(tokens.shape[1], zeros.shape[1], mesh)
+    rows = _placed(mesh, _placed(mesh, gradient, row_axes(mesh), near), (COPY_AXIS, SLICE_AXIS), near)
+    slices = _placed(mesh, _placed(mesh, rows, COPY_AXIS, near, SLICE_AXIS), COPY_AXIS, None, parts)
+    ids = _placed(mesh, tokens, COPY_AXIS)
     if tokens.size <= 2 * zeros.shape[0]:
-        slices, ids = _placed(mesh, slices, None, None, SLICE_AXIS), _placed(mesh, ids)
+        slices, ids = _placed(mesh, slices, None, None, parts), _placed(mesh, ids)
     table = zeros.at[ids].add(slices.astype(jnp.float32), mode="drop")
-    return _placed(mesh, table, "tensor", SLICE_AXIS), None
+    return _placed(mesh, table, "tensor", parts), None
+
+
+def _table_axes(length: int, width: int, mesh: Mesh) -> tuple[tuple[str, ...], str | None]:
+    """Axes that split D of the table, and the one of them that then splits the tokens of a row."""
+    parts = split_axes("embed", width, mesh.shape)
+    near = TOKEN_AXIS in parts and length % mesh.shape[TOKEN_AXIS] == 0
+    return parts, TOKEN_AXIS if near else None
 
 
 def _placed(mesh: Mesh, x: Array, *spec: str | tuple[str, ...] | None) -> Array:

@@ -141,10 +141,10 @@ class Experts(Adaptable):
             if isinstance(matrix, Quantized):
                 setattr(self, name, nnx.Param(matrix[...], dims=matrix.get_metadata("dims")))
 
-    def _axes(self, mesh: Mesh) -> list[tuple[str | None, ...]]:
+    def _axes(self, mesh: Mesh) -> list[tuple[Any, ...]]:
         """Mesh axes that split the arrays of a layer, in the order of `nnx.to_flat_state`."""
 
-        def axes(variable: Any) -> tuple[str | None, ...]:
+        def axes(variable: Any) -> tuple[Any, ...]:
             dims = variable.get_metadata("dims")
             dims = dims if isinstance(variable, ExpertStack) else dims[1:]
             return tuple(param_sharding(mesh, "experts", dims, variable.shape).spec)
@@ -172,7 +172,7 @@ class Experts(Adaptable):
         self.fix_gains()
         axes = self._axes(mesh)
         graph, flat = _flat(self)
-        by_token = (*row_axes(mesh), TOKEN_AXIS)
+        by_token = (*row_axes(mesh), *[TOKEN_AXIS] * (TOKEN_AXIS in mesh.axis_names))
         padding = ((0, -x.shape[0] % (row_shards(mesh) * token_shards(mesh))), (0, 0))
         tokens = jnp.pad(x, padding), jnp.pad(experts, padding, constant_values=NO_EXPERT), jnp.pad(weights, padding)
 
@@ -321,11 +321,11 @@ class MoE(nnx.Module):
         return out + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared)
 
 
-def _whole(array: Array, axes: tuple[str | None, ...]) -> Array:
-    """All-gather a parameter shard over `fsdp`."""
-    for dim, axis in enumerate(axes):
-        if axis == "fsdp":
-            array = jax.lax.all_gather(array, axis, axis=dim, tiled=True)
+def _whole(array: Array, axes: tuple[Any, ...]) -> Array:
+    """All-gather a parameter shard over `fsdp` and `context`."""
+    for dim, split in enumerate(axes):
+        if "fsdp" in (split if isinstance(split, tuple) else (split,)):
+            array = jax.lax.all_gather(array, split, axis=dim, tiled=True)
     return array
 
 

@@ -100,16 +100,19 @@ def _sizes(mesh: Mesh) -> list[int]:
 
 
 def _sampling_mesh(mesh: Mesh, tensor: int) -> Mesh | None:
-    """The same devices in the same order, none of them along `fsdp`, nor, without `expert`, along `context`; None where
-    it cannot be."""
+    """The same devices in the same order, none of them along an axis that gathers weights; None where it cannot be.
+
+    With `expert` those of `context` have the same rows.
+    """
     if tensor not in _sizes(mesh):
         return None
     expert = mesh.shape["expert"]
     context = mesh.shape["context"] if expert > 1 else 1
-    if mesh.shape["fsdp"] == 1 and mesh.shape["context"] == context and mesh.shape["tensor"] == tensor:
+    if mesh.shape["fsdp"] == mesh.shape["context"] == 1 and mesh.shape["tensor"] == tensor:
         return mesh
     grid = mesh.devices.reshape(-1, 1, expert, context, tensor)
-    return Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)
+    axes = MESH_AXES if context == 1 else tuple("copies" if axis == "context" else axis for axis in MESH_AXES)
+    return Mesh(grid, axes, axis_types=mesh.axis_types)
 
 
 def _divides(config: ModelConfig, tensor: int) -> bool:
@@ -270,7 +273,7 @@ def _moved(array: Array, place: NamedSharding | None, dims: tuple[str, ...]) -> 
         return array
     shards = place.mesh.shape["data"]
     spec = [
-        "data" if RULES.get(dim) == "fsdp" and size % shards == 0 else axis
+        "data" if "fsdp" in RULES.get(dim, ()) and size % shards == 0 else axis
         for dim, size, axis in zip(dims, array.shape, place.spec, strict=True)
     ]
     return jax.lax.with_sharding_constraint(array, NamedSharding(place.mesh, PartitionSpec(*spec)))

@@ -23,7 +23,7 @@ from posttrain.config import (
 from posttrain.config.algorithm import PPO
 from posttrain.config.rollout import CriticSection
 from posttrain.errors import ConfigError
-from posttrain.mesh import mesh_sizes, split_axis
+from posttrain.mesh import mesh_sizes, split_axes
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
@@ -198,8 +198,7 @@ def model_outline(config: RunConfig, files: ModelFiles) -> Decoder:
 
 def _axes(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> list[str]:
     """Mesh axes that split a parameter."""
-    axes = (split_axis(dim, size, mesh) for dim, size in zip(dims, shape, strict=True))
-    return [axis for axis in axes if axis is not None]
+    return [axis for dim, size in zip(dims, shape, strict=True) for axis in split_axes(dim, size, mesh)]
 
 
 def _share(size: TrainingSize) -> str:

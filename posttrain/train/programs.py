@@ -243,11 +243,10 @@ def _sharding_like(parameter: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> N
     """Sharding of a parameter for its state, which may have fewer numbers in a dimension: whole if not divisible."""
     sharding = parameter.sharding
     assert isinstance(sharding, NamedSharding) and len(shape) == len(parameter.shape)
-    spec = zip(shape, (*sharding.spec, *(None for _ in range(len(shape) - len(sharding.spec)))), strict=True)
-    sizes = sharding.mesh.shape
-    return NamedSharding(
-        sharding.mesh, PartitionSpec(*(axis if axis and size % sizes[axis] == 0 else None for size, axis in spec))
-    )
+    alone = (NamedSharding(sharding.mesh, PartitionSpec(axes)) for axes in sharding.spec)
+    parts = [size // one.shard_shape((size,))[0] for size, one in zip(parameter.shape, alone, strict=False)]
+    kept = (axes if size % n == 0 else None for axes, size, n in zip(sharding.spec, shape, parts, strict=False))
+    return NamedSharding(sharding.mesh, PartitionSpec(*kept))
 
 
 def _structure(model: Decoder, mesh: Mesh) -> ModelWeights:

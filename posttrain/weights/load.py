@@ -291,8 +291,7 @@ def check_mesh(model: Decoder, sizes: Mapping[str, int]) -> None:
         splits["tensor"][f"num_heads={block.attention.num_heads}"] = block.attention.num_heads
     for path, dims, shape in ModelWeights(model).shapes():
         for dim, size in zip(dims, shape, strict=True):
-            axis = None if dim == VOCAB or dim.endswith(TILES) else RULES[dim]
-            if axis is not None:
+            for axis in () if dim == VOCAB or dim.endswith(TILES) else RULES[dim][:1]:
                 name = (
                     f"{SPLIT_FIELDS[dim]}={size}" if dim in SPLIT_FIELDS else f"the dimension {dim} ({size}) of {path}"
                 )

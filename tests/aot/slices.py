@@ -19,8 +19,10 @@ BFLOAT16 = jnp.dtype(jnp.bfloat16)
 Fields = dict[str, Any]
 
 
-def mesh_of(kind: str, shape: str, *, data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1) -> Mesh:
-    section = MeshSection(data=data, fsdp=fsdp, expert=expert, tensor=tensor)
+def mesh_of(
+    kind: str, shape: str, *, data: int = 1, fsdp: int = 1, expert: int = 1, context: int = 1, tensor: int = 1
+) -> Mesh:
+    section = MeshSection(data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
     return make_mesh(section, topology_devices(kind, shape))
 
 

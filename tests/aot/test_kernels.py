@@ -34,11 +34,14 @@ class Rows(NamedTuple):
     sinks: bool = False
     fused: bool = True
     """The backward pass is one kernel."""
+    context: int = 1
+    """Chips that split a row."""
 
 
 ROWS = {
     "qwen3_8b": Rows(32, 8, 128),
     "qwen3_8b_long": Rows(32, 8, 128, length=8192, fused=False),
+    "qwen3_8b_context": Rows(32, 8, 128, length=8192, context=4),
     "gemma2": Rows(8, 4, 256, window=4096, soft_cap=50.0),
     "gemma3_1b": Rows(4, 1, 256, window=512),
     "gemma4_global": Rows(8, 1, 512, length=2048),
@@ -91,8 +94,9 @@ def cases(table: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("kind", "name"), cases(ROWS))
 def test_attention_and_its_gradient(kind: str, name: str) -> None:
-    case, mesh = ROWS[name], mesh_of(kind, ONE_CHIP[kind], data=-1)
-    rows, value_dim = mesh.size, case.value_dim or case.head_dim
+    case = ROWS[name]
+    mesh = mesh_of(kind, ONE_CHIP[kind] if case.context == 1 else "2x2", data=-1, context=case.context)
+    rows, value_dim = mesh.size // case.context, case.value_dim or case.head_dim
     spec = (("data",),)
 
     def loss(q: Any, k: Any, v: Any, positions: Any, segments: Any, sinks: Any) -> Any:

@@ -15,7 +15,14 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import AttentionKernel
 from posttrain.kernels.attention.call import AttentionCall
-from posttrain.kernels.attention.dispatch import attention, block_size, choose_attention, even_block, select_attention
+from posttrain.kernels.attention.dispatch import (
+    attention,
+    block_size,
+    choose_attention,
+    even_block,
+    make_splash,
+    select_attention,
+)
 from posttrain.kernels.platform import log_choice, warn_once
 from tests.kernels.attention_cases import CASES, HEADS, Case, Rows, rows
 from tests.often import often
@@ -190,6 +197,34 @@ def test_eight_devices_as_one(kernel: AttentionKernel, kv_heads: int, context: i
     got = jax.jit(jax.value_and_grad(lambda arrays: loss(arrays, mesh)))(spread)
     for value, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert_allclose(value, want, atol=1e-4, rtol=1e-5)
+
+
+def test_devices_of_a_row_have_equal_work() -> None:
+    """And the result of one device, packed rows too, with their queries in another order than their keys."""
+    length, shards = 512, 2
+    data = rows(lengths=((300, 150), (length,)), length=length)
+    real = jnp.asarray(data.segments > 0)[:, :, None, None]
+    grid = np.asarray(jax.devices()[:4]).reshape(2, 1, shards, 1)
+    mesh = Mesh(grid, ("data", "fsdp", "context", "tensor"), axis_types=(AxisType.Auto,) * 4)
+
+    def loss(arrays: tuple[Any, ...], kernel: AttentionKernel, mesh: Mesh | None) -> jax.Array:
+        out = call(Rows(*arrays, data.positions, data.segments), CASES["sinks"], kernel=kernel, mesh=mesh)
+        return jnp.sum(jnp.where(real, jnp.sin(3 * out), 0.0))
+
+    got, expected = (
+        jax.jit(jax.value_and_grad(lambda arrays, kernel=kernel, mesh=mesh: loss(arrays, kernel, mesh)))(data[:4])
+        for kernel, mesh in (("splash", mesh), ("blockwise", None))
+    )
+    for value, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert_allclose(value, want, atol=1e-4, rtol=1e-5)
+
+    def work(shards: int, *, folded: bool) -> list[int]:
+        """Blocks of logits that each device computes."""
+        tables = make_splash(4096, 1, 64, CASES["full"].variant, shards=shards, interpret=True, folded=folded)
+        blocks = np.split(np.asarray(tables.fwd_mask_info.block_mask), shards, axis=1)
+        return [int((part > 0).sum()) for part in blocks]
+
+    assert work(4, folded=False) == [3, 7, 11, 15] and work(4, folded=True) == [9, 9, 9, 9]
 
 
 @pytest.mark.optimized

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
 from posttrain.kernels.attention import dispatch
-from tests.kernels.attention_cases import CASES, HEADS, LENGTH, VALUE_DIM, Rows, rows, run
+from posttrain.kernels.attention.call import MaskInputs, Operands
+from tests.kernels.attention_cases import CASES, HEADS, IMPLEMENTATIONS, LENGTH, VALUE_DIM, Rows, rows, run
 from tests.often import often
 
 SERVED = {
@@ -157,3 +160,17 @@ def test_padding_is_finite(name: str, variant: str) -> None:
     out, gradients = run(name, CASES[variant], data, gradient(np.ones_like(REAL)))
     assert all(np.isfinite(x).all() for x in (out, *gradients))
     assert out.shape == (2, LENGTH, HEADS, VALUE_DIM)
+
+
+@pytest.mark.parametrize("name", ["cudnn", pytest.param("tokamax", marks=tokamax)])
+def test_some_queries_of_a_row_with_all_of_its_keys(name: str) -> None:
+    """As a device of `context` has them: the kernel's own causal mask, by index, would hide keys."""
+    data, case = rows(lengths=((70, LENGTH - 70), (LENGTH,)), length=LENGTH), CASES["window"]
+    positions, segments, late = jnp.asarray(data.positions), jnp.asarray(data.segments), slice(LENGTH // 2, None)
+    places = MaskInputs(positions, positions, segments, segments, None)
+    operands = Operands(*(jnp.asarray(x) for x in data[:3]), places, None)
+    of = places._replace(q_positions=positions[:, late], q_segments=segments[:, late])
+    part = operands._replace(q=operands.q[:, late], mask_inputs=of)
+    with jax.numpy_rank_promotion("allow"):
+        got = IMPLEMENTATIONS[name](part, case.variant)
+    assert_allclose(got, IMPLEMENTATIONS["reference"](operands, case.variant)[:, late], atol=1e-5)

@@ -13,16 +13,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose
 
 from posttrain.config import ROW_AXES, MeshSection
-from posttrain.mesh import make_mesh
+from posttrain.mesh import make_mesh, split_axes
 from posttrain.models.layers import lookup
 
-ROWS, LENGTH, WIDTH = 8, 6, 16
+ROWS, LENGTH, WIDTH = 8, 4, 16
 WHOLE = rf"(?:all-gather|all-reduce)[^=]*= [a-z0-9]+\[{ROWS},{LENGTH},{WIDTH}\]|\[{ROWS},{LENGTH},{WIDTH}\]\S* all-"
 
 
 @pytest.mark.parametrize("vocabulary", [20, 96], ids=["sum of tables", "all rows"])
 @pytest.mark.parametrize(
-    "axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "expert": 2}, {"fsdp": 8}]
+    "axes",
+    [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "expert": 2}, {"fsdp": 8}, {"fsdp": 2, "context": 4}],
 )
 def test_eight_devices_as_one(axes: dict[str, int], vocabulary: int) -> None:
     mesh, draw = make_mesh(MeshSection(**axes)), np.random.default_rng(0)
@@ -42,7 +43,7 @@ def test_eight_devices_as_one(axes: dict[str, int], vocabulary: int) -> None:
     def at(x: np.ndarray, *spec: Any) -> jax.Array:
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    given = at(table, "tensor", "fsdp"), at(tokens, ROW_AXES), at(weight, ROW_AXES)
+    given = at(table, "tensor", split_axes("embed", WIDTH, mesh.shape)), at(tokens, ROW_AXES), at(weight, ROW_AXES)
     compiled = jax.jit(run, static_argnums=0).lower(mesh, *given).compile()
     (_, values), gradient = compiled(*given)
     assert_allclose(values, expected, rtol=1e-6)

@@ -280,3 +280,31 @@ def _with_all_keys(operands: Operands, axis: str) -> Operands:
     positions, segments = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (of.k_positions, of.k_segments))
     mask_inputs = MaskInputs(of.q_positions, positions, of.q_segments, segments, of.q_parents)
     return operands._replace(k=k, v=v, mask_inputs=mask_inputs)
+
+
+def folded_parts(shards: int) -> list[tuple[int, int]]:
+    """Parts of a row, of 2 x `shards`, for each device: the n-th from the front and from the end, the even one first.
+
+    >>> folded_parts(2)
+    [(0, 3), (2, 1)]
+    """
+    last = 2 * shards - 1
+    return [(n, last - n) if n % 2 == 0 else (last - n, n) for n in range(shards)]
+
+
+def with_folded_queries(
+    kernel: Callable[..., Array], shards: int, operands: Operands, *arguments: Any
+) -> Float[Array, "B T N Hv"]:
+    """Run a kernel with the queries of `folded_parts` on each device, inside `jax.shard_map`: under a causal mask all
+    devices then see as many keys. Queries are sent there, outputs back."""
+    there = [[(pair[half] // 2, device) for device, pair in enumerate(folded_parts(shards))] for half in (0, 1)]
+    back = [[(device, source) for source, device in pairs] for pairs in there]
+
+    def sent(x: Array, by_half: list[list[tuple[int, int]]]) -> Array:
+        # A device has an even and an odd part both times.
+        halves = zip(jnp.split(x, 2, axis=1), by_half, strict=True)
+        return jnp.concatenate([jax.lax.ppermute(half, TOKEN_AXIS, pairs) for half, pairs in halves], axis=1)
+
+    q, of = sent(operands.q, there), operands.mask_inputs
+    of = of._replace(q_positions=sent(of.q_positions, there), q_segments=sent(of.q_segments, there))
+    return sent(kernel(operands._replace(q=q, mask_inputs=of), *arguments), back)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -24,9 +25,11 @@ from posttrain.kernels.attention.call import (
     Operands,
     Variant,
     attend_on_devices,
+    folded_parts,
     full_attention,
     single_query,
     visible,
+    with_folded_queries,
 )
 from posttrain.kernels.platform import (
     compute_capability,
@@ -98,11 +101,13 @@ def splash_padding(call: AttentionCall) -> int:
 
 
 def splash_blocks(
-    length: int, head_dim: int, window: int | None, *, shards: int = 1
+    length: int, head_dim: int, window: int | None, *, shards: int = 1, folded: bool = False
 ) -> splash_attention_kernel.BlockSizes:
-    """Block sizes for a row length whose part on each of `shards` devices is a multiple of `SPLASH_LANES`."""
+    """Block sizes for a row length whose part on each of `shards` devices is a multiple of `SPLASH_LANES`; so is each
+    half of it if `folded`."""
     limit, queries = SPLASH_BLOCK if head_dim <= SPLASH_WIDE_HEAD else SPLASH_WIDE_BLOCK, length // shards
-    block = next(size for size in range(limit, 0, -SPLASH_LANES) if queries % size == 0)
+    part = queries // 2 if folded else queries
+    block = next(size for size in range(limit, 0, -SPLASH_LANES) if part % size == 0)
     keys = block
     if window is None and head_dim <= SPLASH_LANES:
         keys = next(n * block for n in range(KEYS_PER_GRADIENT // block, 0, -1) if length % (n * block) == 0)
@@ -129,18 +134,35 @@ def splash_layout(kernel: splash_attention_kernel.SplashAttentionKernel, mesh: M
     return kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, TOKEN_AXIS)))
 
 
+def splash_folds(call: AttentionCall, variant: Variant) -> bool:
+    """True if devices exchange queries so that each has as much to compute: without a window those at the end of a row
+    see the most keys."""
+    return call.token_shards > 1 and variant.window is None and call.num_queries % (2 * SPLASH_LANES) == 0
+
+
 def make_splash(
-    length: int, num_heads: int, head_dim: int, variant: Variant, *, shards: int, interpret: bool
+    length: int,
+    num_heads: int,
+    head_dim: int,
+    variant: Variant,
+    *,
+    shards: int,
+    interpret: bool,
+    folded: bool = False,
 ) -> splash_attention_kernel.SplashAttentionKernel:
-    """The kernel of one device's heads, with tables for all queries of a padded row, which `shards` devices split."""
+    """The kernel of one device's heads, with tables for all queries of a padded row, which `shards` devices split;
+    `folded`: in the order of `with_folded_queries`."""
     shape = (length, length)
     if variant.window is None:
         mask: splash_attention_mask.Mask = splash_attention_mask.CausalMask(shape)
+        if folded:
+            parts = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
+            mask.q_sequence = parts[[n for pair in folded_parts(shards) for n in pair]].ravel()
     else:
         mask = splash_attention_mask.LocalMask(shape, window_size=(variant.window - 1, 0), offset=0)
     return splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([mask] * num_heads),
-        block_sizes=splash_blocks(length, head_dim, variant.window, shards=shards),
+        block_sizes=splash_blocks(length, head_dim, variant.window, shards=shards, folded=folded),
         attn_logits_soft_cap=variant.soft_cap,
         residual_checkpoint_name=SAVED,
         interpret=interpret,
@@ -191,10 +213,12 @@ def cudnn_arguments(operands: Operands, variant: Variant) -> dict[str, Any]:
         beside: dict[str, Any] = {} if variant.window else {"key_value_seq_lengths": mask_inputs.q_positions[:, 0] + 1}
         mask = mask if variant.window else None
     else:
-        # The mask is complete; these arguments let the kernel skip blocks by row index.
+        # The mask is complete; these arguments let the kernel skip blocks by row index, which a part of a row lacks.
+        whole = q.shape[1] == k.shape[2]
+        windowed = whole and variant.window is not None and mask_inputs.q_parents is None
         beside = {
-            "is_causal": True,
-            "local_window_size": (variant.window - 1, 0) if variant.window and mask_inputs.q_parents is None else None,
+            "is_causal": whole,
+            "local_window_size": (variant.window - 1, 0) if windowed and variant.window else None,
         }
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3]))) for x in (q, k, v))
     return {
@@ -239,6 +263,7 @@ def tokamax(
     operands: Operands, variant: Variant, *, implementation: str | tuple[str, ...] = TOKAMAX_IMPLEMENTATIONS
 ) -> Float[Array, "B T N Hv"]:
     q, k, v, mask_inputs, _ = operands
+    whole = q.shape[1] == k.shape[2]
     return tokamax_library().dot_product_attention(
         q,
         k.swapaxes(1, 2),
@@ -246,9 +271,9 @@ def tokamax(
         mask=visible(*mask_inputs, variant.window)[:, None],
         scale=variant.scale,
         logits_soft_cap=variant.soft_cap,
-        # The mask is complete; these arguments let the kernel skip blocks by row index.
-        is_causal=True,
-        local_window_size=None if variant.window is None else (variant.window - 1, 0),
+        # The mask is complete; these arguments let the kernel skip blocks by row index, which a part of a row lacks.
+        is_causal=whole,
+        local_window_size=(variant.window - 1, 0) if whole and variant.window is not None else None,
         implementation=implementation,
     )
 
@@ -423,9 +448,12 @@ def run_attention(name: str, operands: Operands, variant: Variant, call: Attenti
         case "splash":
             padding, head_dim = splash_padding(call), max(call.head_dim, call.value_dim)
             sizes = call.num_keys + padding, call.num_heads // call.head_shards, head_dim
-            tables = make_splash(*sizes, variant, shards=call.token_shards, interpret=interpret)
-            kernel = partial(splash, variant=variant, padding=padding)
-            return attend_on_devices(kernel, operands, call, mesh, tables, splash_layout(tables, mesh))
+            shards, folded = call.token_shards, splash_folds(call, variant)
+            tables = make_splash(*sizes, variant, shards=shards, interpret=interpret, folded=folded)
+            served: Callable[..., Array] = partial(splash, variant=variant, padding=padding)
+            if folded:
+                served = partial(with_folded_queries, served, shards)
+            return attend_on_devices(served, operands, call, mesh, tables, splash_layout(tables, mesh))
         case "tokamax":
             return attend_on_devices(partial(tokamax, variant=variant), operands, call, mesh)
         case _:

@@ -22,10 +22,10 @@ from posttrain.mesh import row_axes
 # Logits of a chunk are split over V, so that collectives carry tokens and sums, never the head: chunks of hidden states
 # are gathered over `VOCAB_AXES`, and their gradients are reduce-scattered back to the rows.
 
-STORAGE_AXES = ("tensor", "fsdp")
+STORAGE_AXES = ("tensor", "fsdp", "context")
 """Mesh axes that split the stored head: over them it is resharded by an all-to-all."""
 
-VOCAB_AXES = (*STORAGE_AXES, "expert", "context")
+VOCAB_AXES = (*STORAGE_AXES, "expert")
 """Mesh axes that split V in a loss."""
 
 GROUP_AXIS = "fsdp_group"
