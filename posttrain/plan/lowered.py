@@ -135,8 +135,8 @@ def _read(written: dict[str, Any]) -> Figures:
         return Buffer(given["dtype"], tuple(given["dims"]))
 
     def collective(c: dict[str, Any]) -> Collective:
-        parts = (tuple(map(buffer, c[name])) for name in ("operands", "results"))
-        return Collective(c["kind"], c["group"], *parts, tuple(c["loops"]), c["op_name"])
+        operands, results = (tuple(map(buffer, c[name])) for name in ("operands", "results"))
+        return Collective(c["kind"], c["group"], operands, results, tuple(c["loops"]), c["op_name"])
 
     text = written["text"]
     collectives, between = ([*map(collective, text[name])] for name in ("collectives", "between"))

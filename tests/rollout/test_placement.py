@@ -91,6 +91,7 @@ def of_weights(arrays: list[list[int]], model: Decoder, tensor: int) -> list[lis
         pytest.param("dense dora", "fsdp and tensor", "auto", marks=THOROUGH),
         pytest.param("moe", "fsdp", "auto", marks=THOROUGH),
         pytest.param("moe", "data", "auto", marks=THOROUGH),
+        pytest.param("moe", "expert and context", "auto", marks=THOROUGH),
         pytest.param("moe lora", "expert", "auto", marks=THOROUGH),
         pytest.param("dense int8", "fsdp", "auto", marks=THOROUGH),
     ],

@@ -178,7 +178,7 @@ def test_small_updates_stall_unless_they_are_rounded_stochastically() -> None:
 @pytest.mark.thorough
 def test_resumed_is_never_stopped_and_another_seed_rounds_differently(tmp_path: Path) -> None:
     """On a mesh: codes and scales are sharded like their parameter, an update that is skipped leaves them bitwise."""
-    t = trainer(section(**KINDS["rounded_int8"]), mesh=make_mesh(MeshSection(data=2, fsdp=2, tensor=2)))
+    t = trainer(section(**KINDS["rounded_int8"]), mesh=make_mesh(MeshSection(fsdp=2, context=2, tensor=2)))
     moment = t._opt_state.inner[0].nu["stages.0.blocks.0.mlp.up.kernel"]
     assert isinstance(moment, Blocks)
     assert moment.codes.sharding.spec == t.params["stages.0.blocks.0.mlp.up.kernel"].sharding.spec

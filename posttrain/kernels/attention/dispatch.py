@@ -154,10 +154,11 @@ def make_splash(
     `folded`: in the order of `with_folded_queries`."""
     shape = (length, length)
     if variant.window is None:
-        mask: splash_attention_mask.Mask = splash_attention_mask.CausalMask(shape)
+        causal = splash_attention_mask.CausalMask(shape)
         if folded:
             parts = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
-            mask.q_sequence = parts[[n for pair in folded_parts(shards) for n in pair]].ravel()
+            causal.q_sequence = parts[[n for pair in folded_parts(shards) for n in pair]].ravel()
+        mask: splash_attention_mask.Mask = causal
     else:
         mask = splash_attention_mask.LocalMask(shape, window_size=(variant.window - 1, 0), offset=0)
     return splash_attention_kernel.make_splash_mha(
