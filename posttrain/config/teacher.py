@@ -30,8 +30,10 @@ class TeacherSection(Section):
     quantize: Quantize = "none"
     """Quantize the matrices of the layers to 8 or 4 bits."""
     mesh: MeshSection | None = None
-    """Device mesh of its own, the last devices of this machine, instead of the run's `mesh`; only `top_k` is
-    transferred."""
+    """Device mesh of its own instead of the run's `mesh`; only `top_k` is transferred, before each step."""
+    devices: Literal["own", "shared"] = "own"
+    """Devices of `mesh`: `own`, the last ones of this machine, which the run's mesh is then without, or `shared`, those
+    of the run's mesh, such as `{expert: 16}` for a teacher with experts, which would be gathered at each step."""
     url: Text | None = None
     """URL of an inference server with the teacher, such as http://host:8000/v1; it uses no local devices."""
     server: Literal["vllm", "sglang"] = "vllm"
@@ -47,8 +49,11 @@ class TeacherSection(Section):
     """Timeout per request in seconds; a request is tried 5 times."""
 
     def _mistakes(self) -> Iterator[str]:
-        if self.mesh is not None and (self.url is not None or -1 in self.mesh.sizes):
+        own = self.devices == "own"
+        if self.mesh is not None and (self.url is not None or (own and -1 in self.mesh.sizes)):
             yield "mesh: give the number of devices on each axis (fsdp: 4), and no url"
+        if self.mesh is None and not own:
+            yield "devices=shared has no effect without mesh, the arrangement of the shared devices; set mesh"
         plain = TeacherSection.model_construct(path=self.path)
         of_server = ("server", "model", "api_key_env", "concurrency", "timeout_s")
         wrong = of_server if self.url is None else ("dtype", "quantize")
@@ -64,7 +69,7 @@ class TeacherSection(Section):
     @property
     def num_own_devices(self) -> int:
         """Number of devices that the teacher has for itself."""
-        return 0 if self.mesh is None else math.prod(self.mesh.sizes)
+        return 0 if self.mesh is None or self.devices == "shared" else math.prod(self.mesh.sizes)
 
     @property
     def aligned(self) -> bool:

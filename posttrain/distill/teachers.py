@@ -253,21 +253,26 @@ def outside_teacher(
     k: int = 1,
     mesh: Mesh | None = None,
 ) -> OutsideTeacher:
-    """Make a teacher outside the training step: at its server, on its own devices, or (cross-tokenizer) on `mesh`."""
+    """Make a teacher outside the training step: at its server, on its own mesh, or (cross-tokenizer) on `mesh`, that of
+    training."""
     ids = num_ids(source, tokenizer)
     k = min(k, ids)
     if source.section.url is not None:
         return ServedTeacher(source.section, num_ids=ids, k=k)
     if source.section.mesh is not None:
-        mesh = teacher_mesh(source.section, section.teachers)
+        mesh = teacher_mesh(source.section, section.teachers, mesh)
     assert mesh is not None
     teacher = load_teacher(source, model, tokenizer, mesh)
     return FrozenModel(teacher, mesh, temperature=temperature, rows=section.micro_batch_rows, k=k)
 
 
-def teacher_mesh(teacher: TeacherSection, teachers: Sequence[TeacherSection]) -> Mesh:
-    """Make the mesh of a teacher that has one: the last devices belong to the first such teacher."""
+def teacher_mesh(teacher: TeacherSection, teachers: Sequence[TeacherSection], training: Mesh | None) -> Mesh:
+    """Make the mesh of a teacher that has one: on the devices of `training` if it shares them, else the last devices
+    belong to the first such teacher."""
     assert teacher.mesh is not None
+    if teacher.devices == "shared":
+        assert training is not None
+        return make_mesh(teacher.mesh, training.devices.ravel().tolist())
     devices = jax.devices()
     for one in teachers:
         count = one.num_own_devices

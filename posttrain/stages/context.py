@@ -30,6 +30,7 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import Record, paired
 from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.mesh import mesh_sizes
 from posttrain.models.activations import shown_remat
 from posttrain.models.adapter import without_dropout
 from posttrain.models.decoder import Decoder
@@ -454,7 +455,8 @@ def devices_of_teachers(config: RunConfig, num_devices: int) -> int:
 
 
 def num_training_devices(config: RunConfig, num_devices: int) -> int:
-    """Number of devices that no teacher and no role of any stage reserves. ConfigError if none is left."""
+    """Number of devices that no teacher and no role of any stage reserves. ConfigError if none is left, or if a teacher
+    that shares them has a mesh of another size."""
     left = num_devices - devices_of_teachers(config, num_devices)
     stages = [stage for stage in config.stages if isinstance(stage, OnlineSection)]
     taken = max((stage.placement.num_own_devices for stage in stages), default=0)
@@ -463,6 +465,13 @@ def num_training_devices(config: RunConfig, num_devices: int) -> int:
             f"placement: roles take {taken} devices for themselves, and {left} of {num_devices} are there for them and "
             "the actor; leave some"
         )
+    taught = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
+    for teacher in (one for stage in taught for one in stage.teachers):
+        if teacher.mesh is not None and teacher.devices == "shared":
+            try:
+                mesh_sizes(teacher.mesh, left - taken)
+            except ConfigError as error:
+                raise ConfigError(f"teachers: {teacher.title}: {error}") from error
     return left - taken
 
 

@@ -133,6 +133,8 @@ def _where(teacher: TeacherSection, cache: str | None) -> str:
         return f"from the cache {cache}"
     if teacher.url is not None:
         return f"served at {teacher.url}"
+    if teacher.devices == "shared":
+        return "on the student's devices in a mesh of its own, before each step"
     if teacher.mesh is not None:
         return f"on {teacher.num_own_devices} devices of its own"
     return "on the student's devices, before each step" if teacher.aligned else "in the training step"

@@ -188,7 +188,7 @@ def _load_teachers(stage: StageRun, inputs: RLInputs) -> list[OutsideTeacher]:
 
     def load(source: TeacherSource) -> OutsideTeacher:
         if source.section.outside:
-            return outside_teacher(source, stage.model, stage.tokenizer, section, temperature)
+            return outside_teacher(source, stage.model, stage.tokenizer, section, temperature, mesh=stage.mesh)
         model = load_teacher(source, stage.model, stage.tokenizer, stage.mesh)
         return FrozenModel(model, stage.mesh, temperature=temperature, rows=section.pass_rows)
 

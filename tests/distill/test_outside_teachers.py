@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from posttrain.batch import Batch, TopK
 from posttrain.cluster import http_teacher as served
@@ -24,8 +25,9 @@ from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.distill.teachers import TeacherSource, outside_teacher
 from posttrain.errors import ConfigError
-from posttrain.mesh import single_device_mesh
+from posttrain.mesh import make_mesh, single_device_mesh
 from posttrain.stages.context import training_devices
+from posttrain.stages.distill import describe
 from posttrain.weights.load import init_model
 from posttrain.weights.locate import read_model_files
 from posttrain.weights.save import save_model
@@ -261,6 +263,33 @@ def test_a_teacher_on_other_devices_leaves_nothing_on_those_of_training(tmp_path
         training_devices(full)
 
 
+def test_a_teacher_on_the_devices_of_training_in_a_mesh_of_its_own(tmp_path: Path, teacher: Path) -> None:
+    shared = {"path": str(teacher), "mesh": {"data": 2, "fsdp": 4}, "devices": "shared"}
+    file = write_run(tmp_path, distill(teacher, teachers=[shared], top_k=4))
+    config = load_config(file)
+    stage, mesh = config.stages[0], make_mesh(config.mesh, training_devices(config))
+    assert isinstance(stage, DistillSection) and mesh.shape["fsdp"] == 8
+    source = TeacherSource(section=stage.teachers[0], files=read_model_files(str(teacher)))
+    plain = TeacherSource(section=TeacherSection(path=str(teacher)), files=source.files)
+    own, same = (
+        outside_teacher(one, ModelSection(path=str(teacher)), load_tokenizer("bytes"), stage, 1.0, 4, mesh)
+        for one in (source, plain)
+    )
+    assert isinstance(own, FrozenModel) and isinstance(same, FrozenModel)
+    placed = next(iter(own.weights.values())).sharding
+    assert isinstance(placed, NamedSharding) and placed.mesh.shape["fsdp"] == 4
+    assert placed.device_set == {*mesh.devices.flat}
+    tokens = np.arange(1, 65, dtype=np.int32).reshape(8, 8)
+    ones = np.ones_like(tokens)
+    places, weight = np.tile(np.arange(8, dtype=np.int32), (8, 1)), ones.astype(np.float32)
+    batch = Batch(tokens=tokens, positions=places, segments=ones, loss_weight=weight)
+    for one, other in zip(jax.tree.leaves(own.top_k(batch)), jax.tree.leaves(same.top_k(batch)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+    assert "on the student's devices in a mesh of its own, before each step" in describe(stage, None, 8)
+    with pytest.raises(ConfigError, match="teachers: big: mesh: .* must multiply to the number of devices, 8"):
+        training_devices(load_config(file, ["stages.0.teachers.0.mesh={fsdp: 3}"]))
+
+
 def test_settings_of_outside_teachers(tmp_path: Path, teacher: Path) -> None:
     file = write_run(tmp_path, distill(teacher, teachers=[{"path": str(teacher), "url": "http://127.0.0.1:1/v1"}]))
     said = command("check", file).out
@@ -274,6 +303,7 @@ def test_settings_of_outside_teachers(tmp_path: Path, teacher: Path) -> None:
         "stages.0.teachers.0.mesh={fsdp: 4}": "and no url",
         "stages.0.teachers=[{path: x, model: y}]": "model is for a teacher with url",
         "stages.0.teachers=[{path: x, mesh: {data: 2}}]": "give the number of devices on each axis",
+        "stages.0.teachers=[{path: x, devices: shared}]": "devices=shared has no effect without mesh",
     }
     for override, text in cases.items():
         assert text in command("check", file, override).error, override
