@@ -93,11 +93,11 @@ def main() -> None:
     parser.add_argument("--best-of", type=int, default=2)
     best_of = parser.parse_args().best_of
     table = Table("program", "pattern", "stages", "few layers: trace + compile s", f"{MANY} layers", "ratio")
-    default = decoder.SPLIT_LAYERS_ON_CPU
+    default = decoder.SPLIT_LAYERS["cpu"]
     for name, make in {"training": training, "decoding": decoding}.items():
         for pattern, few in FEW.items():
             for stages, limit in {"scanned": 0, "as on CPU": default}.items():
-                decoder.SPLIT_LAYERS_ON_CPU = limit
+                decoder.SPLIT_LAYERS["cpu"] = limit
                 models = [make_model(pattern, num_layers) for num_layers in (few, MANY)]
                 for model in models:
                     model.unroll = limit > 0 and model.config.num_layers <= UNROLLED_LAYERS_ON_CPU

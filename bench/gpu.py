@@ -78,7 +78,11 @@ def run(work: str, command: Sequence[str], cache: str, timeout_s: float) -> dict
     if work == "tests":
         lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         summary = (done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1]
-        return took | {"summary": summary} | ({"error": "; ".join(lines) or summary} if done.returncode else {})
+        failed = {
+            "error": "; ".join(lines) or f"code {done.returncode}: {summary}",
+            "log": done.stdout[-4000:] + done.stderr,
+        }
+        return took | {"summary": summary} | (failed if done.returncode else {})
     line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
     if line is None:
         errors = [line for line in done.stderr.splitlines() if "Error" in line or "RESOURCE" in line]

@@ -111,7 +111,7 @@ WORKS: dict[str, Work] = {
     "sft-1b": Train("1b", lora=False),
     "lora-1b": Train("1b", lora=True),
     "sft-8b": Train("8b", lora=False, rows=2, remat=True, moments="int8"),
-    "lora-8b": Train("8b", lora=True, remat=True),
+    "lora-8b": Train("8b", lora=True),
     "decode-1b-64": Decode("1b", 64),
     "decode-1b-256": Decode("1b", 256),
     "decode-8b-64": Decode("8b", 64),

@@ -111,6 +111,9 @@ def _matmul_backward(
     dtype: DTypeLike | None, saved: tuple[Float[Array, "*B D"], Float[Array, "D F"]], gradient: Float[Array, "*B F"]
 ) -> tuple[Float[Array, "*B D"], Float[Array, "D F"]]:
     x, w = saved
+    if platform_of(None) == "gpu" and w.dtype.itemsize == 2:
+        # A float32 gradient times 16-bit weights would be a TF32 product, at half the speed of what TPUs do anyway.
+        gradient = gradient.astype(w.dtype)
     dx = lax.dot_general(gradient, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
     # XLA:CPU transposes the first operand: pass the narrower one first.
     if x.shape[-1] <= gradient.shape[-1]:

@@ -49,8 +49,9 @@ from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs
 from posttrain.models.moe import Experts, ExpertStack, MoE
 from posttrain.models.rope import Tables, rope_tables
 
-SPLIT_LAYERS_ON_CPU = 32
-"""Maximum depth up to which CPU decoding unrolls the layers: a scan copies weights and cache at every token."""
+SPLIT_LAYERS = {"cpu": 32, "gpu": 64}
+"""Maximum depth up to which decoding unrolls the layers, by platform: a scan there copies weights at every token, on a
+CPU the cache as well. On TPU products read slices of a stack in place."""
 
 NO_TOKEN = -1e30
 """Logit of an id without a token: probability 0, finite so that its product with the probability is 0."""
@@ -331,9 +332,9 @@ class Decoder(nnx.Module):
     def for_decoding(self, *, fuse: Collection[FusedPart] = ()) -> Decoder:
         """Return a copy for a decoding loop over single tokens; call it outside the loop, under `jit`.
 
-        On CPU slices of stacked weights are copies, so they are made once here instead of per token, as are the DoRA
-        gains on all platforms. On TPU experts are read from the stacks of all layers. `fuse`: parts whose products of
-        one input become one, which accelerators read faster.
+        On CPU and GPU slices of stacked weights are copies, so they are made once here instead of per token, as are
+        the DoRA gains on all platforms. On TPU experts are read from the stacks of all layers. `fuse`: parts whose
+        products of one input become one, which accelerators read faster.
         The cache must be allocated for `decoding_config`.
         """
         config = decoding_config(self.config, self.compute.mesh)
@@ -394,7 +395,7 @@ def first_layers(config: ModelConfig) -> list[LayerIndex]:
 
 def decoding_config(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
     """Configuration of `Decoder.for_decoding` on the platform of the mesh."""
-    if platform_of(mesh) != "cpu" or config.num_layers > SPLIT_LAYERS_ON_CPU:
+    if config.num_layers > SPLIT_LAYERS.get(platform_of(mesh), 0):
         return config
     if all(stage.repeats == 1 for stage in config.stages):
         return config

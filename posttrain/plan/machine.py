@@ -83,6 +83,14 @@ CHIPS = {
         wire=450e9,
         dollars_per_hour=3.00,
     ),
+    "h200": Chip(
+        platform="gpu",
+        memory=int(0.92 * 140 * GIB),
+        memory_bandwidth=4800e9,
+        flops=989e12,
+        wire=450e9,
+        dollars_per_hour=None,
+    ),
     "cpu": Chip(platform="cpu", memory=16 * GIB, memory_bandwidth=20e9, flops=0.2e12, wire=5e9, dollars_per_hour=None),
 }
 """Chips by name: limits of data sheets, memory as the compiler or JAX reports it."""
@@ -146,13 +154,13 @@ def machine(name: str) -> Machine:
     """Resolve a name such as `v5e-8`, `2xv5e-16`, `h100-8` or `cpu-8`. Raises ConfigError for an unknown one."""
     found = re.fullmatch(r"(?:(\d+)x)?(([a-z0-9]+)-(\d+))", name)
     slices, one, kind, number = found.groups() if found else (None, "", "", "0")
-    if kind in ("h100", "cpu") and slices is None and 1 <= int(number) <= 256:
+    if kind in ("h100", "h200", "cpu") and slices is None and 1 <= int(number) <= 256:
         return Machine(name=name, chip=CHIPS[kind], num_devices=int(number))
     if one in SLICES and 1 <= (num_slices := int(slices or 1)) <= MAX_SLICES:
         count = num_slices * math.prod(map(int, SLICES[one].split("x")))
         return Machine(name=one, chip=CHIPS[kind], num_devices=count, num_slices=num_slices)
     several = f"2xv5e-16 (two slices, at most {MAX_SLICES})"
-    raise ConfigError(f"machine {name!r} is unknown; use {', '.join(SLICES)}, {several}, h100-N or cpu-N")
+    raise ConfigError(f"machine {name!r} is unknown; use {', '.join(SLICES)}, {several}, h100-N, h200-N or cpu-N")
 
 
 def has_libtpu() -> bool:

@@ -134,17 +134,19 @@ class Pool:
 
     def _copied(self, stored: Array, old: Int[Array, "D n"], new: Int[Array, "D n"], mesh: Mesh | None) -> Array:
         """Copy blocks `old` to `new` where these are others and in range."""
+        platform = platform_of(mesh)
 
         def lane(stored: Array, old: Int[Array, "1 n"], new: Int[Array, "1 n"]) -> Array:
-            return _one_by_one(stored, None, old[0], jnp.where(old[0] == new[0], stored.shape[2], new[0]))
+            return _placed(stored, None, old[0], jnp.where(old[0] == new[0], stored.shape[2], new[0]), platform)
 
         return self._by_lane(lane, stored, mesh, old, new)
 
     def _written(self, stored: Array, blocks: Array, targets: Int[Array, "D n"], mesh: Mesh | None) -> Array:
         """Write blocks [R, D, n, *block] to `targets` in range."""
+        platform = platform_of(mesh)
 
         def lane(stored: Array, targets: Int[Array, "1 n"], blocks: Array) -> Array:
-            return _one_by_one(stored, blocks, jnp.arange(blocks.shape[2]), targets[0])
+            return _placed(stored, blocks, jnp.arange(blocks.shape[2]), targets[0], platform)
 
         return self._by_lane(lane, stored, mesh, targets, blocks=blocks)
 
@@ -203,9 +205,15 @@ def _apart(
     return keys.swapaxes(3, 4), values
 
 
-def _one_by_one(stored: Array, blocks: Array | None, old: Int[Array, " n"], new: Int[Array, " n"]) -> Array:
-    """Copy `blocks` of numbers `old`, or the pool's own, to `new` where these are in range, in a loop: for a scatter
-    XLA:TPU would lay out the whole pool anew, and back."""
+def _placed(stored: Array, blocks: Array | None, old: Int[Array, " n"], new: Int[Array, " n"], platform: str) -> Array:
+    """Copy `blocks` of numbers `old`, or the pool's own, to `new` where these are in range.
+
+    On GPU by one scatter, since each turn of a loop waits for the host. Else in a loop: for a scatter XLA:TPU would lay
+    out the whole pool anew, and back.
+    """
+    if platform == "gpu":
+        source = stored if blocks is None else blocks
+        return stored.at[:, 0, new].set(source[:, 0, old], mode="drop")
     within = new < stored.shape[2]
     order = jnp.argsort(~within)
     size = (stored.shape[0], 1, 1, *stored.shape[3:])

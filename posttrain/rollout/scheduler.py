@@ -186,7 +186,8 @@ class Scheduler:
         pieces = [piece for row in self.running.values() for piece in self._read_on(row, budget)]
         pieces += self._admit(budget)
         decode = [row for row in self.running.values() if row.ready]
-        if decode and pieces and self._decoded and 2 * len(decode) < len(self.running):
+        could = min(self.slots, len(self.running) + len(self.waiting) * self.admitting)
+        if decode and pieces and self._decoded and 2 * len(decode) < could:
             # Few rows take nearly as long as many: first the prompts, but never twice running.
             decode, self._decoded = [], False
         else:

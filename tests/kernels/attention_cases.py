@@ -12,7 +12,7 @@ import numpy as np
 
 from posttrain.kernels.attention import blockwise, dispatch
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant, full_attention, visible
-from posttrain.kernels.attention.dispatch import cudnn_arguments, tokamax
+from posttrain.kernels.attention.gpu import cudnn_arguments, tokamax
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 384, 4, 2, 8, 12
 LENGTHS = ((200, 150), (384,))

@@ -14,7 +14,16 @@ from jax.sharding import AxisType, Mesh
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import AttentionKernel
-from posttrain.kernels.attention.call import AttentionCall
+from posttrain.errors import ConfigError
+from posttrain.kernels.attention import gpu
+from posttrain.kernels.attention.call import (
+    AttentionCall,
+    MaskInputs,
+    Operands,
+    Variant,
+    full_attention,
+    visible,
+)
 from posttrain.kernels.attention.dispatch import (
     attention,
     block_size,
@@ -304,6 +313,13 @@ def test_short_rows_are_cut_into_few_equal_blocks(length: int, rows: int, even: 
 
 DECODE: dict[str, Any] = {"num_queries": 1, "same_tokens": False}
 PREFILL: dict[str, Any] = {"num_queries": 512, "same_tokens": False}
+OLD_GPU: dict[str, Any] = {"platform": "gpu", "compute_capability": 8.0}
+LONG_ON_OLD_GPU: dict[str, Any] = OLD_GPU | {"num_queries": 16384, "num_keys": 16384}
+
+
+@pytest.fixture(autouse=True)
+def tokamax_serves_this_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "TOKAMAX_TOO_NEW", (99,))
 
 
 @pytest.mark.parametrize(
@@ -321,20 +337,22 @@ PREFILL: dict[str, Any] = {"num_queries": 512, "same_tokens": False}
         (PREFILL, "blockwise"),
         (PREFILL | {"rows": 1}, "reference"),
         ({"platform": "gpu"}, "cudnn"),
-        ({"platform": "gpu", "tokamax": True}, "tokamax"),
+        ({"platform": "gpu", "tokamax": True}, "cudnn"),
         ({"platform": "gpu", "tokamax": True, "soft_cap": 5.0}, "tokamax"),
         ({"platform": "gpu", "tokamax": True, "dtype": "float32"}, "blockwise"),
         ({"platform": "gpu", "tokamax": True, "compute_capability": 7.5}, "cudnn"),
         ({"platform": "gpu", "tokamax": True, "head_dim": 512}, "blockwise"),
         ({"platform": "gpu", "tokamax": True, "num_queries": 2000, "num_keys": 2000}, "cudnn"),
-        ({"platform": "gpu", "tokamax": True, "num_queries": 16384, "num_keys": 16384}, "blockwise"),
-        ({"platform": "gpu", "num_queries": 16384, "num_keys": 16384, "rows": 1}, "cudnn"),
+        ({"platform": "gpu", "num_queries": 16384, "num_keys": 16384}, "cudnn"),
+        (LONG_ON_OLD_GPU | {"tokamax": True}, "blockwise"),
+        (LONG_ON_OLD_GPU | {"rows": 1}, "cudnn"),
         ({"platform": "gpu", "tokamax": True, "sinks": True}, "blockwise"),
         ({"platform": "gpu", "sinks": True}, "blockwise"),
         ({"platform": "gpu", "soft_cap": 5.0}, "blockwise"),
         ({"platform": "gpu", "dtype": "float32"}, "blockwise"),
         ({"platform": "gpu", "head_dim": 192, "value_dim": 128}, "blockwise"),
-        ({"platform": "gpu", "num_queries": 2047, "num_keys": 2047}, "blockwise"),
+        ({"platform": "gpu", "num_queries": 2047, "num_keys": 2047}, "cudnn"),
+        ({"platform": "gpu", "num_queries": 2047, "num_keys": 2047, "parents": True}, "blockwise"),
         ({"platform": "gpu"} | DECODE, "cudnn"),
         ({"platform": "gpu", "dtype": "float32"} | DECODE, "reference"),
         ({"platform": "gpu", "row_shards": 3} | DECODE, "reference"),
@@ -363,14 +381,14 @@ def test_choice(changes: dict[str, Any], kernel: str) -> None:
         ("cudnn", {"platform": "gpu", "soft_cap": 1.0}, "neither soft_cap nor sinks"),
         ("cudnn", {"platform": "gpu", "dtype": "float32"}, "bfloat16 and float16, got float32"),
         ("cudnn", {"platform": "gpu", "head_dim": 160}, "at most 128, got 160"),
-        ("cudnn", {"platform": "gpu", "num_queries": 11, "num_keys": 11}, "even row length, got 11"),
+        ("cudnn", OLD_GPU | {"num_queries": 11, "num_keys": 11}, "even row length, got 11"),
         ("tokamax", {"platform": "gpu"}, "not installed: pip install"),
         ("tokamax", {"tokamax": True}, "runs on GPU, got tpu"),
         ("tokamax", {"platform": "gpu", "tokamax": True, "sinks": True}, "does not support sinks"),
         ("tokamax", {"platform": "gpu", "tokamax": True, "dtype": "float32"}, "bfloat16 and float16, got float32"),
         ("tokamax", {"platform": "gpu", "tokamax": True, "compute_capability": 7.5}, "8.0 or more, got 7.5"),
         ("tokamax", {"platform": "gpu", "tokamax": True, "head_dim": 260}, "at most 256, got 260"),
-        ("cudnn", {"platform": "gpu", "num_queries": 16384, "num_keys": 16384}, "here of 1,024 MiB, maximum 256 MiB"),
+        ("cudnn", LONG_ON_OLD_GPU, "here of 1,024 MiB, maximum 256 MiB"),
         ("flash", {}, "unknown kernel 'flash'; use one of auto, reference"),
     ],
 )
@@ -407,3 +425,50 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         "attention: kernel 'reference' for decode on cpu",
         "attention: kernel 'blockwise' for rows on cpu",
     ]
+
+
+def test_tokamax_on_a_newer_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = replace(ROWS_2048, platform="gpu", tokamax=True, soft_cap=5.0)
+    monkeypatch.setattr(gpu, "TOKAMAX_TOO_NEW", (0, 1))
+    assert choose_attention(call) == "blockwise"
+    with pytest.raises(ConfigError, match="needs functions that jax no longer has"):
+        select_attention("tokamax", call)
+
+
+def test_places_of_segments_against_loops() -> None:
+    rng = np.random.default_rng(0)
+    rows = [[3, 1, 4, 0], [8], [2, 2, 2, 2], [1, 7]]  # a 0 at the end: no padding
+    segments = np.asarray([np.repeat(rng.permutation(9)[: len(row)], row) for row in rows], np.int32)
+    found = gpu.segment_places(jnp.asarray(segments), 4)
+    for row, starts, lengths in zip(rows, np.asarray(found.starts), np.asarray(found.lengths), strict=True):
+        sizes = [size for size in row if size]
+        assert starts.tolist() == [sum(sizes[:n]) if n < len(sizes) else -1 for n in range(5)]
+        assert lengths.tolist() == sizes + [-1] * (4 - len(sizes))
+    assert found.fit and not gpu.segment_places(jnp.asarray(segments), 3).fit
+
+
+def test_cudnn_gets_each_sequence_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With attention within the given places in cuDNN's stead; rows of too many sequences go by blocks."""
+
+    def within(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> jax.Array:
+        assert given["mask_type"] == gpu.fused_attention_stablehlo.MaskType.PADDING_CAUSAL
+        index = jnp.arange(q.shape[1])[None]
+        starts = jnp.where(given["q_offsets"] < 0, q.shape[1], given["q_offsets"])
+        number = jnp.sum(index[:, :, None] >= starts[:, None], axis=2)
+        distance = index[:, :, None] - index[:, None]
+        mask = (number[:, :, None] == number[:, None]) & (distance >= 0) & (distance < given["sliding_window_length"])
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=given["scale"], implementation="xla")
+
+    monkeypatch.setattr(gpu.fused_attention_stablehlo, "dot_product_attention", within)
+    draw, length = np.random.default_rng(0), 512
+    q = jnp.asarray(draw.normal(size=(2, length, 4, 8)), jnp.float32)
+    k, v = (jnp.asarray(draw.normal(size=(2, 2, length, size)), jnp.float32) for size in (8, 4))
+    variant = Variant(window=100, scale=0.3, soft_cap=None)
+    for sizes in ((200, 112, 200), (100, 100, 100, 100, 100, 12)):
+        positions = jnp.tile(jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in sizes]), (2, 1))
+        segments = jnp.tile(jnp.repeat(jnp.arange(1, len(sizes) + 1, dtype=jnp.int32), jnp.asarray(sizes)), (2, 1))
+        operands = Operands(q, k, v, MaskInputs(positions, positions, segments, segments, None), None)
+        found = jax.jit(lambda of: gpu.cudnn(of, variant, packed=True, block=128))(operands)
+        mask = visible(positions, positions, segments, segments, None, 100)
+        expected = full_attention(q, k, v, mask, scale=0.3, soft_cap=None, sinks=None)
+        assert_allclose(found, expected, atol=2e-6)

@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 
 from posttrain.kernels.attention import paged
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant, single_query, visible
-from posttrain.kernels.attention.dispatch import cudnn_arguments
+from posttrain.kernels.attention.gpu import cudnn_arguments
 from posttrain.kernels.attention.paged import heads_apart, ragged_paged_attention, ragged_refusal
 
 ROWS, HEADS, KV_HEADS, HEAD, PAGE, PAGES, WIDTH, REPEATS = 3, 4, 2, 8, 16, 7, 3, 2

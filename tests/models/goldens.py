@@ -233,7 +233,7 @@ class GoldenChecks:
         prompts = [row[keep.astype(bool)] for row, keep in zip(ids, mask, strict=True)]
         for chunk in (None, ids.shape[1]) if golden.name in FORMS else (ids.shape[1],):
             if chunk is not None:
-                monkeypatch.setattr(decoder, "SPLIT_LAYERS_ON_CPU", 0)
+                monkeypatch.setattr(decoder, "SPLIT_LAYERS", {})
             tokens, logits = decode(golden.model, prompts, 12, chunk=chunk)
             assert_array_equal(tokens, golden.arrays["gen_tokens"])
             assert_allclose(logits, golden.arrays["gen_logits"], atol=golden.atol, rtol=0)

@@ -33,7 +33,7 @@ PATTERNS: dict[str, tuple[tuple[int | None, ...], int]] = {
 @pytest.fixture(autouse=True)
 def scanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: short stacks are not cut either."""
-    monkeypatch.setattr(decoder, "SPLIT_LAYERS_ON_CPU", 0)
+    monkeypatch.setattr(decoder, "SPLIT_LAYERS", {})
 
 
 def training_step(model: Decoder) -> Any:

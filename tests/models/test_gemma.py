@@ -167,7 +167,7 @@ def test_other_sizes_through_the_cache(case: Case, scanned: None) -> None:
 @pytest.fixture
 def scanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: short stacks are not cut either."""
-    monkeypatch.setattr(decoder, "SPLIT_LAYERS_ON_CPU", 0)
+    monkeypatch.setattr(decoder, "SPLIT_LAYERS", {})
 
 
 def attentions(config: ModelConfig) -> list[AttentionConfig]:

@@ -14,7 +14,10 @@ def test_names() -> None:
     for name, shape in SLICES.items():
         assert machine(name).num_devices == math.prod(map(int, shape.split("x")))
     assert machine("v5e-8").num_devices == 8 and machine("v5p-16").num_devices == 8, "a v5p is named by its cores"
-    assert machine("h100-8").chip.platform == "gpu" and len(machine("cpu-8").devices()) == 8
+    assert (
+        machine("h200-8").chip.platform == machine("h100-8").chip.platform == "gpu"
+        and len(machine("cpu-8").devices()) == 8
+    )
 
 
 def test_several_slices() -> None:

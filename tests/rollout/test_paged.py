@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.paged import choose_layout
+from posttrain.rollout.paged import _placed, choose_layout
 from posttrain.weights.state import ModelWeights
 from tests.often import often
 from tests.rollout.engines import assert_same, make_engine, params, requests
@@ -106,3 +107,21 @@ def test_the_layout_that_a_platform_gets(monkeypatch: pytest.MonkeyPatch) -> Non
         assert choose_layout("gather", config, compute, None) == "gather"
     with pytest.raises(ConfigError, match="model.decode_attention: 'ragged' knows neither the sinks"):
         choose_layout("ragged", with_sinks, compute, None)
+
+
+def test_blocks_placed_at_once_as_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    pool, blocks = (rng.normal(size=(2, 1, n, 4, 1, 8)).astype(np.float32) for n in (6, 4))
+    old, new = np.asarray([2, 0, 3, 1], np.int32), np.asarray([4, 6, 1, 9], np.int32)  # two out of range
+    for source in (None, blocks):
+        expected = pool.copy()
+        expected[:, :, [4, 1]] = (pool if source is None else source)[:, :, [2, 3]]
+        for platform in ("gpu", "tpu"):
+            found = _placed(
+                jnp.asarray(pool),
+                None if source is None else jnp.asarray(source),
+                jnp.asarray(old),
+                jnp.asarray(new),
+                platform,
+            )
+            np.testing.assert_array_equal(found, expected)

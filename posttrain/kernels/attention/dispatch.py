@@ -1,4 +1,4 @@
-"""Attention entry point: selection of a kernel, and the fused kernels: splash on TPU, cuDNN and tokamax on GPU."""
+"""Attention entry point: selection of a kernel, and the fused kernel on TPU, splash."""
 
 from __future__ import annotations
 
@@ -31,14 +31,8 @@ from posttrain.kernels.attention.call import (
     visible,
     with_folded_queries,
 )
-from posttrain.kernels.platform import (
-    compute_capability,
-    installed,
-    log_choice,
-    platform_of,
-    tokamax_library,
-    warn_once,
-)
+from posttrain.kernels.attention.gpu import cudnn, cudnn_packs, cudnn_refusal, tokamax, tokamax_refusal
+from posttrain.kernels.platform import compute_capability, installed, log_choice, platform_of, warn_once
 from posttrain.mesh import TOKEN_AXIS, head_shards, row_shards, token_shards
 
 SPLASH_LANES = 128
@@ -172,113 +166,6 @@ def make_splash(
     )
 
 
-CUDNN_HEAD_DIM = 128
-"""Largest head dimension that all GPU generations support in training; Hopper supports up to 256."""
-
-
-def cudnn_refusal(call: AttentionCall) -> str | None:
-    width = max(call.head_dim, call.value_dim)
-    if call.platform != "gpu":
-        return f"runs on GPU, got {call.platform}"
-    if call.soft_cap is not None or call.sinks:
-        return "supports neither soft_cap nor sinks"
-    if call.dtype not in ("bfloat16", "float16"):
-        return f"supports bfloat16 and float16, got {call.dtype}"
-    if width > CUDNN_HEAD_DIM or width % 8:
-        return f"needs a head_dim that is a multiple of 8 and at most {CUDNN_HEAD_DIM}, got {width}"
-    if call.kind == "decode":
-        return call.split_refusal()
-    refusal = call.rows_refusal() or call.mask_refusal()
-    if refusal is None and call.num_queries % 2:
-        refusal = f"needs an even row length, got {call.num_queries}"
-    return refusal
-
-
-def cudnn(operands: Operands, variant: Variant) -> Float[Array, "B T N Hv"]:
-    return jax.nn.dot_product_attention(**cudnn_arguments(operands, variant), implementation="cudnn")[
-        ..., : operands.v.shape[3]
-    ]
-
-
-def cudnn_arguments(operands: Operands, variant: Variant) -> dict[str, Any]:
-    """Arguments of `jax.nn.dot_product_attention` for any implementation.
-
-    Heads are zero-padded to one size for queries, keys and values; zeros change neither the logits nor the first
-    values.
-    """
-    q, k, v, mask_inputs, _ = operands
-    width = max(q.shape[3], v.shape[3])
-    mask: Array | None = visible(*mask_inputs, variant.window)[:, None]
-    if q.shape[1] == 1:
-        # Decoding from a cache without a window: the visible keys of a query are the first ones.
-        beside: dict[str, Any] = {} if variant.window else {"key_value_seq_lengths": mask_inputs.q_positions[:, 0] + 1}
-        mask = mask if variant.window else None
-    else:
-        # The mask is complete; these arguments let the kernel skip blocks by row index, which a part of a row lacks.
-        whole = q.shape[1] == k.shape[2]
-        windowed = whole and variant.window is not None and mask_inputs.q_parents is None
-        beside = {
-            "is_causal": whole,
-            "local_window_size": (variant.window - 1, 0) if windowed and variant.window else None,
-        }
-    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3]))) for x in (q, k, v))
-    return {
-        "query": q,
-        "key": k.swapaxes(1, 2),
-        "value": v.swapaxes(1, 2),
-        "mask": mask,
-        "scale": variant.scale,
-        **beside,
-    }
-
-
-TOKAMAX_IMPLEMENTATIONS = ("mosaic", "triton")
-"""Fused implementations. The others materialize T x S or are no faster than ours: raise without a fused one."""
-
-TOKAMAX_CAPABILITY = 8.0
-TOKAMAX_HEAD_DIM = 256
-TOKAMAX_BLOCK = 64
-"""Queries and keys per kernel block; rows must be a multiple of it."""
-
-
-def tokamax_refusal(call: AttentionCall) -> str | None:
-    if not call.tokamax:
-        return "is not installed: pip install 'posttrain[kernels]'"
-    if call.platform != "gpu":
-        return f"runs on GPU, got {call.platform}"
-    if call.sinks:
-        return "does not support sinks"
-    if call.dtype not in ("bfloat16", "float16"):
-        return f"supports bfloat16 and float16, got {call.dtype}"
-    if call.compute_capability is None or call.compute_capability < TOKAMAX_CAPABILITY:
-        return f"needs a GPU of compute capability {TOKAMAX_CAPABILITY} or more, got {call.compute_capability}"
-    width = max(call.head_dim, call.value_dim)
-    if width > TOKAMAX_HEAD_DIM or width % 8:
-        return f"needs a head_dim that is a multiple of 8 and at most {TOKAMAX_HEAD_DIM}, got {width}"
-    if call.num_queries % TOKAMAX_BLOCK:
-        return f"needs a row length that is a multiple of {TOKAMAX_BLOCK}, got {call.num_queries}"
-    return call.rows_refusal() or call.mask_refusal()
-
-
-def tokamax(
-    operands: Operands, variant: Variant, *, implementation: str | tuple[str, ...] = TOKAMAX_IMPLEMENTATIONS
-) -> Float[Array, "B T N Hv"]:
-    q, k, v, mask_inputs, _ = operands
-    whole = q.shape[1] == k.shape[2]
-    return tokamax_library().dot_product_attention(
-        q,
-        k.swapaxes(1, 2),
-        v.swapaxes(1, 2),
-        mask=visible(*mask_inputs, variant.window)[:, None],
-        scale=variant.scale,
-        logits_soft_cap=variant.soft_cap,
-        # The mask is complete; these arguments let the kernel skip blocks by row index, which a part of a row lacks.
-        is_causal=whole,
-        local_window_size=(variant.window - 1, 0) if whole and variant.window is not None else None,
-        implementation=implementation,
-    )
-
-
 Kernel: TypeAlias = Callable[[Operands], Float[Array, "B T N Hv"]]
 
 
@@ -305,7 +192,7 @@ SUPPORT: Mapping[str, Support] = {
     "cudnn": Support(parents=True, other=cudnn_refusal),
 }
 
-PREFERRED: Mapping[str, tuple[str, ...]] = {"tpu": ("splash",), "gpu": ("tokamax", "cudnn")}
+PREFERRED: Mapping[str, tuple[str, ...]] = {"tpu": ("splash",), "gpu": ("cudnn", "tokamax")}
 """Fused kernels per platform, in order of preference. On CPU, blockwise XLA takes half the time of splash, or less."""
 
 WHOLE_LENGTH = 128
@@ -458,7 +345,8 @@ def run_attention(name: str, operands: Operands, variant: Variant, call: Attenti
         case "tokamax":
             return attend_on_devices(partial(tokamax, variant=variant), operands, call, mesh)
         case _:
-            return attend_on_devices(partial(cudnn, variant=variant), operands, call, mesh)
+            kernel = partial(cudnn, variant=variant, packed=cudnn_packs(call), block=block_size(call))
+            return attend_on_devices(kernel, operands, call, mesh)
 
 
 def block_size(call: AttentionCall) -> int:

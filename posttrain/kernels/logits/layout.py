@@ -292,8 +292,9 @@ MIN_CHUNK_TOKENS = 128
 ACCELERATOR_CHUNK_ELEMENTS = 1 << 26
 """Maximum logits of a GPU or TPU alive at once: 256 MiB in float32."""
 
-MIN_ACCELERATOR_TOKENS = 512
-"""The same of a GPU or TPU. Devices that split the vocabulary take as many times more tokens at once."""
+MIN_TOKENS = {"tpu": 512, "gpu": 1024}
+"""The same of a TPU or GPU. Devices that split the vocabulary take as many times more tokens at once. A GPU holds the
+whole float32 gradient of the head, which each chunk reads and writes."""
 
 TILE = 16
 """Rows of a bfloat16 tile of a TPU, which chunks of more tokens are multiples of."""
@@ -307,10 +308,11 @@ def chunk_length(rows: int, length: int, vocab: int, sharding: VocabSharding = O
 
     At least 1, and at most half a row, so that even a small problem never materializes B x T x V.
     """
-    accelerator = sharding.mesh is not None and platform_of(sharding.mesh) != "cpu"
+    platform = "cpu" if sharding.mesh is None else platform_of(sharding.mesh)
+    accelerator = platform in MIN_TOKENS
     elements, minimum = CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
     if accelerator:
-        elements, minimum = ACCELERATOR_CHUNK_ELEMENTS, MIN_ACCELERATOR_TOKENS
+        elements, minimum = ACCELERATOR_CHUNK_ELEMENTS, MIN_TOKENS[platform]
     tokens = max(elements // -(-vocab // sharding.shards), minimum * sharding.shards)
     if sharding.splits:
         tokens = min(tokens, MAX_GATHERED_TOKENS)
