@@ -235,7 +235,7 @@ def test_a_layer_reads_its_own_experts_of_a_stack(adapter: str, sampler: str) ->
 
 def test_the_scan_over_layers_leaves_stacks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """For decoding, behind a dense layer. Slow twin: training's pass, which slices them."""
-    monkeypatch.setattr(decoder, "SPLIT_LAYERS_ON_CPU", 0)
+    monkeypatch.setattr(decoder, "SPLIT_LAYERS", {})
     model = mixture_model(mixture_config(windows=(None,)), grouped_matmul="megablox")
     weights, ones = ModelWeights(model), jnp.ones((1, 8), jnp.int32)
     positions = jnp.arange(8, dtype=jnp.int32)[None]
