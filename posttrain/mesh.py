@@ -4,6 +4,7 @@ rows."""
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -17,6 +18,8 @@ from jaxtyping import Float
 
 from posttrain.config import MESH_AXES, ROW_AXES, MeshSection
 from posttrain.errors import ConfigError
+
+LOGGER = logging.getLogger("posttrain.mesh")
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "layers": (),
@@ -167,6 +170,8 @@ def arranged(devices: Sequence[Any], sizes: Sizes) -> np.ndarray:
     grid = np.asarray(devices, dtype=object)
     box = Box.of(devices)
     if box is None:
+        if len(devices) > 1 and devices[0].platform == "tpu":
+            LOGGER.warning("mesh: the %d devices are no box of the torus and keep their order", len(devices))
         return grid.reshape(sizes)
     at = dict(zip(box.places, devices, strict=True))
     rings = [_ring(part, box.dims, box.linked) for part in _split(sizes, box.dims, box.linked)]

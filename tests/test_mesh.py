@@ -65,10 +65,12 @@ def test_neighbours_of_an_axis_are_neighbours_on_the_torus(
     assert arranged(devices[::-1], sizes).tolist() == grid.tolist(), "whatever order they come in"
 
 
-def test_devices_that_are_no_box_keep_their_order() -> None:
-    for devices in (chips(2, 4, 1)[:5], [*chips(2, 2, 1), Chip((0, 0, 0))], jax.devices()):
+def test_devices_that_are_no_box_keep_their_order(caplog: pytest.LogCaptureFixture) -> None:
+    for devices in (jax.devices(), chips(2, 4, 1)[:5], [*chips(2, 2, 1), Chip((0, 0, 0))]):
         assert arranged(devices, (len(devices),)).tolist() == [*devices]
         assert ring_hops(np.asarray(devices)) is None
+    said = "mesh: the 5 devices are no box of the torus and keep their order"
+    assert caplog.messages == [said, said], "of TPUs"
     part = chips(4, 4, 1)[8:]
     assert ring_hops(arranged(part, (8,))) == [1], "a box anywhere in the slice"
     # Two devices of one chip are nearest.

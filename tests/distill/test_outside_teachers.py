@@ -263,6 +263,7 @@ def test_a_teacher_on_other_devices_leaves_nothing_on_those_of_training(tmp_path
         training_devices(full)
 
 
+@pytest.mark.thorough
 def test_a_teacher_on_the_devices_of_training_in_a_mesh_of_its_own(tmp_path: Path, teacher: Path) -> None:
     shared = {"path": str(teacher), "mesh": {"data": 2, "fsdp": 4}, "devices": "shared"}
     file = write_run(tmp_path, distill(teacher, teachers=[shared], top_k=4))
