@@ -131,6 +131,11 @@ class Cluster:
         with span("sync"):
             return self._sync(version)
 
+    def release_cache(self) -> None:
+        """Free the memory of the engine's cache, whose prefixes end with an update."""
+        if isinstance(self.engine, Caching):
+            self.engine.release_cache()
+
     def memory(self, phase: str) -> dict[str, float]:
         """Bytes of each role on device and host at the end of a phase, see `ledger`."""
         roles: dict[str, Holder] = {"actor": self.actor.arrays, "optimizer": self.actor.optimizer_arrays}
@@ -158,6 +163,13 @@ class Holding(Protocol):
     """Role that tells the arrays that it holds."""
 
     def arrays(self) -> Iterable[Array]: ...
+
+
+@runtime_checkable
+class Caching(Protocol):
+    """Engine with a cache that it can give up between samples."""
+
+    def release_cache(self) -> None: ...
 
 
 def ledger(phase: str, roles: Mapping[str, Holder]) -> dict[str, float]:

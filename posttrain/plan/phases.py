@@ -1,4 +1,4 @@
-"""Phases of a stage as programs of shapes: update, statistics, evaluation, prefill and decode, with their work."""
+"""Phases of a stage as programs of shapes: update, statistics, layout, prefill and decode, with their work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posttrain.models.activations import recomputed_flops
 from posttrain.models.config import AttentionConfig, Compute, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.rl.algorithms import loss_of
-from posttrain.rollout.decode_weights import DecodeWeights, DecodeWeightsCache, Loaded, choose_placement
+from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
 from posttrain.rollout.programs import DecodeRows, Expected, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.types import SamplingParams
@@ -75,6 +75,8 @@ class StagePlan:
     """True if the optimizer gets all gradients at once, and rounds its state so."""
     made: int = 0
     """Bytes of weights that are made anew for sampling."""
+    cache: int = 0
+    """Bytes of a cache that is given up while the trainer is at work."""
     sampler_programs: int = 0
     """Number of programs that the rollout engine compiles; 0: no engine."""
 
@@ -168,16 +170,20 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
     state = bytes_on_device(programs.opt_state)
     # What the sampler has elsewhere lies beside the trainer's.
     unread = bytes_on_device(rollout.loaded.arrays) - bytes_on_device(rollout.weights.own)
-    phases = [*_sampling(section, model, mesh, rollout, state + kept + unread)]
+    phases = [_layout(rollout, state + kept + pool)] if rollout.weights.derived else []
+    phases += _sampling(section, model, mesh, rollout, state + kept + unread)
+    # A step that samples and then learns gives up the cache in between.
+    held = pool * int(section.asynchronous is not None)
     scored = int(reference) + int(section.proximal_logps == "trainer")
     if scored:
-        phases.append(_forward(programs, batch, "statistics", programs.lower_stats, scored, state + kept + pool))
-    phases.append(_update(programs, batch, kept + pool))
+        phases.append(_forward(programs, batch, "statistics", programs.lower_stats, scored, state + kept + held))
+    phases.append(_update(programs, batch, kept + held))
     return StagePlan(
         phases=phases,
         tokens=rows * section.sampling.max_tokens,
         unit="sampled tokens",
         made=bytes_on_device(rollout.weights.derived),
+        cache=pool - held,
         sampler_programs=rollout.num_programs,
         **_saved(section, programs),
     )
@@ -250,6 +256,22 @@ def _forward(
         flops=flops / programs.mesh.size,
         read=float(-(-rows // micro) * bytes_on_device(programs.weights)),
         parameters=sizes_of(programs.weights),
+        beside=beside,
+    )
+
+
+def _layout(rollout: RolloutShapes, beside: int) -> Phase:
+    """Laying weights out for sampling, once a step."""
+    arrays, derived = rollout.loaded.arrays, dict(enumerate(rollout.weights.derived))
+    return Phase(
+        role="sampler",
+        name="layout",
+        lower=lambda: rollout.layout.lowered,
+        runs=1,
+        trips=(),
+        flops=0.0,
+        read=float(bytes_on_device(arrays) + bytes_on_device(derived)),
+        parameters=sizes_of(arrays) | sizes_of(derived),
         beside=beside,
     )
 
@@ -385,10 +407,14 @@ class RolloutShapes:
         self.rows = max(rows, key=lambda call: call.context.size)
         """Inputs of the decode call with all slots and the widest table."""
 
+    @property
+    def layout(self) -> DecodeLayout:
+        return self.runner.programs.layout_of(self.loaded)
+
     @cached_property
     def weights(self) -> DecodeWeights:
         """Shapes of the weights that both programs read: the trainer's own, and those made for sampling."""
-        return DecodeWeightsCache().shapes(self.loaded)
+        return self.layout.shapes(self.loaded)
 
     def lower_prefill(self) -> jax.stages.Lowered:
         return self.runner.lower(self.loaded, self.prompts)

@@ -162,22 +162,25 @@ def moments(stage: StagePlan, outcomes: Sequence[Outcome], loading: Figures | in
     """Moments that can be the fullest. `loading`: program that draws the weights, or bytes that reading them takes."""
     update = next(outcome for outcome in outcomes if outcome.phase.name == "update")
     trainer = [outcome.figures for outcome in outcomes if outcome.phase.role == "trainer"]
-    sampler = [outcome.figures for outcome in outcomes if outcome.phase.role == "sampler"]
+    layouts = [outcome.figures for outcome in outcomes if outcome.phase.name == "layout"]
+    sampler = [o.figures for o in outcomes if o.phase.role == "sampler" and o.phase.name != "layout"]
     package = {"Python, JAX and the package": SMALLEST[bool(sampler)]}
-    programs = {"programs": sum(one.kept for one in trainer) + _kept_of_sampler(sampler, stage.sampler_programs)}
+    kept = sum(one.kept for one in (*trainer, *layouts)) + _kept_of_sampler(sampler, stage.sampler_programs)
+    programs = {"programs": kept}
     held = {
         "weights, optimizer state and batch": num_devices * update.figures.arguments,
-        "reference and cache": num_devices * update.phase.beside,
+        # On CPU what is given up stays with the process.
+        "reference and cache": num_devices * (update.phase.beside + stage.cache),
     }
     # Memory that a program has freed stays with the process until the next checkpoint (`trim_host_memory`), for the
     # programs of the same thread: those of the trainer share it, and the engine, in its own thread, has other memory.
     working = {
         "temporaries of the trainer": num_devices * max(one.made for one in trainer),
         "weights and temporaries of the sampler": num_devices
-        * (stage.made + max((one.made for one in sampler), default=0)),
+        * max([stage.made + one.made for one in sampler] + [one.made for one in layouts], default=0),
     }
     writing = {"files being written": _written(stage, num_devices)}
-    compilers = [one.compiler for one in (*trainer, *sampler)]
+    compilers = [one.compiler for one in (*trainer, *layouts, *sampler)]
     # An update cannot write over arrays that a checkpoint is still reading.
     copied = {"state being saved": num_devices * stage.state, **writing} if stage.saves_between else {}
     return [

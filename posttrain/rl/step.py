@@ -89,6 +89,7 @@ async def rl_step(
     """Run one step: sample and score, then learn from it before anything else is sampled."""
     rollouts = await collector(cluster.version, f"step {cluster.actor.step_number + 1}", timer)
     rollout_memory = cluster.memory("rollout")
+    cluster.release_cache()
     result = learn(cluster, algorithm, rollouts, settings, timer)
     with timer("sync"):
         synced = cluster.sync_weights(cluster.version + 1)

@@ -6,11 +6,12 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -18,12 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from posttrain.config import MESH_AXES, SamplerTensor
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
-from posttrain.mesh import RULES, mesh_of_arrays, num_slices, param_sharding
-from posttrain.models.config import ModelConfig
-from posttrain.models.decoder import Decoder, FusedPart
+from posttrain.mesh import RULES, devices_of, mesh_of_arrays, num_slices, param_sharding, replicated
+from posttrain.models.config import ModelConfig, StageConfig
+from posttrain.models.decoder import Decoder, FusedPart, decoding_config
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes
 
 LOGGER = logging.getLogger("posttrain.rollout")
+
+PIECE_BYTES = 64 << 20
+"""Bytes of a table, over all devices, that move at once."""
+
+TILE_ROWS = 16
+"""Rows of a tile of bfloat16 on TPU."""
 
 SHARE = 4
 """Part of a device's memory, one over this, that weights made for sampling may take."""
@@ -197,7 +204,8 @@ class DecodeWeights(NamedTuple):
 class DecodeLayout:
     """`Decoder.for_decoding` of all weights of one layout, each where the sampler's placement has it."""
 
-    compiled: jax.stages.Compiled
+    lowered: jax.stages.Lowered
+    """Program that derives arrays from the weights, all of which are its arguments."""
     derived: Sequence[jax.ShapeDtypeStruct]
     """Shapes of the derived arrays."""
     tree: Any
@@ -206,36 +214,27 @@ class DecodeLayout:
 
     @classmethod
     def of(cls, loaded: Loaded) -> DecodeLayout:
-        source, placement = loaded.source, loaded.placement  # not `loaded`, whose arrays would live as long
-        mesh = placement.mesh
         lying = {path: array.sharding for path, array in loaded.arrays.items()}
-        trained = mesh_of_arrays(next(iter(lying.values())))
-        traced: list[tuple[Any, list[str | None], list[NamedSharding | None]]] = []
-
-        def make(weights: Weights) -> list[Array]:
-            model = _prepared(source.bind(weights), placement)
-            leaves, tree = jax.tree.flatten(nnx.split(model))
-            variables = {id(v.get_value()): (path, v.get_metadata()["dims"], v.shape) for path, v in _variables(model)}
-            dims = {key: of for key, (_, of, _) in variables.items()}
-            places = {} if mesh is None else {key: param_sharding(mesh, *of) for key, of in variables.items()}
-            own = {id(w): p for p, w in weights.items() if _lies(lying[p], places.get(id(w)), w.ndim)}
-            names = [own.get(id(leaf)) for leaf in leaves]
-            derived = [leaf for leaf, name in zip(leaves, names, strict=True) if name is None]
-            wanted = [places.get(id(leaf)) for leaf in derived]
-            traced.append((tree, names, wanted))
-            if mesh == trained:
-                return derived
-            return [_moved(leaf, place, dims.get(id(leaf), ())) for leaf, place in zip(derived, wanted, strict=True)]
-
-        jax.eval_shape(make, loaded.arrays)
-        tree, names, places = traced[0]
-        lowered = (jax.jit(make) if mesh is None else jax.jit(make, out_shardings=places)).lower(loaded.arrays)
-        compiled = lowered.compile()
+        # Not of `loaded`, whose arrays would live as long.
+        derivation = _Derivation(loaded.source, loaded.placement, lying)
+        traced: list[tuple[Any, list[_Leaf]]] = []
+        jax.eval_shape(lambda weights: traced.append(derivation.leaves(weights)), loaded.arrays)
+        tree, leaves = traced[0]
+        derived = [leaf for leaf in leaves if not leaf.serves]
+        mesh = devices_of(loaded.sharding)
+        alone = loaded.sharding if mesh is None else replicated(mesh)
+        places = [alone if leaf.place is None else leaf.place for leaf in derived]
+        program = jax.jit(derivation.derive, out_shardings=places, keep_unused=True)
         shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            for x, sharding in zip(lowered.out_info, compiled.output_shardings, strict=True)
+            jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype, sharding=place)
+            for leaf, place in zip(derived, places, strict=True)
         ]
-        return cls(compiled, shapes, tree, names)
+        names = [leaf.parameter if leaf.serves else None for leaf in leaves]
+        return cls(program.lower(loaded.arrays), shapes, tree, names)
+
+    @cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        return self.lowered.compile()
 
     def weights(self, loaded: Loaded) -> DecodeWeights:
         return DecodeWeights(self._own(loaded), self.compiled(loaded.arrays))
@@ -260,23 +259,140 @@ def _prepared(model: Decoder, placement: Placement) -> Decoder:
     return model.for_decoding(fuse=placement.fuse)
 
 
+class _Leaf(NamedTuple):
+    """Array of the model for decoding."""
+
+    path: str
+    array: Array
+    dims: tuple[str, ...]
+    place: NamedSharding | None
+    parameter: str | None
+    """Path of the parameter that it is; None for one that is computed."""
+    serves: bool
+    """True if the parameter lies in its place already."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Derivation:
+    """Derived arrays of a model's parameters, which lie as `lying` has them.
+
+    Stacks are derived layer by layer and tables are moved in pieces: beside what it reads and what it makes, the
+    program has no more in memory than it needs for a layer or a few pieces.
+    """
+
+    source: ModelWeights
+    placement: Placement
+    lying: Mapping[str, Any]
+
+    def derive(self, weights: Weights) -> list[Array]:
+        derived = [leaf for leaf in self.leaves(weights)[1] if not leaf.serves]
+        made: dict[str, Array] = {}
+        for number, stage in enumerate(self._stages):
+            prefix = f"stages.{number}."
+            # What has one number for each layer may be the layer's own, which a single layer does not know.
+            mine = [leaf for leaf in derived if leaf.path.startswith(prefix) and leaf.dims != ("layers",)]
+            if stage.repeats > 1 and mine:
+                made |= self._by_layer(weights, prefix, stage.repeats, mine)
+        return [made[leaf.path] if leaf.path in made else self._in_pieces(leaf) for leaf in derived]
+
+    def leaves(self, weights: Weights) -> tuple[Any, list[_Leaf]]:
+        """Tree of the model for decoding, and its leaves in order."""
+        mesh = self.placement.mesh
+        model = _prepared(self.source.bind(weights), self.placement)
+        arrays, tree = jax.tree.flatten(nnx.split(model))
+        variables = {id(variable.get_value()): (path, variable) for path, variable in _variables(model)}
+        parameters = {id(array): path for path, array in weights.items()}
+
+        def leaf(array: Array) -> _Leaf:
+            path, variable = variables[id(array)]
+            dims, parameter = variable.get_metadata()["dims"], parameters.get(id(array))
+            place = None if mesh is None else param_sharding(mesh, path, dims, array.shape)
+            serves = parameter is not None and _lies(self.lying[parameter], place, array.ndim)
+            return _Leaf(path, array, dims, place, parameter, serves)
+
+        return tree, list(map(leaf, arrays))
+
+    @property
+    def _stages(self) -> Sequence[StageConfig]:
+        """Stages whose layers stay together."""
+        config = self.source.model.config
+        mesh = self.source.model.compute.mesh if self.placement.mesh is None else self.placement.mesh
+        return config.stages if decoding_config(config, mesh) is config else ()
+
+    def _by_layer(self, weights: Weights, prefix: str, repeats: int, wanted: Sequence[_Leaf]) -> dict[str, Array]:
+        """Derived arrays of a stage. Each layer is cut out where it lies: else the compiler would move the stack."""
+
+        def layer(index: Array) -> list[Array]:
+            cut = {
+                path: _constrained(jax.lax.dynamic_slice_in_dim(array, index, 1), self.lying[path])
+                if path.startswith(prefix)
+                else array
+                for path, array in weights.items()
+            }
+            found = {leaf.path: leaf for leaf in self.leaves(cut)[1]}
+            return [self._moved(found[leaf.path]) for leaf in wanted]
+
+        made = jax.lax.map(layer, jnp.arange(repeats))
+        return {leaf.path: array.reshape(leaf.array.shape) for leaf, array in zip(wanted, made, strict=True)}
+
+    def _in_pieces(self, leaf: _Leaf) -> Array:
+        """A parameter in its place, moved by rows of every device's shard; what is computed and what is small at
+        once."""
+        lying, place, array = self.lying.get(leaf.parameter or ""), leaf.place, leaf.array
+        if place is None or not isinstance(lying, NamedSharding) or array.size * array.dtype.itemsize <= PIECE_BYTES:
+            return self._moved(leaf)
+        axis = next(number for number, dim in enumerate(leaf.dims) if dim != "layers")
+        # A part has as many rows as the smaller of the shards before and after.
+        rows = math.gcd(*(sharding.shard_shape(array.shape)[axis] for sharding in (lying, place)))
+        each = -(-rows * PIECE_BYTES // (array.size * array.dtype.itemsize))
+        each = min(rows, -(-each // TILE_ROWS) * TILE_ROWS)
+        split = (*array.shape[:axis], -1, rows, *array.shape[axis + 1 :])
+        whole = (*array.shape[:axis], -1, *array.shape[axis + 1 :])
+        view = array.reshape(split)
+
+        def move(number: Array, moved: Array) -> Array:
+            piece = jax.lax.dynamic_slice_in_dim(view, number * each, each, axis + 1)
+            piece = self._moved(leaf._replace(array=_constrained(piece.reshape(whole), lying)))
+            piece = piece.reshape(*split[: axis + 1], each, *split[axis + 2 :])
+            return jax.lax.dynamic_update_slice_in_dim(moved, piece, number * each, axis + 1)
+
+        spec = [*place.spec, *[None] * (array.ndim - len(place.spec))]
+        empty = _constrained(
+            jnp.zeros(view.shape, array.dtype),
+            NamedSharding(place.mesh, PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])),
+        )
+        # The last piece begins where it ends with the rows, and so overlaps the one before.
+        moved: Array = jax.lax.fori_loop(0, -(-rows // each), move, empty)
+        return moved.reshape(array.shape)
+
+    def _moved(self, leaf: _Leaf) -> Array:
+        """The array in its place, by way of a split over `data` of what `fsdp` split: an exchange along `tensor` and
+        one gather, where the compiler would bring the whole array together first."""
+        array, place = leaf.array, leaf.place
+        if place is None:
+            return array
+        if "tensor" in place.spec and place.mesh.shape["tensor"] > 1 and place.mesh != self._trained:
+            shards = place.mesh.shape["data"]
+            spec = [
+                "data" if "fsdp" in RULES.get(dim, ()) and size % shards == 0 else axis
+                for dim, size, axis in zip(leaf.dims, array.shape, place.spec, strict=True)
+            ]
+            array = _constrained(array, NamedSharding(place.mesh, PartitionSpec(*spec)))
+        return _constrained(array, place)
+
+    @property
+    def _trained(self) -> Mesh | None:
+        return mesh_of_arrays(next(iter(self.lying.values())))
+
+
+def _constrained(array: Array, sharding: Any) -> Array:
+    return array if mesh_of_arrays(sharding) is None else jax.lax.with_sharding_constraint(array, sharding)
+
+
 def _variables(model: Decoder) -> Iterator[tuple[str, nnx.Variable[Array]]]:
     for path, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Variable):
             yield ".".join(map(str, path)), variable
-
-
-def _moved(array: Array, place: NamedSharding | None, dims: tuple[str, ...]) -> Array:
-    """The array in its place, by way of a split over `data` of what `fsdp` split: an exchange along `tensor` and one
-    gather, where the compiler would bring the whole array together first."""
-    if place is None or "tensor" not in place.spec or place.mesh.shape["tensor"] == 1:
-        return array
-    shards = place.mesh.shape["data"]
-    spec = [
-        "data" if "fsdp" in RULES.get(dim, ()) and size % shards == 0 else axis
-        for dim, size, axis in zip(dims, array.shape, place.spec, strict=True)
-    ]
-    return jax.lax.with_sharding_constraint(array, NamedSharding(place.mesh, PartitionSpec(*spec)))
 
 
 def _lies(now: Sharding, wanted: NamedSharding | None, ndim: int) -> bool:
@@ -299,20 +415,22 @@ class DecodeWeightsCache:
     def of(self, loaded: Loaded) -> DecodeWeights:
         latest = self._latest
         if latest is None or latest[0] is not loaded:
-            self._latest = None  # makes room for the new
-            self._latest = latest = loaded, self._layout(loaded).weights(loaded)
+            latest = self._latest = None  # makes room for the new
+            weights = self.layout_of(loaded).weights(loaded)
+            self._latest = loaded, weights
             self.own_bytes = sum(
-                array.addressable_shards[0].data.nbytes for array in latest[1].derived if isinstance(array, Array)
+                array.addressable_shards[0].data.nbytes for array in weights.derived if isinstance(array, Array)
             )
+            return weights
         return latest[1]
 
     def shapes(self, loaded: Loaded) -> DecodeWeights:
         """Shapes of the arguments, for weights that may be shapes."""
-        return self._layout(loaded).shapes(loaded)
+        return self.layout_of(loaded).shapes(loaded)
 
     def model_of(self, loaded: Loaded) -> Callable[[DecodeWeights], Decoder]:
         """Gives a model as `Decoder.for_decoding` does, of arrays or of tracers for them."""
-        return self._layout(loaded).model
+        return self.layout_of(loaded).model
 
     def arrays(self) -> list[Array]:
         """Derived arrays of the latest weights."""
@@ -323,7 +441,8 @@ class DecodeWeightsCache:
     def forget(self) -> None:
         self._latest = None
 
-    def _layout(self, loaded: Loaded) -> DecodeLayout:
+    def layout_of(self, loaded: Loaded) -> DecodeLayout:
+        """Layout of weights that may be shapes."""
         if loaded.layout not in self._layouts:
             self._layouts[loaded.layout] = DecodeLayout.of(loaded)
         return self._layouts[loaded.layout]

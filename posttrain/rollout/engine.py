@@ -202,6 +202,12 @@ class NativeEngine:
         self._scheduler.forget()
         self._scheduler.take_counts()
 
+    def release_cache(self) -> None:
+        """Free the cache's memory, and with it all prefixes, until the next request; nothing while samples run."""
+        if not self._scheduler.busy:
+            self._scheduler.forget()
+            self._runner.reset()
+
     def abort(self, keys: Collection[tuple[int, int]] | None = None) -> int:
         """End requests with what they have, all or those with these sampling keys; how many there were."""
         gone = {r for r in self._scheduler.requests() if keys is None or r.params.key in keys}

@@ -24,7 +24,7 @@ from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.forward_state import Routing
 from posttrain.rollout.blocks import BLOCK, blocks_for
-from posttrain.rollout.decode_weights import DecodeWeights, DecodeWeightsCache, Loaded
+from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, DecodeWeightsCache, Loaded
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
@@ -233,6 +233,10 @@ class Programs:
     def layout_bytes(self) -> int:
         """Bytes that a device holds of weights made for sampling, while samples run."""
         return self._weights.own_bytes
+
+    def layout_of(self, loaded: Loaded) -> DecodeLayout:
+        """Layout of weights that may be shapes, with the program that makes it."""
+        return self._weights.layout_of(loaded)
 
     def arrays(self) -> list[Array]:
         """Arrays prepared from the weights."""

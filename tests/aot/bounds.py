@@ -35,6 +35,9 @@ DECODE = {
 }
 """Qwen3-0.6B, 64 slots of 1024 positions, 32 steps a dispatch, on v5e."""
 
+LAYOUT_MIB = 80
+"""Memory of laying Qwen3-0.6B out for sampling beside its arguments and results: pieces of 64 MiB."""
+
 HEAD_8B_GIB = 2.0
 """Wire of the loss over the vocabulary in one step of 8 x 4096 tokens of Qwen3-8B, with its gradient, at fsdp=8."""
 

@@ -10,9 +10,9 @@ from posttrain.models.moe import Experts
 from posttrain.plan.hlo import Collective
 from posttrain.plan.lowered import compile_program
 from posttrain.plan.machine import CHIPS
-from posttrain.plan.phases import RolloutShapes
+from posttrain.plan.phases import RolloutShapes, bytes_on_device
 from posttrain.weights.state import ModelWeights
-from tests.aot.bounds import DECODE, GIB, MIB
+from tests.aot.bounds import DECODE, GIB, LAYOUT_MIB, MIB
 from tests.aot.slices import FAMILIES, QWEN3, SMALL, mesh_of, model
 
 MESHES = {
@@ -64,3 +64,13 @@ def test_no_token_copies_experts(slices: bool, monkeypatch: pytest.MonkeyPatch) 
     experts = [m for m in found.text.made if sorted(m.buffer.dims[-3:]) == [4, 192, 512]]
     copies = [f"{m.op} {m.buffer}" for m in experts if m.loops or m.op == "copy"]
     assert bool(copies) == slices, copies
+
+
+def test_laying_weights_out_takes_no_second_copy() -> None:
+    """Beside the trainer's weights and those for sampling the program needs less than the table on one device."""
+    mesh = mesh_of("v5e", "2x4", fsdp=8)
+    sizes = {"slots": 8, "max_length": 128, "steps": 4, "max_tokens": 64, "memory": CHIPS["v5e"].memory}
+    rollout = RolloutShapes(model(QWEN3, mesh), mesh, **sizes, tensor=2)  # type: ignore[arg-type]
+    found = compile_program(rollout.layout.lowered, mesh.size)
+    assert found.arguments >= bytes_on_device(rollout.loaded.arrays)
+    assert (found.made - bytes_on_device(rollout.weights.derived)) / MIB <= LAYOUT_MIB < 148

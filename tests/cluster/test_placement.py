@@ -240,6 +240,8 @@ def test_offload_is_bitwise_and_the_ledger_adds_up(place: str) -> None:
     told = found[2][-1]
     assert told["memory/rollout/optimizer_gib"] == told["memory/update/reference_gib"] == 0
     assert told["memory/rollout/optimizer_host_gib"] == told["memory/update/optimizer_host_gib"] > 0
+    # The cache is given up for the update.
+    assert told["memory/update/rollout_gib"] < told["memory/rollout/rollout_gib"]
     del states
     gc.collect()
     world.engine.programs.rest()

@@ -40,7 +40,8 @@ def test_phases_of_sft_and_rl_then_the_cache(tmp_path: Path, monkeypatch: pytest
     assert "mesh: data=1, fsdp=8, expert=1, context=1, tensor=1" in lines
     assert lines.count("  remat: none; for a step, per device:") == 2
     phases = [line.split("  ")[1] for line in lines if line.startswith(("  trainer:", "  sampler:"))]
-    assert phases[0] == "trainer: update" and {"sampler: prefill", "sampler: decode"} < set(phases[1:])
+    assert phases[0] == "trainer: update"
+    assert {"sampler: layout", "sampler: prefill", "sampler: decode"} < set(phases[1:])
     assert lines.count("  it fits") == 2
     monkeypatch.setattr(lowered, "compile_program", None)
     assert list(plan(config, CPU_8)) == lines, "nothing is compiled again"

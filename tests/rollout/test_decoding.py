@@ -12,10 +12,16 @@ import pytest
 from flax import nnx
 
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.decode_weights import DecodeWeightsCache, Loaded, choose_placement
+from posttrain.rollout.decode_weights import (
+    DecodeLayout,
+    DecodeWeights,
+    DecodeWeightsCache,
+    Loaded,
+    choose_placement,
+)
 from posttrain.rollout.engine import NativeEngine
 from posttrain.weights.state import ModelWeights
-from tests.rollout.engines import make_engine, params
+from tests.rollout.engines import assert_same, make_engine, params
 from tests.rollout.test_sharded import MESHES, sharded_model
 from tests.tiny import tiny_model
 
@@ -68,6 +74,21 @@ def test_a_version_is_made_once_and_forgotten(model: Decoder) -> None:
     assert alive() is None
 
 
+def test_the_old_copy_goes_before_the_new_is_made(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where samples under way take new weights, whose copies would lie side by side."""
+    first, second, cache = loaded(model), loaded(model, 1), DecodeWeightsCache()
+    alive = weakref.ref(cache.of(first).derived[0])
+    make = DecodeLayout.weights
+
+    def weights(layout: DecodeLayout, now: Loaded) -> DecodeWeights:
+        gc.collect()
+        assert alive() is None
+        return make(layout, now)
+
+    monkeypatch.setattr(DecodeLayout, "weights", weights)
+    assert len(cache.of(second).derived) > 0
+
+
 def test_an_idle_engine_holds_no_copy(engine: NativeEngine) -> None:
     cache = engine.programs._weights
     engine.generate_all([[5, 6]], [params(0, max_tokens=3)])
@@ -83,6 +104,14 @@ def test_an_idle_engine_holds_no_copy(engine: NativeEngine) -> None:
 
     asyncio.run(asyncio.wait_for(look(), 60))
     assert cache._latest is None
+    # The cache goes only when it is told to, and comes again.
+    held = engine._runner.arrays()
+    [sample] = engine.generate_all([[5, 6]], [params(2, max_tokens=3)])
+    engine.release_cache()
+    assert held and all(array.is_deleted() for array in held) and engine._runner.arrays() == []
+    assert engine.num_used_blocks == 0
+    assert_same(engine.generate_all([[5, 6]], [params(2, max_tokens=3)])[0], sample)
+    assert engine._runner.arrays()
 
 
 @pytest.mark.parametrize("name", ["fsdp", "all"])

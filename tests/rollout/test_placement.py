@@ -6,15 +6,18 @@ import re
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from posttrain.config import LoRA, MeshSection, SamplerTensor
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, param_sharding
+from posttrain.models import decoder, moe
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import FusedLinear
 from posttrain.rollout import decode_weights
-from posttrain.rollout.decode_weights import DecodeLayout, choose_placement
+from posttrain.rollout.decode_weights import DecodeLayout, Loaded, choose_placement
 from posttrain.rollout.engine import NativeEngine
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.quantize import quantize_model
@@ -46,6 +49,8 @@ THOROUGH = pytest.mark.thorough
 
 def made(kind: str) -> Decoder:
     model = tiny_model(**LARGE)
+    if "stacks" in kind:
+        return mixture_model(mixture_config(num_dense=0, num_layers=4, windows=(None, 5)))
     if "moe" in kind:
         model = random_family_model("qwen3_moe", 0) if "lora" in kind else mixture_model(mixture_config(num_layers=2))
     if "lora" in kind or "dora" in kind:
@@ -153,6 +158,37 @@ def test_fused_products_draw_the_same(kind: str, name: str | None, monkeypatch: 
     assert isinstance(block.attention.fused, FusedLinear) and block.attention.q.kernel is None
     if name == "fsdp":
         assert isinstance(block.mlp.fused, FusedLinear) and block.mlp.up.kernel is None  # copies anyway
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "tensor"),
+    [
+        ("dense lora", "fsdp and tensor", 4),
+        pytest.param("dense int8", "fsdp", 2, marks=THOROUGH),
+        ("moe stacks", "fsdp", 1),
+        pytest.param("moe lora", "expert", "auto", marks=THOROUGH),
+    ],
+)
+def test_layers_and_pieces_are_moved_bit_by_bit(
+    kind: str, name: str, tensor: SamplerTensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on accelerators: stacks in a loop over their layers, tables in pieces of which the last overlaps another."""
+    monkeypatch.setattr(decode_weights, "platform_of", lambda mesh: "tpu")
+    monkeypatch.setattr(decoder, "SPLIT_LAYERS", {})
+    monkeypatch.setattr(moe, "reads_stacks", lambda *kernel: True)
+    monkeypatch.setattr(decode_weights, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(decode_weights, "TILE_ROWS", 3)
+    monkeypatch.setitem(LARGE, "num_layers", 4)
+    source = ModelWeights(on_mesh(made(kind), MESHES[name]))
+    arrays = source.read()
+    now = Loaded.of(source, arrays, 0, choose_placement(tensor, source, arrays, None))
+    layout = DecodeLayout.of(now)
+    assert layout.lowered.as_text().count("stablehlo.while") >= (1 if "moe lora" in kind else 2)
+    found = jax.tree.leaves(nnx.split(layout.model(weights := layout.weights(now))))
+    expected = jax.tree.leaves(nnx.split(decode_weights._prepared(source.bind(arrays), now.placement)))
+    for array, same in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(same))
+    assert [array.sharding for array in weights.derived] == [shape.sharding for shape in layout.derived]
 
 
 def test_the_layout_that_is_chosen() -> None:
