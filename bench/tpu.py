@@ -1,6 +1,6 @@
 """Programs compiled for TPU slices that are not there: peak memory, wire and compile time, as Markdown.
 
-.venv-aot/bin/python bench/tpu.py [--tunix PYTHON] [grpo] [sft] [sft-8b] [decode] [decode-experts] [experts]
+.venv-aot/bin/python bench/tpu.py [--tunix PYTHON] [grpo] [sft] [sft-8b] [remat] [decode] [decode-experts] [experts]
 
 `--tunix`: the same works of Tunix beside them, by the Python of an environment with google-tunix and libtpu.
 """
@@ -24,11 +24,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from posttrain.config import AdamW, MeshSection, SamplerTensor
+from posttrain.config import AdamW, LoRA, MeshSection, Remat, RematName, SamplerTensor, SavedActivations
 from posttrain.kernels.platform import traced_for
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding, ring_hops
+from posttrain.models.activations import ATTENTION, saved_names
 from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Init
@@ -36,10 +37,19 @@ from posttrain.models.moe import Experts
 from posttrain.plan.hlo import ProgramText, read_program
 from posttrain.plan.lowered import Figures, compile_program
 from posttrain.plan.machine import CHIPS, GIB, has_libtpu, libtpu_version, topology_devices
-from posttrain.plan.phases import POLICY_ARRAYS, RolloutShapes, batch_of, model_of, vocabulary_trips
+from posttrain.plan.phases import (
+    POLICY_ARRAYS,
+    RolloutShapes,
+    active_parameters,
+    attention_flops,
+    batch_of,
+    model_of,
+    vocabulary_trips,
+)
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms
+from posttrain.weights.lora import attach_lora
 
 SMALL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -128,6 +138,8 @@ MOONLIGHT: dict[str, Any] = {
 }
 CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 """Cycles a second."""
+KERNEL_TIME = 2.0
+"""Time of an operation of the attention kernels, of which the compiler says nothing, relative to the chip's peak."""
 MIB = 2**20
 DTYPE = jnp.dtype(jnp.bfloat16)
 
@@ -137,8 +149,8 @@ def mesh_of(**axes: int) -> Mesh:
     return make_mesh(MeshSection(**sizes), topology_devices("v5e", "2x4"))
 
 
-def model(fields: dict[str, Any], mesh: Mesh) -> Decoder:
-    return model_of(fields, Compute(dtype=DTYPE, mesh=mesh, remat="full"), DTYPE)
+def model(fields: dict[str, Any], mesh: Mesh, remat: Remat = "full") -> Decoder:
+    return model_of(fields, Compute(dtype=DTYPE, mesh=mesh, remat=remat), DTYPE)
 
 
 def compiled(lower: Callable[[], jax.stages.Lowered], devices: int) -> tuple[Figures | str, float]:
@@ -158,19 +170,42 @@ def reason(error: str) -> str:
 
 
 def update(
-    fields: dict[str, Any], rows: int, length: int, loss: Any, arrays: tuple[str, ...] = (), **settings: Any
+    fields: dict[str, Any],
+    rows: int,
+    length: int,
+    loss: Any,
+    arrays: tuple[str, ...] = (),
+    remat: Remat = "full",
+    lora: LoRA | None = None,
+    **settings: Any,
 ) -> str:
     """Figures of one update at fsdp=8; `settings` of the optimizer."""
     mesh = mesh_of(fsdp=8)
+    made = model(fields, mesh, remat)
+    if lora is not None:
+        made = nnx.eval_shape(lambda made: attached(made, lora), made)
     optimizer = make_optimizer(AdamW(learning_rate=1e-5, **settings), 100, seed=0)
-    programs = TrainPrograms(
-        model(fields, mesh), loss, optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh
-    )
+    programs = TrainPrograms(made, loss, optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh)
     found, seconds = compiled(lambda: programs.lower_update(batch_of(rows, length, arrays=arrays)), mesh.size)
     if isinstance(found, str):
         return f"does not fit: {found}"
     trips = vocabulary_trips(mesh, rows, length, fields["vocab_size"])
-    return update_text(found.text, found.peak, found.code, seconds, trips)
+    tokens, forward = rows * length / mesh.size, attention_flops(made.config, rows, length) / mesh.size
+    frozen = 1 - sum(x.size for x in programs.params.values()) / sum(x.size for x in programs.weights.values())
+    ideal = ((6 - 2 * frozen) * active_parameters(made) * tokens + 3.5 * forward) / CHIPS["v5e"].flops
+    again = 0 if ATTENTION in saved_names(remat) else 1
+    kernels = KERNEL_TIME * (3.5 + again) * forward / CHIPS["v5e"].flops
+    estimate = sum(math.prod(n or trips for n in at) * count for at, count in found.text.cycles.items()) / CLOCKS["v5e"]
+    return (
+        f"estimated {estimate:.2f} s without kernels, MFU at most {ideal / (estimate + kernels):.0%}; "
+        f"{update_text(found.text, found.peak, found.code, seconds, trips)}"
+    )
+
+
+def attached(made: Decoder, lora: LoRA) -> Decoder:
+    """Model of shapes with an adapter."""
+    attach_lora(made, lora, seed=0)
+    return made
 
 
 def update_text(text: ProgramText, peak: int, code: int, seconds: float, trips: int) -> str:
@@ -305,11 +340,25 @@ def expert_case(size: int) -> tuple[str, Callable[[], str]]:
     return f"layer of experts, 30B-A3B, 4,096 tokens a chip, v5p:2x2x4, expert={size}", lambda: experts(size)
 
 
-def large_case(length: int) -> tuple[str, Callable[[], str]]:
+def large_case(length: int, *saved: RematName) -> tuple[str, Callable[[], str]]:
     """State as Tunix has it: moments in bfloat16, no masters."""
     low: dict[str, Any] = {"moments": "bfloat16", "stochastic_rounding": True}
-    title = f"SFT step, 8B, 8 x {length}, fsdp=8, bfloat16 moments and no masters"
-    return title, lambda: update(LARGE, 8, length, SFTLoss(), **low)
+    title = f"SFT step, 8B, 8 x {length}, fsdp=8, bfloat16 moments and no masters{titled(saved)}"
+    return title, lambda: update(LARGE, 8, length, SFTLoss(), remat=SavedActivations(save=saved), **low)
+
+
+def lora_case(*saved: RematName) -> tuple[str, Callable[[], str]]:
+    """Adapters of rank 16 of 8B."""
+    title, lora = f"LoRA step, 8B, 8 x 4096, fsdp=8{titled(saved)}", LoRA(rank=16)
+    return title, lambda: update(LARGE, 8, 4096, SFTLoss(), remat=SavedActivations(save=saved), lora=lora)
+
+
+def titled(saved: tuple[RematName, ...]) -> str:
+    return f", remat [{', '.join(saved)}]" if saved else ""
+
+
+OF_8B: tuple[RematName, ...] = ("attention", "qkv", "projection")
+"""Activations that `remat: auto` saves in the SFT step of 8B with 8 x 4096 on v5e-8; of LoRA `gate` as well."""
 
 
 def mesh_case(kind: str, shape: str, **axes: int) -> tuple[str, Callable[[], str]]:
@@ -357,6 +406,7 @@ CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
     ],
     "sft": [(("SFT step, 0.6B, 8 x 4096, fsdp=8", lambda: update(SMALL, 8, 4096, SFTLoss())), "sft")],
     "sft-8b": [(large_case(4096), "sft-8b-4096"), (large_case(1024), "sft-8b-1024")],
+    "remat": [(large_case(4096, *OF_8B), None), (lora_case(), None), (lora_case(*OF_8B, "gate"), None)],
 }
 """Works: title, program, and the case of `peers/tunix_programs.py` that does the same."""
 
