@@ -89,7 +89,8 @@ class Attention(nnx.Module):
             v = rms_normed(v, self.norm_eps).astype(v.dtype)
         if self.q_norm is None:
             v = checkpoint_name(v, QKV)
-        return store_keys(k.swapaxes(1, 2), v.swapaxes(1, 2), context, state, index)
+        window = c.window if c.keeps is None else None
+        return store_keys(k.swapaxes(1, 2), v.swapaxes(1, 2), context, state, index, window=window)
 
     def _rotated(self, x: Float[Array, "B T N H"], context: Context) -> Float[Array, "B T N H"]:
         rope = self.config.rope
@@ -171,7 +172,7 @@ class LatentAttention(nnx.Module):
         values = kv[..., c.nope_dim :]
         state.projected |= {"q": q_nope, "k": kv[..., : c.nope_dim], "v": values}
         if state.cache is not None:
-            store_keys(self._cached(latent, k_rope), None, context, state, index)
+            store_keys(self._cached(latent, k_rope), None, context, state, index, window=None)
         segments = context.segments
         stored = StoredKeys(keys.swapaxes(1, 2), values.swapaxes(1, 2), context.positions, segments, segments)
         q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), QKV)
@@ -189,7 +190,7 @@ class LatentAttention(nnx.Module):
     ) -> Float[Array, "B T N Hv"]:
         c = self.config
         up = self.kv.weight(q_nope.dtype).reshape(c.kv_rank, c.num_heads, c.nope_dim + c.value_dim)
-        stored = store_keys(self._cached(latent, k_rope), None, context, state, index)
+        stored = store_keys(self._cached(latent, k_rope), None, context, state, index, window=None)
         assert isinstance(stored, StoredKeys), "ragged paged attention does not support latent attention"
         stored = stored._replace(values=stored.keys[..., : c.kv_rank])
         q_latent = jnp.einsum("btnh,rnh->btnr", q_nope, up[..., : c.nope_dim])

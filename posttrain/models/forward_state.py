@@ -14,12 +14,12 @@ from jaxtyping import Float, Int
 from posttrain.batch import RouterStats
 from posttrain.kernels.attention.call import Variant
 from posttrain.kernels.attention.dispatch import attention
-from posttrain.kernels.attention.paged import ragged_paged_attention
+from posttrain.kernels.attention.paged import ragged_paged_attention, recent_pages
 from posttrain.models.activations import Taps
 from posttrain.models.cache import KVCache, PagedCache
 from posttrain.models.config import Compute, Rope
 from posttrain.models.rope import Tables
-from posttrain.tree import pytree
+from posttrain.tree import pytree, replace
 
 
 @pytree
@@ -141,8 +141,10 @@ def store_keys(
     context: Context,
     state: ForwardState,
     index: LayerIndex,
+    *,
+    window: int | None,
 ) -> StoredKeys | StoredPages:
-    """Write new keys and values into the cache, if any, and return everything that attention may read.
+    """Write new keys and values into the cache, if any, and return everything that attention within `window` may read.
 
     Without `values` the cache holds keys only.
     """
@@ -156,10 +158,15 @@ def store_keys(
         return StoredKeys(keys, keys if values is None else values, context.positions, segments, segments)
     if isinstance(cache, PagedCache) and cache.together:
         return _pages(cache, context, index)
-    stored_keys, stored_values = cache.read(index.slot, index.repeat)
     # A cache row holds one sequence, so visibility depends on positions only.
     rows = context.positions.shape[0]
-    positions = jnp.broadcast_to(jnp.arange(cache.width, dtype=jnp.int32), (rows, cache.width))
+    start = jnp.zeros((rows, 1), jnp.int32)
+    if isinstance(cache, PagedCache):
+        lengths = context.positions.reshape(cache.first.shape) + 1
+        table, first = recent_pages(cache.table, lengths, cache.page, window)
+        cache, start = replace(cache, table=table), first.reshape(rows, 1)
+    stored_keys, stored_values = cache.read(index.slot, index.repeat)
+    positions = start + jnp.arange(cache.width, dtype=jnp.int32)[None]
     return StoredKeys(
         stored_keys.astype(keys.dtype),
         (stored_keys if stored_values is None else stored_values).astype(keys.dtype),

@@ -52,6 +52,21 @@ def test_the_twin_against_the_librarys_reference(variant: Variant) -> None:
             np.testing.assert_allclose(got[:, 0], expected, atol=2e-6)
 
 
+def test_a_window_reads_its_pages_only() -> None:
+    table = jnp.arange(40, dtype=jnp.int32).reshape(4, 10)
+    lengths = jnp.asarray([1, 33, 37, 160], jnp.int32)
+    for window, pages in ((1, 1), (2, 2), (17, 2), (18, 3), (33, 3)):
+        found, starts = paged.recent_pages(table, lengths, PAGE, window)
+        assert found.shape == (4, pages)
+        for row, length, start, read in zip(table, lengths.tolist(), starts.tolist(), found, strict=True):
+            first = max(0, length - window)  # the oldest position that is seen
+            assert start <= first < start + PAGE and length <= start + pages * PAGE
+            assert read.tolist() == [row[min(start // PAGE + n, 9)] for n in range(pages)]
+    for window in (None, 146):
+        found, starts = paged.recent_pages(table, lengths, PAGE, window)
+        assert found is table and not starts.any()
+
+
 def test_pages_that_the_kernel_does_not_take() -> None:
     assert ragged_refusal(256, 2) is None is ragged_refusal(128, 4)
     refusal = ragged_refusal(192, 4)

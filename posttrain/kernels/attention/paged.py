@@ -99,7 +99,8 @@ def _lane(
 ) -> Float[Array, "n 1 N H"]:
     rows, _, num_heads, head_dim = q.shape
     count, page = pages.shape[2], pages.shape[-3:]
-    here, lengths = table[0] + repeat * count, lengths[0]
+    here, start = recent_pages(table[0], lengths[0], pages.shape[-3], variant.window)
+    here, lengths = here + repeat * count, lengths[0] - start
     padded = jnp.pad(q[:, 0], ((0, 0), (0, 0), (0, page[-1] - head_dim))).astype(pages.dtype)
     if pages.ndim == 7:
         kv_heads = pages.shape[3]
@@ -111,6 +112,19 @@ def _lane(
     attend = _on_tpu if on_tpu else gathered
     out = attend(padded, pages.reshape(-1, *page), lengths, here, variant)
     return out.reshape(rows, 1, num_heads, -1)[..., :head_dim].astype(q.dtype)
+
+
+def recent_pages(
+    table: Int[Array, "*R W"], lengths: Int[Array, "*R"], size: int, window: int | None
+) -> tuple[Int[Array, "*R V"], Int[Array, "*R"]]:
+    """The pages of `size` positions that hold the last `window` of each row's `lengths`, and where the first begins:
+    a window reads no more of a long row."""
+    pages = table.shape[-1] if window is None else (window + 2 * size - 2) // size
+    if window is None or pages >= table.shape[-1]:
+        return table, jnp.zeros_like(lengths)
+    first = jnp.maximum(lengths - window, 0) // size
+    places = first[..., None] + jnp.arange(pages, dtype=first.dtype).reshape(*[1] * first.ndim, pages)
+    return jnp.take_along_axis(table, places, axis=-1, mode="clip"), first * size
 
 
 def _on_tpu(
