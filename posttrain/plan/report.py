@@ -80,7 +80,7 @@ def report(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> It
                 in_units(outcome.peak) + ("" if outcome.fits else " TOO MUCH"),
                 in_units(outcome.figures.arguments),
                 f"{in_units(outcome.wire)} a {per}",
-                *[f"{in_units(outcome.between)} a {per}"] * several,
+                *[f"{in_units(outcome.between)} a {per}" if machine.has_compiler else "not known"] * several,
                 f"{outcome.step_seconds:.3g} s",
                 limit,
                 ", ".join(outcome.figures.mosaic) or "none",
