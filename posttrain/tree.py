@@ -154,6 +154,16 @@ def added_up(stacked: Any) -> Any:
     return jax.tree.map(all_of, stacked, is_leaf=lambda node: isinstance(node, Max))
 
 
+def added_over(tree: Any, axes: tuple[str, ...]) -> Any:
+    """Merge the trees of all devices along mesh axes, inside `jax.shard_map`, as `added` would."""
+
+    def merge(node: Any) -> Any:
+        # A NaN stays, which a maximum over devices may lose.
+        return added_up(jax.lax.all_gather(node, axes)) if isinstance(node, Max) else jax.lax.psum(node, axes)
+
+    return jax.tree.map(merge, tree, is_leaf=lambda node: isinstance(node, Max))
+
+
 def path_str(path: tuple[Any, ...]) -> str:
     """Key path as a dotted string: `stages.0.blocks.0.attention.q.kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

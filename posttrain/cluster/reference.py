@@ -16,9 +16,11 @@ from posttrain.batch import Batch, TopK, own_routing, rows_per_pass, teacher_bat
 from posttrain.cluster.sync import HeldWeights, model_on, moved
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.kernels.logits.top_k import top_k
+from posttrain.kernels.platform import platform_of
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.runtime.profiler import span
+from posttrain.runtime.xla import compile_options
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.state import ModelWeights, Weights, without_adapter
@@ -109,7 +111,7 @@ class FrozenModel:
             hidden, _ = model(tokens, positions, segments)
             return read(model, hidden, batch)
 
-        return jax.jit(forward)
+        return jax.jit(forward, compiler_options=compile_options(platform_of(self._mesh)))
 
     def _in_passes(self, program: Callable[[Weights, Batch], Any], batch: Batch) -> Any:
         """Run a program over all rows, in passes of one shape; zeros for empty rows at the end."""

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from posttrain.kernels.platform import traced_for
+from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.mesh import by_rows, by_rows_and_vocab, devices_of, mesh_of_arrays, on_each_shard
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import ModelConfig
@@ -29,6 +29,7 @@ from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
 from posttrain.rollout.types import SamplingParams
+from posttrain.runtime.xla import compile_options
 from posttrain.tree import pytree
 
 MAX_COMPILERS = 8
@@ -294,7 +295,13 @@ class Programs:
             return function(model_of(weights), pool, *args, mesh=mesh)
 
         bound.__name__ = "prefill" if isinstance(inputs, PromptPieces) else "decode"
-        program = jax.jit(traced_for(devices_of(placement), bound), donate_argnums=1, out_shardings=(placed, None))
+        devices = devices_of(placement)
+        program = jax.jit(
+            traced_for(devices, bound),
+            donate_argnums=1,
+            out_shardings=(placed, None),
+            compiler_options=compile_options(platform_of(devices)),
+        )
         return program.lower(weights, pool, inputs, *rest)
 
 

@@ -44,11 +44,24 @@ def reserve_collective_threads() -> None:
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
 
 
+WHOLE_PRODUCTS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1 << 20}
+"""Option of XLA:TPU: a product whose operand lies on several devices gathers it first, whatever its size up to 1 TiB.
+By default a large one is a sum of products with one device's part each, rounded to bfloat16 after each part, so that
+programs that split the operand differently round differently; it also sends more, and takes longer by the compiler's
+estimate."""
+
+
+def compile_options(platform: str) -> dict[str, Any] | None:
+    """Options of `jax.jit` for each program with a model's products. XLA refuses an option that it does not know."""
+    return dict(WHOLE_PRODUCTS) if platform == "tpu" else None
+
+
 def fast_compile_options(platform: str) -> dict[str, Any] | None:
-    """Options of `jax.jit` that compile faster, for programs dominated by library matrix products: less LLVM effort on
-    the rest runs as fast. They have lower precedence than `XLA_FLAGS`."""
+    """The same for programs dominated by library matrix products: less LLVM effort on the rest compiles faster and runs
+    as fast. They have lower precedence than `XLA_FLAGS`."""
     reduced = jax.config.read("jax_disable_most_optimizations")
-    return {"xla_backend_optimization_level": 1} if platform == "cpu" and not reduced else None
+    fast = platform == "cpu" and not reduced
+    return {"xla_backend_optimization_level": 1} if fast else compile_options(platform)
 
 
 MAX_BYTES = 20 << 30

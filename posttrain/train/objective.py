@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
 from posttrain.batch import (
@@ -31,12 +32,12 @@ from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, router_means, weight_of
-from posttrain.mesh import param_sharding
+from posttrain.mesh import BATCH_SPEC, param_sharding
 from posttrain.models.activations import Features
 from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.train.layer_matching import Matching
-from posttrain.tree import Mean, Metric, added, replace
+from posttrain.tree import Mean, Metric, added, added_over, replace
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
 UNROLLED_LAYERS_ON_CPU = 8
@@ -107,6 +108,10 @@ class TrainSettings:
         )
 
 
+Arrays = tuple[Weights, Weights, list[Weights], Array]
+"""Trained parameters, frozen ones, those of teachers, and the weight of the router loss."""
+
+
 class Keys(NamedTuple):
     """PRNG keys of a micro-batch."""
 
@@ -132,6 +137,8 @@ class Objective:
     teachers: Sequence[ModelWeights]
     loss: AnyLoss
     settings: TrainSettings
+    alone: bool = False
+    """Run on each device by itself, inside `jax.shard_map`."""
 
     def __post_init__(self) -> None:
         if self.settings.matching is not None and len(self.teachers) != 1:
@@ -167,7 +174,7 @@ class Objective:
         config, compute = self.student.model.config, self.student.model.compute
         # XLA:CPU merges recomputation with the first computation, but not across a loop.
         few = config.num_layers <= UNROLLED_LAYERS_ON_CPU and compute.remat == "none"
-        return few and platform_of(compute.mesh) == "cpu"
+        return few and platform_of(self.mesh) == "cpu"
 
     def keys(self, step: Array, micro: Batch) -> Keys:
         """PRNG keys of the step's micro-batches; noise keys are per row, independent of the split."""
@@ -193,7 +200,7 @@ class Objective:
         With `cotangents`, also the sum of statistics * cotangents, which then is the only output with a gradient.
         `backward`: the pass is differentiated, which changes the program but, except for rounding, not the result.
         """
-        model = self.student.bind({path: w for path, w in weights.items() if path not in self._projections})
+        model = self._bound(self.student, self._without_projections(weights))
         model.unroll = backward and self._unrolled
         matching = None if teacher_params is None else self.settings.matching
         if keys is not None and keys.dropout is not None:
@@ -211,7 +218,7 @@ class Objective:
         teachers: list[Teacher | TopK] = []
         only, teacher_features = jnp.asarray(batch.loss_weight) != 0, Features()
         for structure, arrays in zip(self.teachers, teacher_params or [], strict=teacher_params is not None):
-            teacher = structure.bind(jax.lax.stop_gradient(arrays))
+            teacher = self._bound(structure, jax.lax.stop_gradient(arrays))
             taps = None if matching is None else matching.teacher
             final, _, teacher_features = teacher.features(*inputs, taps, parents=parents)
             teachers.append(Teacher(teacher.logits, final))
@@ -226,7 +233,7 @@ class Objective:
             "terms": terms,
             "teachers": teachers,
             "teacher_weights": batch.teacher_weights if teachers else None,
-            "mesh": model.compute.mesh,
+            "mesh": self.mesh,
         }
         head = self._head(model, weights)
         problem, vjp_sum = (head.logits, hidden, tokens, segments), None
@@ -273,9 +280,9 @@ class Objective:
         count: Array,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         """Gradient over all micro-batches. A whole-batch loss needs a second forward pass if there are several."""
-        gradient_of = functools.partial(self._gradient, params, frozen, teacher_params, router_weight)
+        arrays = params, frozen, teacher_params, router_weight
         if not self.needs_whole_batch or num_micro(inputs) == 1:
-            return sum_over(lambda one: gradient_of(one, self.loss), inputs, count)
+            return self._total_gradient(arrays, inputs, None, count)
         stats = stack_over(
             lambda one: self.forward({**frozen, **params}, one[0], teacher_params, one[1]).stats, inputs, count
         )
@@ -285,20 +292,48 @@ class Objective:
             return jnp.asarray(output.loss.total), output
 
         cotangents, output = jax.grad(whole, has_aux=True)(stats)
-        gradient, (router_output, routers) = sum_over(
-            lambda one: gradient_of(one[0], CotangentLoss(one[1])), (inputs, cotangents), count
-        )
+        gradient, (router_output, routers) = self._total_gradient(arrays, inputs, cotangents, count)
         metrics = {**output.metrics, **router_output.metrics}
         return gradient, (LossOutput(loss=output.loss, metrics=metrics), routers)
 
+    @functools.cached_property
+    def mesh(self) -> Mesh | None:
+        """Mesh over which the compiler splits arrays."""
+        mesh = self.student.model.compute.mesh
+        if mesh is None or not self.alone:
+            return mesh
+        return Mesh(mesh.devices.reshape(-1)[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
+
+    def _total_gradient(
+        self, arrays: Arrays, inputs: tuple[Batch, Keys], cotangents: Any, count: Array
+    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
+        """Sum of `_gradient` over micro-batches, of the loss or, with `cotangents`, of the statistics.
+
+        On a mesh of `data` alone each device adds up those of its own rows, and all devices' once, except with adapter
+        dropout, whose masks are drawn for all rows of a micro-batch.
+        """
+        mesh, micro = self.mesh, (inputs, cotangents)
+
+        def total(objective: Objective, arrays: Arrays, micro: Micro, count: Array) -> Any:
+            def one(micro: Any) -> Any:
+                loss = self.loss if micro[1] is None else CotangentLoss(micro[1])
+                return objective._gradient(arrays, micro[0], loss)
+
+            return sum_over(one, micro, count)
+
+        if mesh is None or mesh.size == 1 or mesh.shape["data"] < mesh.size or self._dropout or num_micro(inputs) == 1:
+            return total(self, arrays, micro, count)
+
+        def local(*given: Any) -> Any:
+            return added_over(total(dataclasses.replace(self, alone=True), *given), mesh.axis_names)
+
+        whole, rows = PartitionSpec(), PartitionSpec(None, *BATCH_SPEC)
+        return jax.shard_map(local, mesh=mesh, in_specs=(whole, rows, whole), out_specs=whole, check_vma=False)(
+            arrays, micro, count
+        )
+
     def _gradient(
-        self,
-        params: Weights,
-        frozen: Weights,
-        teacher_params: list[Weights],
-        router_weight: Array,
-        inputs: tuple[Batch, Keys],
-        loss: AnyLoss,
+        self, arrays: Arrays, inputs: tuple[Batch, Keys], loss: AnyLoss
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
             weights = {**frozen, **self._placed(params)}
@@ -309,7 +344,7 @@ class Objective:
                 value += router_weight * self.router_loss(routers)
             return value, (output, routers)
 
-        batch, keys = inputs
+        (params, frozen, teacher_params, router_weight), (batch, keys) = arrays, inputs
         # The divergence of a token group spans several chunks.
         cotangents = known_cotangents(loss, batch) if self.settings.terms.unshared is None else None
 
@@ -320,20 +355,26 @@ class Objective:
     def _head(self, model: Decoder, weights: Weights) -> Decoder:
         """Model for its logits: on a mesh apart from the embedding's use of a tied table, which otherwise would be laid
         out as the head's gradient is."""
-        placed = self._placed({path: w for path, w in weights.items() if path not in self._projections})
-        return self.student.bind(placed) if self._on_mesh else model
+        return self._bound(self.student, self._placed(self._without_projections(weights))) if self._on_mesh else model
+
+    def _bound(self, structure: ModelWeights, weights: Weights) -> Decoder:
+        model = structure.bind(weights)
+        model.compute = dataclasses.replace(model.compute, mesh=self.mesh)
+        return model
+
+    def _without_projections(self, weights: Weights) -> Weights:
+        return {path: w for path, w in weights.items() if path not in self._projections}
 
     @property
     def _on_mesh(self) -> bool:
-        mesh = self.student.model.compute.mesh
-        return mesh is not None and mesh.size > 1
+        return self.mesh is not None and self.mesh.size > 1
 
     def _placed(self, params: Weights) -> Weights:
         """Parameters, and thereby their gradients, where the mesh has them, whatever layout a kernel reads them in."""
-        mesh, dims = self.student.model.compute.mesh, self.student.dims()
-        if mesh is None or not self._on_mesh:
+        dims = self.student.dims()
+        if self.mesh is None or not self._on_mesh:
             return params
-        own = {path: param_sharding(mesh, path, dims[path], w.shape) for path, w in params.items() if path in dims}
+        own = {path: param_sharding(self.mesh, path, dims[path], w.shape) for path, w in params.items() if path in dims}
         return {**params, **jax.lax.with_sharding_constraint({path: params[path] for path in own}, own)}
 
     def router_weight(self, micro: Batch, count: Array) -> Array:

@@ -16,6 +16,7 @@ from posttrain.kernels.grouped_matmul import grouped_matmul
 from posttrain.kernels.platform import traced_for
 from posttrain.plan.hlo import kernel_names
 from posttrain.rollout.blocks import BLOCK
+from posttrain.runtime.xla import compile_options
 from tests.aot.slices import mesh_of, on
 
 ONE_CHIP = {"v5e": "1x1", "v6e": "1x1", "v5p": "2x2x1"}
@@ -175,3 +176,16 @@ def test_experts_and_their_gradient(kind: str, name: str) -> None:
     )
     assert lowered.as_text().count("tpu_custom_call") >= 2
     lowered.compile()
+
+
+def test_a_product_gathers_the_whole_weight() -> None:
+    """Of Qwen3-8B at fsdp=8: by default it is a loop of sums, each rounded to bfloat16."""
+    mesh, rows = mesh_of("v5e", "2x4", fsdp=8), ("fsdp",)
+    x, w = on(mesh, (8, 2048, 4096), spec=rows), on(mesh, (4096, 12288), spec=rows)
+
+    def text(options: dict[str, Any] | None) -> str:
+        product = jax.jit(lambda x, w: jnp.tanh(x @ w), out_shardings=x.sharding, compiler_options=options)
+        return product.lower(x, w).compile().as_text() or ""
+
+    assert "windowed_dot_general" in text(None)
+    assert "windowed_dot_general" not in text(compile_options("tpu"))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AbstractMesh
 
 from posttrain.batch import Batch
@@ -40,7 +41,9 @@ def test_an_update_of_shapes_is_that_of_arrays() -> None:
     assert shapes.lower_update(batch_of(8, 16)).as_text() == arrays
 
 
-def test_decoding_of_shapes_is_that_of_arrays() -> None:
+def test_decoding_of_shapes_is_that_of_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the options of the platform: XLA refuses one that it does not know."""
+    monkeypatch.setattr("posttrain.rollout.programs.compile_options", lambda platform: {f"no_option_of_{platform}": 1})
     mesh = single_device_mesh()
     made = RolloutShapes(outline(mesh), mesh, slots=2, max_length=64, steps=4, max_tokens=16, memory=2**30)  # type: ignore[arg-type]
     source = ModelWeights(tiny_model())
@@ -49,7 +52,10 @@ def test_decoding_of_shapes_is_that_of_arrays() -> None:
     loaded = Loaded.of(source, arrays, 0, made.loaded.placement)
     pool = empty_pool(made.runner.pool_shapes(loaded))
     placed = made.runner.programs.lower(loaded, pool, made.rows).as_text()
-    assert made.lower_decode().as_text() == placed
+    lowered = made.lower_decode()
+    assert lowered.as_text() == placed
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_cpu"):
+        lowered.compile()
 
 
 def test_kernels_ask_the_devices_that_they_are_traced_for() -> None:

@@ -7,18 +7,25 @@ import jax
 import pytest
 
 import posttrain.kernels  # noqa: F401 - calls what is tested here, before the first use of a device
-from posttrain.runtime.xla import THREADS_PER_DEVICE, fast_compile_options, reserve_collective_threads
+from posttrain.runtime.xla import (
+    THREADS_PER_DEVICE,
+    WHOLE_PRODUCTS,
+    compile_options,
+    fast_compile_options,
+    reserve_collective_threads,
+)
 
 pytestmark = pytest.mark.fast
 
 
 def test_options_are_known_to_xla() -> None:
     """jaxlib refuses an option that it does not know; tests compile with less effort still, which stands."""
-    assert fast_compile_options("cpu") is None and fast_compile_options("tpu") is None
+    assert fast_compile_options("cpu") is None and fast_compile_options("gpu") is None
+    assert compile_options("cpu") is None and compile_options("tpu") == fast_compile_options("tpu") == WHOLE_PRODUCTS
     jax.config.update("jax_disable_most_optimizations", False)
     try:
         options = fast_compile_options("cpu")
-        assert options == {"xla_backend_optimization_level": 1} and fast_compile_options("gpu") is None
+        assert options == {"xla_backend_optimization_level": 1}
         assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
     finally:
         jax.config.update("jax_disable_most_optimizations", True)

@@ -9,9 +9,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 from numpy.testing import assert_allclose
 
 from posttrain.batch import NO_ID, Batch, TopK
+from posttrain.config import MeshSection
 from posttrain.distill.cross_tokenizer import SharedTokens, back_of
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence, pack_ids
@@ -20,6 +22,7 @@ from posttrain.losses.policy import GMPO, GRPO, PPO, PolicyLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.losses.value import ValueLoss
+from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
@@ -166,7 +169,9 @@ def lay_out(made: list[Arrays], layout: Sequence[Sequence[int]]) -> Batch:
     return Batch(**arrays, teachers=(TopK(**said),) if said else None)
 
 
-def stepped(name: str, layout: Sequence[Sequence[int]], micro: int | None) -> tuple[Arrays, dict[str, float]]:
+def stepped(
+    name: str, layout: Sequence[Sequence[int]], micro: int | None, mesh: Mesh | None = None
+) -> tuple[Arrays, dict[str, float]]:
     """What one step changed, and its metrics."""
     case, model = CASES[name], tiny_model(num_layers=1)
     if isinstance(case.loss, BradleyTerryLoss | ProcessLoss | ValueLoss):
@@ -176,6 +181,7 @@ def stepped(name: str, layout: Sequence[Sequence[int]], micro: int | None) -> tu
         case.loss,
         optax.sgd(1e3),
         TrainSettings(temperature=1.3, max_grad_norm=1e9, micro_batch_rows=micro, terms=case.terms),
+        mesh=mesh,
         teachers=[tiny_model(num_layers=1, seed=5 + number) for number in range(case.teachers)],
     )
     before = {path: np.asarray(w) for path, w in trainer.params.items()}
@@ -189,7 +195,19 @@ FEW = ("gold", "kto", "process")
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in CASES])
 def test_neither_packing_nor_micro_batches_matter(name: str) -> None:
     """Two packed rows, each a micro-batch, beside four rows at once."""
-    (moved, found), (expected, wanted) = stepped(name, PACKED, 1), stepped(name, APART, None)
+    assert_same_step(stepped(name, PACKED, 1), stepped(name, APART, None))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CASES)
+def test_nor_do_devices_that_add_up_their_own_gradients(name: str) -> None:
+    """Two micro-batches of two rows, of which each device has one."""
+    mesh = make_mesh(MeshSection(data=2, fsdp=1), jax.devices()[:2])
+    assert_same_step(stepped(name, APART, 2, mesh), stepped(name, APART, None))
+
+
+def assert_same_step(one: tuple[Arrays, dict[str, float]], other: tuple[Arrays, dict[str, float]]) -> None:
+    (moved, found), (expected, wanted) = one, other
     scale = max(np.abs(update).max() for update in expected.values())
     assert scale > 0.1 and moved.keys() == expected.keys()
     for path, update in expected.items():

@@ -14,13 +14,14 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, LossOutput, TokenStats
-from posttrain.cluster.reference import Reference
+from posttrain.cluster.reference import FrozenModel, Reference
 from posttrain.config import AdamW, LoRA, MeshSection
 from posttrain.kernels.logits import layout
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.decoder import Decoder
+from posttrain.plan.hlo import read_program
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer, check_finite
@@ -113,6 +114,16 @@ def test_eight_devices_give_the_update_of_one(
     single, spread = trainer().stats(batch), sharded.stats(batch)
     assert spread.logps.shape == (ROWS, LENGTH)
     assert single.logps.shape == (ROWS, LENGTH)
+
+
+def test_gradients_are_reduced_once_an_update(update: dict[str, np.ndarray]) -> None:
+    """Each device adds up those of its own rows over the micro-batches, in whose loop is no collective."""
+    t = trainer(mesh=make_mesh(MeshSection(data=2, fsdp=1), jax.devices()[:2]), micro_batch_rows=2)
+    compiled = t._lower(t._arguments(rows(0))).compile()
+    found = read_program(compiled.as_text() or "", 2).collectives
+    assert [str(c) for c in found if c.in_dynamic_loop] == []
+    assert sum(c.size for c in found if c.kind == "all-reduce") >= sum(w.nbytes for w in t.params.values())
+    assert_same_update(update, moved(t, rows(0)), 5e-6)
 
 
 def test_only_the_adapter_is_trained() -> None:
@@ -260,11 +271,16 @@ def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary(
 
 def test_its_programs_get_the_options_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA refuses an option that it does not know."""
-    monkeypatch.setattr(
-        "posttrain.train.programs.fast_compile_options", lambda platform: {f"no_option_of_{platform}": 1}
-    )
+    for name in ("train.programs.fast_compile_options", "cluster.reference.compile_options"):
+        monkeypatch.setattr(f"posttrain.{name}", lambda platform: {f"no_option_of_{platform}": 1})
     t, batch = trainer(), rows(0)
-    for program in (lambda: t.step(batch), lambda: t.stats(batch), lambda: t.evaluate([batch])):
+    frozen = FrozenModel(small(), t.mesh, temperature=1.0, rows=ROWS)
+    for program in (
+        lambda: t.step(batch),
+        lambda: t.stats(batch),
+        lambda: t.evaluate([batch]),
+        lambda: frozen.logps(batch),
+    ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_cpu"):
             program()
     for program in (lambda: t.compile_ahead(batch, batch), lambda: t.step(batch)):
