@@ -34,7 +34,7 @@ from gpu_work import WORKS, Decode, Train, decode_bytes, tiny, train_flops
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.plan.machine import CHIPS
+from posttrain.kernels.platform import CHIPS
 
 HERE = Path(__file__).resolve().parent
 PARTS = {

@@ -25,7 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from posttrain.config import AdamW, LoRA, MeshSection, Remat, RematName, SamplerTensor, SavedActivations
-from posttrain.kernels.platform import traced_for
+from posttrain.kernels.platform import CHIPS, traced_for
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding, ring_hops
@@ -36,7 +36,7 @@ from posttrain.models.layers import Init
 from posttrain.models.moe import Experts
 from posttrain.plan.hlo import ProgramText, read_program
 from posttrain.plan.lowered import Figures, compile_program
-from posttrain.plan.machine import CHIPS, GIB, has_libtpu, libtpu_version, topology_devices
+from posttrain.plan.machine import GIB, has_libtpu, libtpu_version, topology_devices
 from posttrain.plan.phases import (
     POLICY_ARRAYS,
     RolloutShapes,
@@ -140,6 +140,12 @@ CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 """Cycles a second."""
 KERNEL_TIME = 2.0
 """Time of an operation of the attention kernels, of which the compiler says nothing, relative to the chip's peak."""
+MEDIUM = SMALL | {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 9728,
+}
 MIB = 2**20
 DTYPE = jnp.dtype(jnp.bfloat16)
 
@@ -258,15 +264,15 @@ def experts(expert: int) -> str:
     )
 
 
-def decode(split: SamplerTensor, **axes: int) -> str:
-    """Figures of decoding 64 slots of 1024 positions; `split`: `rollout.tensor`."""
+def decode(split: SamplerTensor, fields: dict[str, Any], length: int, **axes: int) -> str:
+    """Figures of decoding 64 slots of `length` positions; `split`: `rollout.tensor`."""
     mesh = mesh_of(**axes)
-    sizes: dict[str, Any] = {"slots": 64, "max_length": 1024, "steps": 32, "max_tokens": 512}
-    rollout = RolloutShapes(model(SMALL, mesh), mesh, **sizes, memory=CHIPS["v5e"].memory, tensor=split)
+    sizes: dict[str, Any] = {"slots": 64, "max_length": length, "steps": 32, "max_tokens": length // 2}
+    rollout = RolloutShapes(model(fields, mesh), mesh, **sizes, memory=CHIPS["v5e"].memory, tensor=split)
     found, seconds = compiled(rollout.lower_decode, mesh.size)
     if isinstance(found, str):
         return f"does not fit: {found}"
-    return decode_text(found.text, found.temporaries, found.peak, found.code, seconds)
+    return token_text(found, "v5e") + decode_text(found.text, found.temporaries, found.peak, found.code, seconds)
 
 
 def decode_text(text: ProgramText, temporaries: int, peak: int, code: int, seconds: float) -> str:
@@ -292,12 +298,16 @@ def decode_experts(fields: dict[str, Any], machine: tuple[str, str], slots: int,
     experts = [m for m in found.text.made if sorted(m.buffer.dims[-3:]) == layer and not m.op.endswith("-start")]
     copied = sum(m.buffer.bytes * runs(m.loops) for m in experts if m.loops)
     laid_out = sum(m.buffer.bytes for m in experts if not m.loops)
-    cycles = sum(count * runs(loops) for loops, count in found.text.cycles.items() if loops)
     return (
-        f"experts copied {copied / GIB:.2f} GiB a token, {laid_out / GIB:.2f} GiB a dispatch; estimated "
-        f"{1e3 * cycles / CLOCKS[machine[0]]:.1f} ms a token without kernels; "
+        f"experts copied {copied / GIB:.2f} GiB a token, {laid_out / GIB:.2f} GiB a dispatch; "
+        + token_text(found, machine[0])
         + decode_text(found.text, found.temporaries, found.peak, found.code, seconds)
     )
+
+
+def token_text(found: Figures, kind: str) -> str:
+    cycles = sum(count * runs(loops) for loops, count in found.text.cycles.items() if loops)
+    return f"estimated {1e3 * cycles / CLOCKS[kind]:.1f} ms a token without kernels; "
 
 
 def runs(loops: tuple[int | None, ...]) -> int:
@@ -325,7 +335,12 @@ def tunix(python: str, case: str, devices: int = 8) -> str:
 def decode_case(split: SamplerTensor = "auto", **axes: int) -> tuple[str, Callable[[], str]]:
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     shown += "" if split == "auto" else f", rollout.tensor={split}"
-    return f"decode, 0.6B, 64 x 1024, {shown}", lambda: decode(split, **axes)
+    return f"decode, 0.6B, 64 x 1024, {shown}", lambda: decode(split, SMALL, 1024, **axes)
+
+
+def split_case(split: int) -> tuple[str, Callable[[], str]]:
+    title = f"decode, 4B, 64 x 2048, fsdp=8, rollout.tensor={split}"
+    return title, lambda: decode(split, MEDIUM, 2048, fsdp=8)
 
 
 def decode_experts_case(
@@ -379,6 +394,7 @@ CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
     "decode": [
         (decode_case(fsdp=8), "decode-fsdp8"),
         (decode_case(2, fsdp=8), None),
+        *[(split_case(split), None) for split in (2, 4, 8)],
         (decode_case(data=8), None),
         (decode_case(data=2, tensor=4), "decode-tensor4"),
         (decode_case(tensor=8), "decode-tensor8"),

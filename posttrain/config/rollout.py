@@ -44,8 +44,9 @@ class RolloutSection(Section):
     """Number of devices that each weight is split over while samples run; the other devices hold copies and sample rows
     of their own. A trainer's `mesh.fsdp` and `mesh.context` would gather every weight at every token: where one is
     above 1 the weights are laid out anew once after each update, which takes memory until the samples are done. `auto`:
-    the smallest number from `mesh.tensor` to all devices of a replica with which the copy takes at most a quarter of a
-    device's memory; `trained`, no copy, if none does and where both are 1."""
+    of the numbers from `mesh.tensor` to all devices of a replica with which the copy takes at most a quarter of a
+    device's memory, on TPU that with the fastest token by the chip's bandwidth, links and latency, elsewhere the
+    smallest; `trained`, no copy, if none does and where both are 1."""
     cache_tokens: PositiveInt | None = None
     """KV cache size in tokens; by default `slots` sequences of `row_tokens`. A smaller cache preempts the youngest
     samples and recomputes them later; a larger one keeps more shared prefixes."""

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -48,6 +49,102 @@ def traced_for(mesh: Mesh | AbstractMesh | None, function: Callable[..., T]) -> 
             return function(*args)
 
     return traced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """Limits of one device."""
+
+    platform: str
+    memory: int
+    """Bytes that programs can use."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    flops: float
+    """bfloat16 operations per second."""
+    wire: float
+    """Bytes per second that the device sends to its neighbours."""
+    between: float = 0.0
+    """Bytes per second that the device sends to other slices (DCN): its share of the host's network; 0: no slices."""
+    dollars_per_hour: float | None
+    """Price as of `plan.machine.PRICES_OF`; None: no price."""
+    kinds: tuple[str, ...] = ()
+    """Names of the device as JAX has them."""
+    torus: int = 1
+    """Dimensions of the torus of a slice, over which `wire` is spread."""
+    hop_s: float = 0.0
+    """Seconds to a neighbour."""
+
+    def sum_seconds(self, size: int, devices: int) -> float:
+        """Seconds of the sum of `size` bytes over devices along one dimension of the torus, in both directions: as many
+        hops as devices, then 2 (n - 1) / n of the bytes (How to Scale Your Model, section 3)."""
+        return devices * self.hop_s + 2 * (devices - 1) / devices * size * self.torus / self.wire
+
+
+CHIPS = {
+    "v5e": Chip(
+        platform="tpu",
+        memory=int(15.75 * 2**30),
+        memory_bandwidth=819e9,
+        flops=197e12,
+        wire=200e9,
+        between=3.125e9,
+        dollars_per_hour=1.20,
+        kinds=("TPU v5 lite", "TPU v5e"),
+        torus=2,
+        hop_s=1e-6,
+    ),
+    "v5p": Chip(
+        platform="tpu",
+        memory=int(95.74 * 2**30),
+        memory_bandwidth=2765e9,
+        flops=459e12,
+        wire=600e9,
+        between=6.25e9,
+        dollars_per_hour=4.20,
+        kinds=("TPU v5", "TPU v5p"),
+        torus=3,
+        hop_s=1e-6,
+    ),
+    "v6e": Chip(
+        platform="tpu",
+        memory=int(31.24 * 2**30),
+        memory_bandwidth=1640e9,
+        flops=918e12,
+        wire=448e9,
+        between=12.5e9,
+        dollars_per_hour=2.70,
+        kinds=("TPU v6 lite", "TPU v6e"),
+        torus=2,
+        hop_s=1e-6,
+    ),
+    "h100": Chip(
+        platform="gpu",
+        memory=int(0.92 * 80 * 2**30),
+        memory_bandwidth=3350e9,
+        flops=989e12,
+        wire=450e9,
+        dollars_per_hour=3.00,
+    ),
+    "h200": Chip(
+        platform="gpu",
+        memory=int(0.92 * 140 * 2**30),
+        memory_bandwidth=4800e9,
+        flops=989e12,
+        wire=450e9,
+        dollars_per_hour=None,
+    ),
+    "cpu": Chip(
+        platform="cpu", memory=16 * 2**30, memory_bandwidth=20e9, flops=0.2e12, wire=5e9, dollars_per_hour=None
+    ),
+}
+"""Chips by name: limits of data sheets, memory as the compiler or JAX reports it; a hop of 1 us as in How to Scale Your
+Model (jax-ml.github.io/scaling-book)."""
+
+
+def chip_of(device: Any) -> Chip | None:
+    """Facts of a TPU; None for other devices."""
+    return next((chip for chip in CHIPS.values() if device.device_kind in chip.kinds), None)
 
 
 def compute_capability(mesh: Mesh | None) -> float | None:

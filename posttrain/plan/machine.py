@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import ConfigError
+from posttrain.kernels.platform import CHIPS, Chip
 
 GIB = 2**30
 
@@ -27,73 +28,6 @@ TPU_SETTINGS = {
 PRICES_OF = "2025-06"
 """Month of the prices below: list prices on demand in US regions; they change, and reservations cost about half."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Chip:
-    """Limits of one device."""
-
-    platform: str
-    memory: int
-    """Bytes that programs can use."""
-    memory_bandwidth: float
-    """Bytes per second."""
-    flops: float
-    """bfloat16 operations per second."""
-    wire: float
-    """Bytes per second that the device sends to its neighbours."""
-    between: float = 0.0
-    """Bytes per second that the device sends to other slices (DCN): its share of the host's network; 0: no slices."""
-    dollars_per_hour: float | None
-    """Price as of `PRICES_OF`; None: no price."""
-
-
-CHIPS = {
-    "v5e": Chip(
-        platform="tpu",
-        memory=int(15.75 * GIB),
-        memory_bandwidth=819e9,
-        flops=197e12,
-        wire=200e9,
-        between=3.125e9,
-        dollars_per_hour=1.20,
-    ),
-    "v5p": Chip(
-        platform="tpu",
-        memory=int(95.74 * GIB),
-        memory_bandwidth=2765e9,
-        flops=459e12,
-        wire=600e9,
-        between=6.25e9,
-        dollars_per_hour=4.20,
-    ),
-    "v6e": Chip(
-        platform="tpu",
-        memory=int(31.24 * GIB),
-        memory_bandwidth=1640e9,
-        flops=918e12,
-        wire=448e9,
-        between=12.5e9,
-        dollars_per_hour=2.70,
-    ),
-    "h100": Chip(
-        platform="gpu",
-        memory=int(0.92 * 80 * GIB),
-        memory_bandwidth=3350e9,
-        flops=989e12,
-        wire=450e9,
-        dollars_per_hour=3.00,
-    ),
-    "h200": Chip(
-        platform="gpu",
-        memory=int(0.92 * 140 * GIB),
-        memory_bandwidth=4800e9,
-        flops=989e12,
-        wire=450e9,
-        dollars_per_hour=None,
-    ),
-    "cpu": Chip(platform="cpu", memory=16 * GIB, memory_bandwidth=20e9, flops=0.2e12, wire=5e9, dollars_per_hour=None),
-}
-"""Chips by name: limits of data sheets, memory as the compiler or JAX reports it."""
 
 FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 CUBES = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4", 128: "4x4x4", 256: "4x4x8"}

@@ -392,7 +392,7 @@ class RolloutShapes:
         """`memory`: bytes of a device; `tensor`: see `NativeEngine`."""
         source = ModelWeights(model)
         arrays = placed_shapes(source, mesh)
-        self.loaded = Loaded.of(source, arrays, 0, choose_placement(tensor, source, arrays, memory))
+        self.loaded = Loaded.of(source, arrays, 0, choose_placement(tensor, source, arrays, memory, slots=slots))
         self.runner = Runner.of(
             self.loaded, slots=slots, max_length=max_length, steps=steps, record=False, cache_tokens=cache_tokens
         )

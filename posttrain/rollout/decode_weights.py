@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from posttrain.config import MESH_AXES, SamplerTensor
 from posttrain.errors import ConfigError
-from posttrain.kernels.platform import platform_of
-from posttrain.mesh import RULES, devices_of, mesh_of_arrays, num_slices, param_sharding, replicated
+from posttrain.kernels.platform import Chip, chip_of, platform_of
+from posttrain.mesh import RULES, devices_of, mesh_of_arrays, num_slices, param_sharding, replicated, row_shards
 from posttrain.models.config import ModelConfig, StageConfig
 from posttrain.models.decoder import Decoder, FusedPart, decoding_config
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes
@@ -48,11 +48,16 @@ class Placement:
 
 
 def choose_placement(
-    wanted: SamplerTensor, source: ModelWeights, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], memory: int | None
+    wanted: SamplerTensor,
+    source: ModelWeights,
+    arrays: Mapping[str, Array | jax.ShapeDtypeStruct],
+    memory: int | None,
+    *,
+    slots: int,
 ) -> Placement:
-    """The smallest number of devices to split weights over whose part takes at most 1 / `SHARE` of `memory`, the bytes
-    of a device (None: unknown, any fits); the trainer's mesh where no weight is split over `fsdp`, and where nothing
-    fits. ConfigError for a number that the mesh or the model does not allow.
+    """The number of devices to split weights over by `best_mesh`, whose part takes at most 1 / `SHARE` of `memory`, the
+    bytes of a device (None: unknown, any fits); the trainer's mesh where no weight is split over `fsdp`, and where
+    nothing fits. ConfigError for a number that the mesh or the model does not allow.
     """
     trained = mesh_of_arrays(next(iter(arrays.values())).sharding)
     on_cpu = platform_of(source.model.compute.mesh if trained is None else trained) == "cpu"
@@ -81,13 +86,13 @@ def choose_placement(
         return unchanged if mesh == trained else Placement(mesh, copied)
     if wanted == "trained" or _sampling_mesh(trained, trained.shape["tensor"]) == trained:
         return unchanged
-    for size in _sizes(trained):
-        mesh = _sampling_mesh(trained, size)
-        if mesh is None or size < trained.shape["tensor"] or not _divides(source.model.config, size):
-            continue
-        if _fits(source, arrays, mesh, memory):
-            LOGGER.info("rollout: weights are split over %d devices while samples run, from fsdp", size)
-            return Placement(mesh, copied)
+    sizes = [size for size in _sizes(trained) if size >= trained.shape["tensor"]]
+    meshes = [mesh for size in sizes if (mesh := _sampling_mesh(trained, size)) is not None]
+    best = best_mesh(meshes, source, arrays, None if memory is None else memory // SHARE, slots)
+    if best is not None:
+        count = best.shape["tensor"]
+        LOGGER.info("rollout: weights are split over %d devices while samples run, from fsdp", count)
+        return Placement(best, copied)
     LOGGER.warning(
         "rollout: no copy of the weights fits 1/%d of a device's memory, so they are gathered from fsdp at every "
         "token; rollout.tensor makes one all the same",
@@ -126,19 +131,61 @@ def _divides(config: ModelConfig, tensor: int) -> bool:
     return all(block.attention.num_kv_heads % tensor == 0 for block in config.blocks)
 
 
-def _fits(
-    source: ModelWeights, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], mesh: Mesh, memory: int | None
-) -> bool:
-    try:
-        needed = _bytes(source, arrays, mesh)
-    except ConfigError:  # an axis does not divide its dimension
-        return False
-    return memory is None or needed <= memory // SHARE
+def best_mesh(
+    meshes: Sequence[Mesh],
+    source: ModelWeights,
+    arrays: Mapping[str, Array | jax.ShapeDtypeStruct],
+    limit: int | None,
+    slots: int,
+) -> Mesh | None:
+    """Mesh with the fastest token of `slots` rows on TPU, elsewhere the first one, of those that divide heads and
+    weights, with at most `limit` bytes of weights on a device. None where nothing fits."""
+    fitting = []
+    for mesh in meshes:
+        try:
+            needed = _bytes(source, arrays, mesh)
+        except ConfigError:  # an axis does not divide its dimension
+            continue
+        if _divides(source.model.config, mesh.shape["tensor"]) and (limit is None or needed <= limit):
+            fitting.append(mesh)
+    chip = chip_of(fitting[0].devices.flat[0]) if fitting else None
+    if chip is None:
+        return next(iter(fitting), None)
+    return min(fitting, key=lambda mesh: _token_seconds(source, arrays, mesh, chip, slots))
+
+
+def _token_seconds(
+    source: ModelWeights,
+    arrays: Mapping[str, Array | jax.ShapeDtypeStruct],
+    mesh: Mesh,
+    chip: Chip,
+    slots: int,
+) -> float:
+    """Seconds of a token of all rows, as far as the split matters: weights that a device reads, sums of its rows'
+    activations over `tensor`, two in a layer and that of the embedding, and the exchange of logits. Not the cache, of
+    which a device reads as much whether rows or heads are split."""
+    config, tensor = source.model.config, mesh.shape["tensor"]
+    rows = -(-slots // row_shards(mesh))
+    read = 0.0
+    for path, dims, _ in source.shapes():
+        share = 1.0
+        if "expert" in dims and config.mixtures:
+            mixture = config.mixtures[0]
+            share -= (1 - mixture.top_k / mixture.num_experts) ** (rows * mesh.shape["expert"])
+        if not path.startswith("embed.") or config.tie_embeddings:
+            read += share * _bytes(source, {path: arrays[path]}, mesh)
+    seconds = read / chip.memory_bandwidth
+    if tensor > 1:
+        activations = rows * config.embed_dim * source.model.compute.dtype.itemsize
+        logits = rows * config.vocab_size * 4 // tensor
+        seconds += (2 * config.num_layers + 1) * chip.sum_seconds(activations, tensor)
+        seconds += chip.sum_seconds(logits, tensor) / 2
+    return seconds
 
 
 def _bytes(source: ModelWeights, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], mesh: Mesh) -> int:
     """Bytes of the weights on one device. ConfigError if an axis does not divide its dimension."""
-    placed = {path: param_sharding(mesh, path, dims, shape) for path, dims, shape in source.shapes()}
+    placed = {path: param_sharding(mesh, path, dims, shape) for path, dims, shape in source.shapes() if path in arrays}
     return sum(math.prod(placed[path].shard_shape(w.shape)) * w.dtype.itemsize for path, w in arrays.items())
 
 

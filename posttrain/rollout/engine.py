@@ -79,7 +79,7 @@ class NativeEngine:
             raise ConfigError("rollout.merge_lora: the model has no adapter to merge; remove the option")
         self._copies = Copies(quantize) if quantize != "none" or merge_lora else None
         weights = self._weights_of(model)
-        self._placement = choose_placement(tensor, *weights, device_memory())
+        self._placement = choose_placement(tensor, *weights, device_memory(), slots=slots)
         self._loaded = Loaded.of(*weights, version, self._placement)
         self._runner = Runner.of(
             self._loaded,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from posttrain.cluster.cluster import Cluster, Critic
 from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, Scorer, WithoutAdapter
 from posttrain.cluster.sync import ColocatedReplica, PerProcessReplica, Replica, ReshardedReplica, Shared
-from posttrain.config import MeshSection, OnlineSection, RLSection, RolloutSection, SamplerTensor
+from posttrain.config import MeshSection, OnlineSection, RLSection, RolloutSection
 from posttrain.config.algorithm import PPO
 from posttrain.errors import ConfigError
 from posttrain.losses.value import ValueLoss
@@ -21,7 +21,7 @@ from posttrain.models.config import MoEConfig
 from posttrain.models.decoder import Decoder
 from posttrain.rl.agreement import EXACT, ROUNDED, SamplerGate
 from posttrain.rl.sampler import Sampler
-from posttrain.rollout.decode_weights import device_memory
+from posttrain.rollout.decode_weights import best_mesh, device_memory
 from posttrain.rollout.engine import NativeEngine, make_engine
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.trajectory import Example
@@ -58,7 +58,7 @@ def make_cluster(
         stage.tokenizer,
         section.rollout,
         inputs.make_engine,
-        slots=-(-section.samples_in_flight // processes.count()),
+        slots=engine_slots(section),
         max_length=section.sequence_tokens,
     )
     reference = make_reference(stage, section, trainer) if keep_reference else None
@@ -74,25 +74,29 @@ def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection)
     engine's own devices, or to those of each process."""
     try:
         if processes.count() > 1:
-            tensor = choose_tensor(trainer, jax.local_device_count(), section.rollout.tensor, QUARTER)
+            tensor = choose_tensor(trainer, jax.local_devices(), section, QUARTER)
             return PerProcessReplica(trainer, tensor)
         if devices.rollout is None:
             return ColocatedReplica(trainer) if section.samples_while_updating else Shared(trainer)
-        tensor = choose_tensor(trainer, len(devices.rollout), section.rollout.tensor, HALF)
+        tensor = choose_tensor(trainer, devices.rollout, section, HALF)
         return ReshardedReplica(trainer, make_mesh(MeshSection(data=-1, fsdp=1, tensor=tensor), devices.rollout))
     except ConfigError as error:
         raise ConfigError(f"placement.rollout: {error}") from error
 
 
-def choose_tensor(trainer: Trainer, num_devices: int, wanted: SamplerTensor, part: int) -> int:
-    """Number of the engine's devices that split each weight: `wanted`, for `trained` that of the actor's mesh, for
-    `auto` the least with which the weights take at most 1 / `part` of a device. ConfigError unless it divides devices
-    and heads."""
+def choose_tensor(trainer: Trainer, devices: Sequence[jax.Device], section: OnlineSection, part: int) -> int:
+    """Number of the engine's devices that split each weight: for `trained` that of the actor's mesh, for `auto` that of
+    `best_mesh` with which the weights take at most 1 / `part` of a device, all where none does. ConfigError unless it
+    divides devices and heads."""
+    wanted, source, num_devices = section.rollout.tensor, ModelWeights(trainer.model), len(devices)
     heads = min(block.attention.num_kv_heads for block in trainer.model.config.blocks)
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0 and heads % size == 0]
     if wanted == "auto":
-        memory, held = device_memory(), sum(w.nbytes for w in trainer.weights.values())
-        return next((size for size in sizes if memory is None or held / size <= memory / part), sizes[-1])
+        memory = device_memory()
+        meshes = [make_mesh(MeshSection(data=-1, fsdp=1, tensor=size), devices) for size in sizes]
+        limit = None if memory is None else memory // part
+        best = best_mesh(meshes, source, source.read(), limit, engine_slots(section))
+        return sizes[-1] if best is None else best.shape["tensor"]
     chosen = trainer.mesh.shape["tensor"] if wanted == "trained" else wanted
     if chosen not in sizes:
         raise ConfigError(
@@ -100,6 +104,11 @@ def choose_tensor(trainer: Trainer, num_devices: int, wanted: SamplerTensor, par
             f"use one of {sizes}"
         )
     return chosen
+
+
+def engine_slots(section: OnlineSection) -> int:
+    """Samples that the engine of a process generates at once, without `rollout.slots` all of a step."""
+    return section.rollout.slots or -(-section.samples_in_flight // processes.count())
 
 
 def make_reference(stage: StageRun, section: OnlineSection, trainer: Trainer) -> ReferencePolicy:

@@ -31,7 +31,7 @@ DECODE = {
     "one": Bound(kernels=RAGGED, peak_gib=8.4),
     "data=8": Bound(kernels=RAGGED, peak_gib=2.1, loop_mib=1, kinds=frozenset({"all-reduce"})),
     "tensor=4": Bound(kernels=RAGGED, peak_gib=2.4, loop_mib=25, kinds=frozenset({"all-reduce", "all-to-all"})),
-    "fsdp=8": Bound(kernels=RAGGED, peak_gib=2.1, loop_mib=1, kinds=frozenset({"all-reduce"})),
+    "fsdp=8": Bound(kernels=RAGGED, peak_gib=1.3, loop_mib=10, kinds=frozenset({"all-reduce", "all-to-all"})),
 }
 """Qwen3-0.6B, 64 slots of 1024 positions, 32 steps a dispatch, on v5e."""
 

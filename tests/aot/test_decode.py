@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from posttrain.kernels.platform import CHIPS
 from posttrain.models.moe import Experts
 from posttrain.plan.hlo import Collective
 from posttrain.plan.lowered import compile_program
-from posttrain.plan.machine import CHIPS
 from posttrain.plan.phases import RolloutShapes, bytes_on_device
 from posttrain.weights.state import ModelWeights
 from tests.aot.bounds import DECODE, GIB, LAYOUT_MIB, MIB

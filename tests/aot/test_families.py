@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from posttrain.config import AdamW, Remat, SavedActivations
-from posttrain.kernels.platform import traced_for
+from posttrain.kernels.platform import CHIPS, traced_for
 from posttrain.losses.sft import SFTLoss
 from posttrain.models import families
 from posttrain.plan.hlo import kernel_names
-from posttrain.plan.machine import CHIPS
 from posttrain.plan.phases import RolloutShapes, batch_of
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer

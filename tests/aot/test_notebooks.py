@@ -12,9 +12,10 @@ import pytest
 
 import posttrain as pt
 from posttrain.config import RunConfig
+from posttrain.kernels.platform import CHIPS
 from posttrain.plan.hlo import kernel_names
 from posttrain.plan.lowered import compile_program
-from posttrain.plan.machine import CHIPS, GIB, machine
+from posttrain.plan.machine import GIB, machine
 from posttrain.plan.phases import Phase, StagePlan
 from posttrain.runs.plan import _mesh, _model_files, _stage
 from tests.aot.slices import QWEN3, Fields

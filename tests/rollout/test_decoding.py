@@ -41,7 +41,9 @@ def engine(model: Decoder) -> NativeEngine:
 
 def loaded(model: Decoder, version: int = 0) -> Loaded:
     source = ModelWeights(model)
-    return Loaded.of(source, arrays := source.read(), version, choose_placement("trained", source, arrays, None))
+    return Loaded.of(
+        source, arrays := source.read(), version, choose_placement("trained", source, arrays, None, slots=1)
+    )
 
 
 def leaves(model: Decoder) -> list[jax.Array]:

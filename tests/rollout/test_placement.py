@@ -6,22 +6,28 @@ import re
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from posttrain.config import LoRA, MeshSection, SamplerTensor
 from posttrain.errors import ConfigError
+from posttrain.kernels.platform import CHIPS
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models import decoder, moe
+from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import FusedLinear
+from posttrain.plan.phases import model_of
 from posttrain.rollout import decode_weights
 from posttrain.rollout.decode_weights import DecodeLayout, Loaded, choose_placement
 from posttrain.rollout.engine import NativeEngine
+from posttrain.train.programs import placed_shapes
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.quantize import quantize_model
 from posttrain.weights.state import ModelWeights
+from tests.aot.slices import QWEN3, QWEN3_8B, QWEN3_30B
 from tests.mixtures import mixture_config, mixture_model
 from tests.random_families import random_family_model
 from tests.rollout.engines import assert_same, make_engine, requests
@@ -181,7 +187,7 @@ def test_layers_and_pieces_are_moved_bit_by_bit(
     monkeypatch.setitem(LARGE, "num_layers", 4)
     source = ModelWeights(on_mesh(made(kind), MESHES[name]))
     arrays = source.read()
-    now = Loaded.of(source, arrays, 0, choose_placement(tensor, source, arrays, None))
+    now = Loaded.of(source, arrays, 0, choose_placement(tensor, source, arrays, None, slots=4))
     layout = DecodeLayout.of(now)
     assert layout.lowered.as_text().count("stablehlo.while") >= (1 if "moe lora" in kind else 2)
     found = jax.tree.leaves(nnx.split(layout.model(weights := layout.weights(now))))
@@ -195,7 +201,7 @@ def test_the_layout_that_is_chosen() -> None:
     def sizes(name: str, wanted: SamplerTensor, memory: int | None = None) -> tuple[int, ...]:
         model = on_mesh(tiny_model(**LARGE), MESHES[name])
         source = ModelWeights(model)
-        found = choose_placement(wanted, source, source.read(), memory).mesh
+        found = choose_placement(wanted, source, source.read(), memory, slots=4).mesh
         assert found is not None
         assert found.devices.flatten().tolist() == make_mesh(MESHES[name]).devices.flatten().tolist()
         return tuple(found.shape.values())
@@ -216,7 +222,7 @@ def test_the_layout_that_is_chosen() -> None:
     # A vocabulary that 2 devices do not divide lies whole on both.
     odd = on_mesh(tiny_model(**LARGE, vocab_size=511), MESHES["fsdp"])
     source = ModelWeights(odd)
-    found = choose_placement("auto", source, source.read(), 3 * whole)
+    found = choose_placement("auto", source, source.read(), 3 * whole, slots=4)
     assert found.mesh is not None and found.mesh.shape["tensor"] == 2
     with pytest.raises(ConfigError, match=r"rollout.tensor=8 must divide num_kv_heads=\d of qwen3"):
         sizes("fsdp", 8)
@@ -225,3 +231,30 @@ def test_the_layout_that_is_chosen() -> None:
             sizes(name, wanted)
     with pytest.raises(ConfigError, match=r"rollout.tensor=2: the model is on one device"):
         make_engine(tiny_model(), tensor=2)
+
+
+SPLITS = {
+    "v5e": {"0.6B": 4, "4B": 8, "8B": 8, "30B-A3B": None},
+    "v5p": {"0.6B": 2, "4B": 4, "8B": 8, "30B-A3B": 4},
+    "v6e": {"0.6B": 4, "4B": 8, "8B": 8, "30B-A3B": None},
+}
+"""Devices that split each weight, of 8 chips at fsdp=8 with 64 slots; None: no copy fits a quarter of a chip."""
+MODELS = {
+    "0.6B": QWEN3,
+    "4B": QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    "8B": QWEN3_8B,
+    "30B-A3B": QWEN3_30B,
+}
+
+
+def test_the_split_with_the_fastest_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, found = make_mesh(MESHES["fsdp"]), {kind: dict[str, int | None]() for kind in SPLITS}
+    for name, fields in MODELS.items():
+        source = ModelWeights(model_of(fields, Compute(dtype=jnp.dtype("bfloat16"), mesh=mesh), jnp.dtype("bfloat16")))
+        arrays = placed_shapes(source, mesh)
+        for kind in SPLITS:
+            monkeypatch.setattr(decode_weights, "chip_of", lambda device, kind=kind: CHIPS[kind])
+            chosen = choose_placement("auto", source, arrays, CHIPS[kind].memory, slots=64).mesh
+            assert chosen is not None
+            found[kind][name] = None if chosen == mesh else chosen.shape["tensor"]
+    assert found == SPLITS
