@@ -16,14 +16,14 @@ from posttrain.batch import Batch, TopK, own_routing, rows_per_pass, teacher_bat
 from posttrain.cluster.sync import HeldWeights, model_on, moved
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.kernels.logits.top_k import top_k
-from posttrain.kernels.platform import platform_of
+from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.runtime.profiler import span
 from posttrain.runtime.xla import compile_options
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
-from posttrain.weights.state import ModelWeights, Weights, without_adapter
+from posttrain.weights.state import ModelWeights, Weights, WeightShapes, without_adapter
 
 
 class FrozenModel:
@@ -102,7 +102,13 @@ class FrozenModel:
         """Scores of a reward model at each token."""
         return self._in_passes(self._scores, batch)
 
-    def _program(self, read: Callable[[Decoder, Array, Batch], Any]) -> Callable[[Weights, Batch], Any]:
+    def lower_logps(self, weights: WeightShapes, batch: Batch) -> jax.stages.Lowered:
+        """Lower `logps` of one pass for weights and a batch of shapes."""
+        place = NamedSharding(self._mesh, BATCH_SPEC)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), batch)
+        return self._logps.lower(weights, shapes)
+
+    def _program(self, read: Callable[[Decoder, Array, Batch], Any]) -> jax.stages.Wrapped:
         """Compile a forward pass and what is read of its hidden states."""
 
         def forward(weights: Weights, batch: Batch) -> Any:
@@ -111,7 +117,7 @@ class FrozenModel:
             hidden, _ = model(tokens, positions, segments)
             return read(model, hidden, batch)
 
-        return jax.jit(forward, compiler_options=compile_options(platform_of(self._mesh)))
+        return jax.jit(traced_for(self._mesh, forward), compiler_options=compile_options(platform_of(self._mesh)))
 
     def _in_passes(self, program: Callable[[Weights, Batch], Any], batch: Batch) -> Any:
         """Run a program over all rows, in passes of one shape; zeros for empty rows at the end."""

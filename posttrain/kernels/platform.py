@@ -64,6 +64,8 @@ class Chip:
     """bfloat16 operations per second."""
     wire: float
     """Bytes per second that the device sends to its neighbours."""
+    host: float
+    """Bytes per second between the device and its host's memory, by the nominal rate of PCIe."""
     between: float = 0.0
     """Bytes per second that the device sends to other slices (DCN): its share of the host's network; 0: no slices."""
     dollars_per_hour: float | None
@@ -88,6 +90,7 @@ CHIPS = {
         memory_bandwidth=819e9,
         flops=197e12,
         wire=200e9,
+        host=16e9,
         between=3.125e9,
         dollars_per_hour=1.20,
         kinds=("TPU v5 lite", "TPU v5e"),
@@ -100,6 +103,7 @@ CHIPS = {
         memory_bandwidth=2765e9,
         flops=459e12,
         wire=600e9,
+        host=16e9,
         between=6.25e9,
         dollars_per_hour=4.20,
         kinds=("TPU v5", "TPU v5p"),
@@ -112,6 +116,7 @@ CHIPS = {
         memory_bandwidth=1640e9,
         flops=918e12,
         wire=448e9,
+        host=32e9,
         between=12.5e9,
         dollars_per_hour=2.70,
         kinds=("TPU v6 lite", "TPU v6e"),
@@ -124,6 +129,7 @@ CHIPS = {
         memory_bandwidth=3350e9,
         flops=989e12,
         wire=450e9,
+        host=64e9,
         dollars_per_hour=3.00,
     ),
     "h200": Chip(
@@ -132,10 +138,17 @@ CHIPS = {
         memory_bandwidth=4800e9,
         flops=989e12,
         wire=450e9,
+        host=64e9,
         dollars_per_hour=None,
     ),
     "cpu": Chip(
-        platform="cpu", memory=16 * 2**30, memory_bandwidth=20e9, flops=0.2e12, wire=5e9, dollars_per_hour=None
+        platform="cpu",
+        memory=16 * 2**30,
+        memory_bandwidth=20e9,
+        flops=0.2e12,
+        wire=5e9,
+        host=20e9,
+        dollars_per_hour=None,
     ),
 }
 """Chips by name: limits of data sheets, memory as the compiler or JAX reports it; a hop of 1 us as in How to Scale Your

@@ -282,3 +282,14 @@ class StageTaps:
                     layer = self._first + index + len(self._slots) * int(repeat)
                     result.setdefault(layer, {})[name] = collected[index][name][place]
         return result
+
+
+def attention_flops(config: ModelConfig, rows: int, length: int) -> float:
+    """Operations of causal attention in a forward pass: 2 (N H + N Hv) per visible pair of tokens."""
+    total = 0.0
+    for block in config.blocks:
+        c = block.attention
+        heads = c.num_heads * (2 * c.head_dim if isinstance(c, AttentionConfig) else 320)
+        window = c.window if isinstance(c, AttentionConfig) and c.window else length
+        total += 2.0 * heads * rows * length * min(window, length / 2)
+    return total

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any
@@ -87,6 +89,22 @@ def _sum_for_cpu(memory: Any) -> int:
 def _load_compiler() -> None:
     """Compile a small program, with which the process loads the compiler: no program's own memory."""
     jax.jit(lambda x: jnp.tanh(x @ x).sum()).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32)).compile()
+
+
+def bytes_on_device(tree: object) -> int:
+    """Bytes of shapes on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize if x.sharding else x.size * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def sizes_of(weights: Mapping[Any, Any]) -> frozenset[tuple[int, ...]]:
+    """Sizes of arrays and of single layers of them, whole and on one device, without those of 1."""
+    whole = [x.shape for x in weights.values()]
+    parts = [x.sharding.shard_shape(x.shape) for x in weights.values()]
+    found = {tuple(size for size in shape if size > 1) for shape in [*whole, *parts]}
+    return frozenset(found | {shape[1:] for shape in found if len(shape) > 2})
 
 
 NUM_LARGEST = 12

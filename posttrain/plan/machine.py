@@ -83,6 +83,20 @@ class Machine:
             raise ConfigError(f"{self.name}: needs {self.num_devices} virtual CPU devices, JAX has {len(found)}")
         return found[: self.num_devices]
 
+    def part(self, devices: Sequence[Any]) -> Sequence[Any]:
+        """Devices to compile for in place of a part of them: TPU's compiler aborts for some parts of a slice, so that
+        each stands as a slice of its own. ConfigError where there is none of that size."""
+        if len(devices) == self.num_devices or self.chip.platform != "tpu" or not has_libtpu():
+            return devices
+        kind = self.name.split("-")[0]
+        shapes = {math.prod(map(int, x.split("x"))): x for name, x in SLICES.items() if name.startswith(f"{kind}-")}
+        if self.num_slices > 1 or len(devices) not in shapes:
+            raise ConfigError(
+                f"plan: {len(devices)} of the {self.num_devices} devices of {self.name} are no slice of their own; "
+                f"plan with roles on {', '.join(map(str, shapes))} devices of one slice"
+            )
+        return topology_devices(kind, shapes[len(devices)])
+
 
 def machine(name: str) -> Machine:
     """Resolve a name such as `v5e-8`, `2xv5e-16`, `h100-8` or `cpu-8`. Raises ConfigError for an unknown one."""

@@ -5,28 +5,56 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
-from posttrain.batch import Batch, ScoreLoss, TokenLoss
+from posttrain.batch import Batch, ScoreLoss, TokenLoss, rows_per_pass
+from posttrain.cluster.reference import FrozenModel
 from posttrain.config import PreferenceSection, RLSection, SamplerTensor, SFTSection, TrainSection
+from posttrain.config.algorithm import PPO
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import PLAIN
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
+from posttrain.losses.value import ValueLoss
+from posttrain.mesh import row_shards
 from posttrain.models import hf
-from posttrain.models.activations import recomputed_flops
-from posttrain.models.config import AttentionConfig, Compute, ModelConfig
+from posttrain.models.activations import attention_flops, recomputed_flops
+from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
+from posttrain.plan.lowered import bytes_on_device, sizes_of
+from posttrain.plan.report import (
+    CACHE,
+    COPY,
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    DECODE,
+    LAYOUT,
+    OPTIMIZER,
+    PREFILL,
+    REFERENCE,
+    SAMPLING,
+    STATISTICS,
+    UPDATE,
+    VALUES,
+    WEIGHTS,
+    Held,
+    Move,
+    Phase,
+    Roles,
+    StagePlan,
+    beside,
+)
 from posttrain.rl.algorithms import loss_of
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
 from posttrain.rollout.programs import DecodeRows, Expected, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.types import SamplingParams
+from posttrain.stages.cluster import critic_settings, engine_slots
 from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss, train_settings
 from posttrain.train.objective import TrainSettings
@@ -37,59 +65,7 @@ from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """One program of a stage, and its work in a step on one device."""
-
-    role: str
-    name: str
-    lower: Callable[[], jax.stages.Lowered]
-    runs: int
-    """Runs of the program in one step; of a decode dispatch, tokens per row."""
-    trips: tuple[int, ...]
-    """Trips of its loops that only the run knows, outermost first, at most."""
-    flops: float
-    """Operations of one run: 2 per parameter and token, 6 with the backward pass, and those of recomputation."""
-    read: float
-    """Bytes that one run reads at least: weights, and the cache in decoding."""
-    parameters: frozenset[tuple[int, ...]]
-    """Sizes of parameters, whole and on one device, without those of 1."""
-    beside: int
-    """Bytes of what else is in memory: optimizer state and cache, as far as they are not among its arguments."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagePlan:
-    """Phases of one stage, the tokens that a step trains on, and the arrays that lie on a device."""
-
-    phases: Sequence[Phase]
-    tokens: int
-    unit: str
-    state: int
-    """Bytes of what a checkpoint holds: trained parameters and optimizer state."""
-    largest: int
-    """Bytes of the largest array among them."""
-    saves_between: bool
-    """True if a checkpoint is written while training goes on."""
-    rounds_at_once: bool
-    """True if the optimizer gets all gradients at once, and rounds its state so."""
-    made: int = 0
-    """Bytes of weights that are made anew for sampling."""
-    cache: int = 0
-    """Bytes of a cache that is given up while the trainer is at work."""
-    sampler_programs: int = 0
-    """Number of programs that the rollout engine compiles; 0: no engine."""
-
-
-def bytes_on_device(tree: object) -> int:
-    """Bytes of shapes on one device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize if x.sharding else x.size * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-    )
-
-
-def stage_plan(section: TrainSection, model: Decoder, mesh: Mesh, memory: int) -> StagePlan:
+def stage_plan(section: TrainSection, model: Decoder, mesh: Mesh, memory: int, roles: Roles) -> StagePlan:
     """Phases of an SFT, preference or RL stage on devices with `memory` bytes each. Raises ConfigError for one that it
     cannot plan."""
     if isinstance(section, SFTSection):
@@ -97,7 +73,7 @@ def stage_plan(section: TrainSection, model: Decoder, mesh: Mesh, memory: int) -
     if isinstance(section, PreferenceSection):
         return _preference(section, model, mesh)
     if isinstance(section, RLSection):
-        return _rl(section, model, mesh, memory)
+        return _rl(section, model, mesh, memory, roles)
     kind = type(section).__name__.removesuffix("Section")
     raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet; SFT, preference and RL can")
 
@@ -106,10 +82,10 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
     settings = train_settings(section, model.config.vocab_size, dropout_seed=0)
     programs = _programs(section, model, sft_loss(section), settings, mesh)
     batch = batch_of(section.batch_rows, section.row_tokens)
-    phases = [_update(programs, batch, 0)]
+    phases = [_update(programs, batch, {})]
     if section.eval_dataset is not None:
-        beside = bytes_on_device(programs.opt_state)
-        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, beside))
+        state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
+        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state))
     tokens = section.batch_rows * section.row_tokens
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
@@ -124,20 +100,21 @@ def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh) -> Stage
     scored = replace(scored, roles=scored.segments)
     batch = replace(scored, ref_logps=scored.loss_weight) if loss.needs.reference else scored
     live = loss.needs.reference and section.reference == "live"
-    kept = bytes_on_device(programs.params) * int(live)
-    state = bytes_on_device(programs.opt_state)
+    kept = {REFERENCE: bytes_on_device(programs.params)} if live else {}
+    state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
     phases = [_update(programs, batch, kept)]
     if loss.needs.reference:
-        phases.append(_forward(programs, scored, "statistics", programs.lower_stats, 1, state + kept))
+        phases.append(_forward(programs, scored, STATISTICS, programs.lower_stats, 1, state | kept))
     if section.eval_dataset is not None:
-        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state + kept))
+        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state | kept))
     tokens = section.batch_rows * section.row_tokens
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
 
-def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePlan:
+def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Roles) -> StagePlan:
     refusals = {
         "teachers": bool(section.teachers),
+        "reward models": any(reward.model is not None for reward in section.rewards),
         "rollout.engine": section.rollout.engine is not None,
         "rollout.quantize": section.rollout.quantize != "none",
         "rollout.merge_lora": section.rollout.merge_lora,
@@ -146,47 +123,140 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
     if refused := [name for name, is_set in refusals.items() if is_set]:
         raise ConfigError(f"plan: cannot plan an RL stage with {', '.join(refused)} yet; remove it for the plan")
     loss = loss_of(section)
-    rows = section.step_rows
     settings = TrainSettings.of(section, temperature=section.sampling.temperature, dropout_seed=None, terms=PLAIN)
     programs = _programs(section, model, loss, settings, mesh)
-    reference = section.algorithm.kl_in == "reward" or loss.kl_coef > 0
+    reference = needs_reference(section)
     arrays = ["sampler_logps", "behaviour_logps", "advantages", "sample_shares"]
     arrays += ["old_logps"] * (section.proximal_logps != "self") + ["ref_logps"] * reference
-    batch = batch_of(rows, section.row_tokens, arrays=tuple(arrays))
-    rollout = RolloutShapes(
-        model,
-        mesh,
-        slots=section.rollout.slots or section.samples_in_flight,
-        max_length=section.sequence_tokens,
-        steps=section.rollout.decode_steps,
-        max_tokens=section.sampling.max_tokens,
-        memory=memory,
-        tensor=section.rollout.tensor,
-        cache_tokens=section.rollout.cache_tokens,
-    )
-    pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
-    # Of what is trained: the reference, and the weights of a sampler that goes on during updates.
-    kept = bytes_on_device(programs.params) * (int(reference) + int(section.samples_while_updating))
-    state = bytes_on_device(programs.opt_state)
-    # What the sampler has elsewhere lies beside the trainer's.
-    unread = bytes_on_device(rollout.loaded.arrays) - bytes_on_device(rollout.weights.own)
-    phases = [_layout(rollout, state + kept + pool)] if rollout.weights.derived else []
-    phases += _sampling(section, model, mesh, rollout, state + kept + unread)
-    # A step that samples and then learns gives up the cache in between.
-    held = pool * int(section.asynchronous is not None)
-    scored = int(reference) + int(section.proximal_logps == "trainer")
-    if scored:
-        phases.append(_forward(programs, batch, "statistics", programs.lower_stats, scored, state + kept + held))
-    phases.append(_update(programs, batch, kept + held))
+    batch = batch_of(section.step_rows, section.row_tokens, arrays=tuple(arrays))
+    rollout = RolloutShapes.of(section, model, roles.rollout or mesh, memory)
+    critic = None if roles.critic is None else critic_programs(section, *roles.critic)
+    held = list(_held(section, programs, rollout, critic, roles, reference))
+    phases = list(_sampling(section, rollout, held, WEIGHTS if roles.rollout is None else COPY))
+    of_actor = section.proximal_logps == "trainer" or section.algorithm.top_entropy is not None
+    if scored := int(of_actor) + int(reference and roles.reference is None):
+        there = beside(held, mesh, STATISTICS, WEIGHTS)
+        phases.append(_forward(programs, batch, STATISTICS, programs.lower_stats, scored * section.updates, there))
+    if roles.reference is not None:
+        phases.append(_scoring(section, *roles.reference, beside(held, roles.reference[1], STATISTICS, REFERENCE)))
+    if critic is not None:
+        phases += _of_critic(section, critic, held)
+    update = _update(programs, batch, beside(held, mesh, UPDATE, WEIGHTS, OPTIMIZER))
+    phases.append(dataclasses.replace(update, runs=section.updates_per_batch))
+    on_trainer = {WEIGHTS, OPTIMIZER, *update.beside}
     return StagePlan(
         phases=phases,
-        tokens=rows * section.sampling.max_tokens,
+        tokens=section.step_rows * section.updates * section.sampling.max_tokens,
         unit="sampled tokens",
         made=bytes_on_device(rollout.weights.derived),
-        cache=pool - held,
+        elsewhere=sum(h.size * h.mesh.size for h in held if h.name not in on_trainer),
         sampler_programs=rollout.num_programs,
-        **_saved(section, programs),
+        moves=list(_moves(section, programs, held, roles)),
+        overlaps=section.samples_ahead and roles.rollout is not None,
+        not_counted=_not_counted(section),
+        **_saved(section, programs, critic),
     )
+
+
+def needs_reference(section: RLSection) -> bool:
+    """True if log-probabilities of a reference enter the loss or the reward."""
+    return section.algorithm.kl_in == "reward" or loss_of(section).kl_coef > 0
+
+
+def _held(
+    section: RLSection,
+    programs: TrainPrograms,
+    rollout: RolloutShapes,
+    critic: TrainPrograms | None,
+    roles: Roles,
+    reference: bool,
+) -> Iterator[Held]:
+    """Arrays of the roles between their programs, see `Cluster`; `reference`: there is one."""
+    mesh, place = programs.mesh, section.placement
+    yield Held(name=WEIGHTS, mesh=mesh, size=bytes_on_device(programs.weights))
+    # All optimizers are on the devices in the updates of any.
+    during = [UPDATE] if place.optimizer.offload else None
+    yield Held(name=OPTIMIZER, mesh=mesh, size=bytes_on_device(programs.opt_state), only_in=during)
+    during = [STATISTICS] if place.reference.offload else None
+    if roles.reference is not None:
+        weights = placed_shapes(ModelWeights(roles.reference[0]), roles.reference[1])
+        yield Held(name=REFERENCE, mesh=roles.reference[1], size=bytes_on_device(weights), only_in=during)
+    elif reference and section.reference.model != "base":
+        yield Held(name=REFERENCE, mesh=mesh, size=bytes_on_device(programs.params), only_in=during)
+    if critic is not None:
+        yield Held(name=CRITIC, mesh=critic.mesh, size=bytes_on_device(critic.weights))
+        during = [UPDATE] if place.critic.offload else None
+        size = bytes_on_device(critic.opt_state)
+        yield Held(name=CRITIC_OPTIMIZER, mesh=critic.mesh, size=size, only_in=during)
+    # A step that samples and then learns gives up the cache in between.
+    during = list(SAMPLING) if section.asynchronous is None else None
+    pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
+    yield Held(name=CACHE, mesh=rollout.mesh, size=pool, only_in=during)
+    if roles.rollout is not None:
+        yield Held(name=COPY, mesh=rollout.mesh, size=bytes_on_device(rollout.loaded.arrays))
+    elif section.samples_while_updating:
+        yield Held(name=COPY, mesh=mesh, size=bytes_on_device(programs.params))
+
+
+def _moves(section: RLSection, programs: TrainPrograms, held: Sequence[Held], roles: Roles) -> Iterator[Move]:
+    """Transfers of a step: what is offloaded, to the host and back, and new weights to the engine's devices."""
+    for h in held:
+        if h.only_in is not None and h.name in (OPTIMIZER, CRITIC_OPTIMIZER):
+            yield Move(name=f"{h.name} to the host's memory and back", size=h.size, times=2, by="host")
+        elif h.only_in is not None and h.name == REFERENCE:
+            yield Move(name=f"{h.name} from the host's memory", size=h.size, times=section.updates, by="host")
+    if roles.rollout is not None:
+        weights = ModelWeights(programs.structure.model)
+        there = {path: x for path, x in placed_shapes(weights, roles.rollout).items() if path in programs.trainable}
+        yield Move(name="new weights to the devices of the sampler", size=bytes_on_device(there), by="wire")
+
+
+def _not_counted(section: RLSection) -> list[str]:
+    """Memory and time that such a stage takes beside its phases."""
+    turns = "the turns of conversations after the first: their prompts, tools and environments"
+    refresh = f"the second copy of the reference at its refresh, every {section.reference.refresh_every} versions"
+    found = {turns: section.converses, refresh: section.reference.refresh_every is not None}
+    return [name for name, is_met in found.items() if is_met]
+
+
+def _scoring(section: RLSection, model: Decoder, mesh: Mesh, there: Mapping[str, int]) -> Phase:
+    """Log-probabilities of a reference with all of its weights."""
+    length, total = section.row_tokens, section.step_rows
+    rows = rows_per_pass(total, section.pass_rows, row_shards(mesh))
+    frozen = FrozenModel(model, mesh, temperature=section.sampling.temperature, rows=rows)
+    weights = placed_shapes(ModelWeights(model), mesh)
+    flops = 2 * active_parameters(model) * rows * length + attention_flops(model.config, rows, length)
+    return Phase(
+        role="reference",
+        name=STATISTICS,
+        lower=lambda: frozen.lower_logps(weights, batch_of(rows, length)),
+        runs=-(-total // rows) * section.updates,
+        trips=(vocabulary_trips(mesh, rows, length, model.config.vocab_size),),
+        flops=flops / mesh.size,
+        read=float(bytes_on_device(weights)),
+        parameters=sizes_of(weights),
+        mesh=mesh,
+        beside=there,
+    )
+
+
+def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainPrograms:
+    """Programs of a critic as shapes."""
+    algorithm = section.algorithm
+    assert isinstance(algorithm, PPO)
+    optimizer = make_optimizer(algorithm.critic.optimizer, section.num_steps, seed=0)
+    loss = ValueLoss(clip=algorithm.value_clip)
+    return TrainPrograms(model, loss, optimizer, critic_settings(section, algorithm), mesh=mesh)
+
+
+def _of_critic(section: RLSection, critic: TrainPrograms, held: Sequence[Held]) -> Iterator[Phase]:
+    batch = batch_of(section.step_rows, section.row_tokens, arrays=("returns", "old_values"))
+    scored = batch_of(section.step_rows, section.row_tokens)
+    there = beside(held, critic.mesh, VALUES, CRITIC)
+    values = _forward(critic, scored, VALUES, critic.lower_stats, section.updates, there)
+    yield dataclasses.replace(values, role="critic")
+    update = _update(critic, batch, beside(held, critic.mesh, UPDATE, CRITIC, CRITIC_OPTIMIZER))
+    yield dataclasses.replace(update, role="critic", runs=section.updates_per_batch)
 
 
 def _programs(
@@ -196,18 +266,20 @@ def _programs(
     return TrainPrograms(model, loss, optimizer, settings, mesh=mesh)
 
 
-def _saved(section: TrainSection, programs: TrainPrograms) -> dict[str, Any]:
+def _saved(section: TrainSection, programs: TrainPrograms, critic: TrainPrograms | None = None) -> dict[str, Any]:
     """Fields of a plan on checkpoints."""
     saved = jax.tree.leaves((programs.params, programs.opt_state))
+    others = [] if critic is None else jax.tree.leaves((critic.params, critic.opt_state))
+    devices = programs.mesh.size
     return {
-        "state": bytes_on_device(saved),
-        "largest": max(map(bytes_on_device, saved)),
+        "state": bytes_on_device(saved) + (bytes_on_device(others) * critic.mesh.size // devices if critic else 0),
+        "largest": max(map(bytes_on_device, [*saved, *others])),
         "saves_between": section.checkpoint_every < (section.num_steps or math.inf),
         "rounds_at_once": programs.optimizer.rounds and not programs.optimizer.elementwise,
     }
 
 
-def _update(programs: TrainPrograms, batch: Batch, beside: int) -> Phase:
+def _update(programs: TrainPrograms, batch: Batch, there: Mapping[str, int]) -> Phase:
     rows, length = batch.shape
     model = programs.structure.model
     active = active_parameters(model)
@@ -223,14 +295,15 @@ def _update(programs: TrainPrograms, batch: Batch, beside: int) -> Phase:
     chunks = vocabulary_trips(programs.mesh, micro, length, model.config.vocab_size)
     return Phase(
         role="trainer",
-        name="update",
+        name=UPDATE,
         lower=lambda: programs.lower_update(batch),
         runs=1,
         trips=(chunks,) if passes == 1 else (passes, chunks),
         flops=flops / programs.mesh.size,
         read=float(3 * passes * weights + 2 * state),
         parameters=sizes_of(programs.weights),
-        beside=beside,
+        mesh=programs.mesh,
+        beside=there,
     )
 
 
@@ -240,7 +313,7 @@ def _forward(
     name: str,
     lower: Callable[[Batch], jax.stages.Lowered],
     runs: int,
-    beside: int,
+    there: Mapping[str, int],
 ) -> Phase:
     rows, length = batch.shape
     model = programs.structure.model
@@ -256,67 +329,61 @@ def _forward(
         flops=flops / programs.mesh.size,
         read=float(-(-rows // micro) * bytes_on_device(programs.weights)),
         parameters=sizes_of(programs.weights),
-        beside=beside,
+        mesh=programs.mesh,
+        beside=there,
     )
 
 
-def _layout(rollout: RolloutShapes, beside: int) -> Phase:
-    """Laying weights out for sampling, once a step."""
+def _sampling(section: RLSection, rollout: RolloutShapes, held: Sequence[Held], own: str) -> Iterator[Phase]:
+    """Layout of the weights, if any are laid out, once a step; then prompts and tokens. `own`: name of the weights."""
+    model, devices, prompts = rollout.loaded.source.model, rollout.mesh.size, rollout.prompts.tokens
     arrays, derived = rollout.loaded.arrays, dict(enumerate(rollout.weights.derived))
-    return Phase(
-        role="sampler",
-        name="layout",
-        lower=lambda: rollout.layout.lowered,
-        runs=1,
-        trips=(),
-        flops=0.0,
-        read=float(bytes_on_device(arrays) + bytes_on_device(derived)),
-        parameters=sizes_of(arrays) | sizes_of(derived),
-        beside=beside,
-    )
-
-
-def _sampling(section: RLSection, model: Decoder, mesh: Mesh, rollout: RolloutShapes, beside: int) -> Iterator[Phase]:
-    config, devices = model.config, mesh.size
-    active = active_parameters(model)
-    weights = bytes_on_device(rollout.weights)
+    shared: dict[str, Any] = {
+        "role": "sampler",
+        "mesh": rollout.mesh,
+        "parameters": sizes_of(arrays) | sizes_of(derived),
+    }
+    if derived:
+        yield Phase(
+            name=LAYOUT,
+            lower=lambda: rollout.layout.lowered,
+            runs=1,
+            trips=(),
+            flops=0.0,
+            read=float(bytes_on_device(arrays) + bytes_on_device(derived)),
+            beside=beside(held, rollout.mesh, LAYOUT, own),
+            **shared,
+        )
+    # What the sampler has elsewhere lies beside the trainer's.
+    unread = bytes_on_device(arrays) - bytes_on_device(rollout.weights.own)
+    there = beside(held, rollout.mesh, DECODE, own, CACHE) | ({"weights before layout": unread} if unread else {})
+    active, weights = active_parameters(model), bytes_on_device(rollout.weights)
     prompt_tokens = section.sequence_tokens - section.sampling.max_tokens
-    per_call = rollout.prompts.tokens.size
     yield Phase(
-        role="sampler",
-        name="prefill",
+        name=PREFILL,
         lower=rollout.lower_prefill,
         # Samples of a group share their prompt's blocks.
-        runs=math.ceil(section.prompts_per_step * prompt_tokens / per_call),
+        runs=math.ceil(section.prompts_per_step * prompt_tokens / prompts.size),
         trips=(),
-        flops=(2 * active * per_call + attention_flops(config, *rollout.prompts.tokens.shape)) / devices,
+        flops=(2 * active * prompts.size + attention_flops(model.config, *prompts.shape)) / devices,
         read=float(weights),
-        parameters=sizes_of(rollout.loaded.arrays) | sizes_of(dict(enumerate(rollout.weights.derived))),
-        beside=beside,
+        beside=there,
+        **shared,
     )
     slots = rollout.rows.tokens.shape[0]
     pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
     mean_length = prompt_tokens + section.sampling.max_tokens / 2
-    held = min(1.0, mean_length * slots / max(1, rollout.runner.blocks * rollout.runner.shapes.lanes * 16))
+    filled = min(1.0, mean_length * slots / max(1, rollout.runner.blocks * rollout.runner.shapes.lanes * 16))
     yield Phase(
-        role="sampler",
-        name="decode",
+        name=DECODE,
         lower=rollout.lower_decode,
         runs=section.max_sampled_tokens * math.ceil(section.samples_per_step / slots),
         trips=(1,),
         flops=2 * active * slots / devices,
-        read=weights * active / total_parameters(model) + pool * held,
-        parameters=sizes_of(rollout.loaded.arrays) | sizes_of(dict(enumerate(rollout.weights.derived))),
-        beside=beside,
+        read=weights * active / total_parameters(model) + pool * filled,
+        beside=there,
+        **shared,
     )
-
-
-def sizes_of(weights: Mapping[Any, Any]) -> frozenset[tuple[int, ...]]:
-    """Sizes of arrays and of single layers of them, whole and on one device, without those of 1."""
-    whole = [x.shape for x in weights.values()]
-    parts = [x.sharding.shard_shape(x.shape) for x in weights.values()]
-    found = {tuple(size for size in shape if size > 1) for shape in [*whole, *parts]}
-    return frozenset(found | {shape[1:] for shape in found if len(shape) > 2})
 
 
 def total_parameters(model: Decoder) -> int:
@@ -332,17 +399,6 @@ def active_parameters(model: Decoder) -> float:
         if path.startswith("embed.") and not model.config.tie_embeddings:
             continue
         total += math.prod(shape) * (share if "expert" in dims else 1.0)
-    return total
-
-
-def attention_flops(config: ModelConfig, rows: int, length: int) -> float:
-    """Operations of causal attention in a forward pass: 2 (N H + N Hv) per visible pair of tokens."""
-    total = 0.0
-    for block in config.blocks:
-        c = block.attention
-        heads = c.num_heads * (2 * c.head_dim if isinstance(c, AttentionConfig) else 320)
-        window = c.window if isinstance(c, AttentionConfig) and c.window else length
-        total += 2.0 * heads * rows * length * min(window, length / 2)
     return total
 
 
@@ -390,7 +446,7 @@ class RolloutShapes:
         cache_tokens: int | None = None,
     ):
         """`memory`: bytes of a device; `tensor`: see `NativeEngine`."""
-        source = ModelWeights(model)
+        source, self.mesh = ModelWeights(model), mesh
         arrays = placed_shapes(source, mesh)
         self.loaded = Loaded.of(source, arrays, 0, choose_placement(tensor, source, arrays, memory, slots=slots))
         self.runner = Runner.of(
@@ -406,6 +462,23 @@ class RolloutShapes:
         """Inputs of the largest prefill call of whole prompts."""
         self.rows = max(rows, key=lambda call: call.context.size)
         """Inputs of the decode call with all slots and the widest table."""
+
+    @classmethod
+    def of(cls, section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> RolloutShapes:
+        """Engine of a stage on a mesh; the model is that of the trainer."""
+        there: Decoder = nnx.merge(*nnx.split(model))
+        there.compute = dataclasses.replace(model.compute, mesh=mesh)
+        return cls(
+            there,
+            mesh,
+            slots=engine_slots(section),
+            max_length=section.sequence_tokens,
+            steps=section.rollout.decode_steps,
+            max_tokens=section.sampling.max_tokens,
+            memory=memory,
+            tensor=section.rollout.tensor,
+            cache_tokens=section.rollout.cache_tokens,
+        )
 
     @property
     def layout(self) -> DecodeLayout:

@@ -1,20 +1,127 @@
-"""Report of a plan: memory, traffic, roofline times, price, largest buffers with the field for each, and the parts of a
-process on CPU."""
+"""Plan of a stage and its report: memory, traffic, roofline times, price, largest buffers with the field for each, and
+the parts of a process on CPU."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
+import jax
+from jax.sharding import Mesh
+
+from posttrain.models.decoder import Decoder
 from posttrain.plan.hlo import Collective, Large
 from posttrain.plan.lowered import Figures
 from posttrain.plan.machine import GIB, PRICES_OF, Machine
-from posttrain.plan.phases import Phase, StagePlan
 from posttrain.train.checkpoint import FILE_BYTES
 
 MIB = 2**20
 NUM_LARGEST = 3
+
+
+OPTIMIZER, REFERENCE, CACHE, COPY = "optimizer state", "reference", "cache", "weights of the sampler"
+WEIGHTS, CRITIC, CRITIC_OPTIMIZER = "weights of the actor", "critic", "optimizer state of the critic"
+"""Names of what roles hold."""
+UPDATE, STATISTICS, VALUES, LAYOUT, PREFILL, DECODE = "update", "statistics", "values", "layout", "prefill", "decode"
+SAMPLING = (LAYOUT, PREFILL, DECODE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Models of a stage beside the one that it trains, each with its devices, and the engine's devices."""
+
+    rollout: Mesh | None = None
+    """None: the trainer's."""
+    reference: tuple[Decoder, Mesh] | None = None
+    """Reference with all of its weights; None: none, or one that shares what is not trained."""
+    critic: tuple[Decoder, Mesh] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Arrays that a role holds from phase to phase, in bytes on each of its devices."""
+
+    name: str
+    mesh: Mesh
+    size: int
+    only_in: Sequence[str] | None = None
+    """Phases in which they are on the devices; None: all."""
+
+
+def beside(held: Sequence[Held], mesh: Mesh, phase: str, *own: str) -> dict[str, int]:
+    """Bytes of what lies on devices in a phase, without its `own`, by name."""
+    devices = set(mesh.devices.flat)
+    there = [h for h in held if h.name not in own and devices & set(h.mesh.devices.flat)]
+    return {h.name: h.size for h in there if h.size and (h.only_in is None or phase in h.only_in)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One program of a stage, and its work in a step on one device."""
+
+    role: str
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    runs: int
+    """Runs of the program in one step; of a decode dispatch, tokens per row."""
+    trips: tuple[int, ...]
+    """Trips of its loops that only the run knows, outermost first, at most."""
+    flops: float
+    """Operations of one run: 2 per parameter and token, 6 with the backward pass, and those of recomputation."""
+    read: float
+    """Bytes that one run reads at least: weights, and the cache in decoding."""
+    parameters: frozenset[tuple[int, ...]]
+    """Sizes of parameters, whole and on one device, without those of 1."""
+    mesh: Mesh
+    """Devices of the role."""
+    beside: Mapping[str, int]
+    """Bytes of what else is in their memory, by name: optimizer state, cache, other models."""
+
+    @property
+    def bytes_beside(self) -> int:
+        return sum(self.beside.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Transfer of arrays in every step, in bytes of one device."""
+
+    name: str
+    size: int
+    times: int = 1
+    by: Literal["host", "wire"]
+    """Link of the device that it takes: to its host, or to other devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """Phases of one stage, the tokens that a step trains on, and the arrays that lie on a device."""
+
+    phases: Sequence[Phase]
+    tokens: int
+    unit: str
+    state: int
+    """Bytes of what a checkpoint holds: trained parameters and optimizer state."""
+    largest: int
+    """Bytes of the largest array among them."""
+    saves_between: bool
+    """True if a checkpoint is written while training goes on."""
+    rounds_at_once: bool
+    """True if the optimizer gets all gradients at once, and rounds its state so."""
+    made: int = 0
+    """Bytes of weights that are made anew for sampling."""
+    elsewhere: int = 0
+    """Bytes, on all devices, of what roles hold that is not on the trainer's devices in an update: offloaded, on
+    devices of their own, or a cache that is given up."""
+    sampler_programs: int = 0
+    """Number of programs that the rollout engine compiles; 0: no engine."""
+    moves: Sequence[Move] = ()
+    overlaps: bool = False
+    """True if samples are made on devices of their own while the trainer learns."""
+    not_counted: Sequence[str] = ()
+    """Memory and time that are in no phase, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +135,11 @@ class Outcome:
     @property
     def peak(self) -> int:
         """Bytes in memory at the fullest moment, with what lies beside the program."""
-        return self.figures.peak + self.phase.beside
+        return self.figures.peak + self.phase.bytes_beside
+
+    def made_on_all(self, more: int = 0) -> int:
+        """Bytes on all devices of what the program makes, and of `more` on each."""
+        return self.phase.mesh.size * (self.figures.made + more)
 
     @property
     def fits(self) -> bool:
@@ -90,7 +201,12 @@ def report(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> It
     for row in rows:
         cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
         yield "  " + "  ".join([*cells, row[-1]])
-    seconds = sum(outcome.step_seconds for outcome in outcomes if outcome.phase.name != "evaluation")
+    yield from _on_own_devices(outcomes)
+    for move in plan.moves:
+        yield f"  {move.name}: {in_units(move.times * move.size)} a step, {_seconds(move, machine):.3g} s at least"
+    for name in plan.not_counted:
+        yield f"  not counted: {name}"
+    seconds = _step_seconds(plan, outcomes, machine)
     rate = plan.tokens / seconds
     line = f"  a step takes {seconds:.3g} s at least: at most {rate:,.0f} {plan.unit} per second"
     if machine.chip.dollars_per_hour is not None:
@@ -105,6 +221,32 @@ def report(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> It
         yield f"    {in_units(size)}  {name}: {knob}"
 
 
+def _seconds(move: Move, machine: Machine) -> float:
+    return move.times * move.size / {"host": machine.chip.host, "wire": machine.chip.wire}[move.by]
+
+
+def _step_seconds(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> float:
+    """Seconds of a step at least; the longer half of one that samples ahead on other devices."""
+    seconds = {True: 0.0, False: sum(_seconds(move, machine) for move in plan.moves)}
+    for outcome in outcomes:
+        if outcome.phase.name != "evaluation":
+            seconds[outcome.phase.role == "sampler"] += outcome.step_seconds
+    return max(seconds.values()) if plan.overlaps else sum(seconds.values())
+
+
+def _on_own_devices(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Line for each group of devices on its fullest phase, if there are several."""
+    groups: dict[frozenset[Any], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(frozenset(outcome.phase.mesh.devices.flat), []).append(outcome)
+    for devices, there in groups.items() if len(groups) > 1 else ():
+        fullest = max(there, key=lambda outcome: outcome.peak)
+        roles = " and ".join(dict.fromkeys(outcome.phase.role for outcome in there))
+        verdict = "fits" if fullest.fits else "DOES NOT FIT"
+        of = f"{in_units(fullest.peak)} of {in_units(fullest.machine.chip.memory)} in {fullest.phase.name}"
+        yield f"  {len(devices)} device{'s' * (len(devices) > 1)} of {roles}: {of}, {verdict}"
+
+
 def largest(outcome: Outcome) -> list[tuple[str, int, str]]:
     """Three largest consumers of memory in a phase, with the field that makes each smaller."""
     phase, figures = outcome.phase, outcome.figures
@@ -114,10 +256,20 @@ def largest(outcome: Outcome) -> list[tuple[str, int, str]]:
     if phase.name == "update":
         by_size = f"optimizer.moments, optimizer.stochastic_rounding, {by_size}"
     found.append((held, figures.arguments, by_size if phase.role == "trainer" else f"{by_size}, rollout.slots"))
-    if phase.beside:
-        beside = "cache and reference" if phase.name == "update" else "optimizer state, reference or cache"
-        found.append((f"{beside}, beside the program", phase.beside, "rollout.slots, rollout.cache_tokens, model.lora"))
+    found += [(f"{name}, beside the program", size, _knob_of(name)) for name, size in phase.beside.items()]
     return sorted(found, key=lambda each: -each[1])[:NUM_LARGEST]
+
+
+def _knob_of(name: str) -> str:
+    """Fields that make what a role holds smaller."""
+    fields = {
+        CACHE: "rollout.slots, rollout.cache_tokens",
+        OPTIMIZER: "placement.optimizer.offload, optimizer.moments, model.lora",
+        REFERENCE: "placement.reference, model.lora with reference.model=base",
+        CRITIC_OPTIMIZER: "placement.critic, algorithm.critic.optimizer.moments",
+        CRITIC: "placement.critic.devices",
+    }
+    return fields.get(name, "a larger mesh.fsdp, model.lora, model.quantize")
 
 
 def _knob(phase: Phase, made: Large) -> str:
@@ -158,29 +310,36 @@ class Moment:
         return sum(self.parts.values())
 
 
-def moments(stage: StagePlan, outcomes: Sequence[Outcome], loading: Figures | int, num_devices: int) -> list[Moment]:
+def moments(stage: StagePlan, outcomes: Sequence[Outcome], loading: Figures | int) -> list[Moment]:
     """Moments that can be the fullest. `loading`: program that draws the weights, or bytes that reading them takes."""
-    update = next(outcome for outcome in outcomes if outcome.phase.name == "update")
-    trainer = [outcome.figures for outcome in outcomes if outcome.phase.role == "trainer"]
-    layouts = [outcome.figures for outcome in outcomes if outcome.phase.name == "layout"]
-    sampler = [o.figures for o in outcomes if o.phase.role == "sampler" and o.phase.name != "layout"]
+    update = next(o for o in outcomes if (o.phase.role, o.phase.name) == ("trainer", UPDATE))
+    num_devices = update.phase.mesh.size
+    trainer = [outcome for outcome in outcomes if outcome.phase.role != "sampler"]
+    layouts = [outcome for outcome in outcomes if outcome.phase.name == LAYOUT]
+    sampler = [o for o in outcomes if o.phase.role == "sampler" and o.phase.name != LAYOUT]
     package = {"Python, JAX and the package": SMALLEST[bool(sampler)]}
-    kept = sum(one.kept for one in (*trainer, *layouts)) + _kept_of_sampler(sampler, stage.sampler_programs)
+    kept = sum(one.figures.kept for one in (*trainer, *layouts))
+    kept += _kept_of_sampler([one.figures for one in sampler], stage.sampler_programs)
     programs = {"programs": kept}
     held = {
         "weights, optimizer state and batch": num_devices * update.figures.arguments,
-        # On CPU what is given up stays with the process.
-        "reference and cache": num_devices * (update.phase.beside + stage.cache),
+        # On CPU what is given up stays with the process, and the host's memory is the devices'.
+        "other models and cache": num_devices * update.phase.bytes_beside + stage.elsewhere,
     }
     # Memory that a program has freed stays with the process until the next checkpoint (`trim_host_memory`), for the
     # programs of the same thread: those of the trainer share it, and the engine, in its own thread, has other memory.
     working = {
-        "temporaries of the trainer": num_devices * max(one.made for one in trainer),
-        "weights and temporaries of the sampler": num_devices
-        * max([stage.made + one.made for one in sampler] + [one.made for one in layouts], default=0),
+        "temporaries of the trainer": max(
+            [one.made_on_all() for one in trainer]
+            # A copy on its way to the host's memory, which is the devices'.
+            + [num_devices * move.size for move in stage.moves if move.by == "host"]
+        ),
+        "weights and temporaries of the sampler": max(
+            [one.made_on_all(stage.made) for one in sampler] + [one.made_on_all() for one in layouts], default=0
+        ),
     }
     writing = {"files being written": _written(stage, num_devices)}
-    compilers = [one.compiler for one in (*trainer, *layouts, *sampler)]
+    compilers = [one.figures.compiler for one in (*trainer, *layouts, *sampler)]
     # An update cannot write over arrays that a checkpoint is still reading.
     copied = {"state being saved": num_devices * stage.state, **writing} if stage.saves_between else {}
     return [

@@ -12,10 +12,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import MESH_AXES, Remat, RematName, RLSection, RunConfig, SavedActivations, TrainSection
+from posttrain.config import (
+    MESH_AXES,
+    MeshSection,
+    OnlineSection,
+    Remat,
+    RematName,
+    RLSection,
+    RunConfig,
+    SavedActivations,
+    TrainSection,
+)
+from posttrain.config.algorithm import PPO
+from posttrain.config.locator import Locator
 from posttrain.config.yaml_file import dump_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
@@ -25,17 +38,20 @@ from posttrain.models.activations import ATTENTION, SavedCost, saved_costs, save
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import SLACK
-from posttrain.plan.lowered import Figures, figures_of
+from posttrain.plan.lowered import Figures, bytes_on_device, figures_of
 from posttrain.plan.machine import GIB, Machine, libtpu_version
-from posttrain.plan.phases import StagePlan, bytes_on_device, stage_plan
-from posttrain.plan.report import Outcome, in_units, moments, report, report_process
+from posttrain.plan.phases import needs_reference, stage_plan
+from posttrain.plan.report import UPDATE, Outcome, Roles, StagePlan, in_units, moments, report, report_process
 from posttrain.runs.check import FLOAT32_BYTES, model_outline, training_size
 from posttrain.runs.prepare import fit_lengths
-from posttrain.stages.context import devices_of_teachers, num_training_devices
+from posttrain.stages.cluster import engine_mesh
+from posttrain.stages.context import RoleDevices, devices_of_teachers, num_training_devices, role_devices
+from posttrain.stages.online import one_process
 from posttrain.stages.table import check_row_tokens, stage_names
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.load import check_mesh, random_weights
-from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
+from posttrain.weights.locate import ModelFiles, read_model_files, tokenizer_name, trained_model_files
+from posttrain.weights.scalar_head import add_scalar_head
 from posttrain.weights.state import ModelWeights
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -68,31 +84,34 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
     if (note := torus_note(mesh)) is not None:
         yield f"torus: {note}"
     for name, section in zip(stage_names(config), config.stages, strict=True):
-        stage = _stage(section, config, files, mesh, chip.memory)
+        stage = _stage(section, config, files, mesh, machine)
         yield f"{name}:"
-        yield from choose_remat(section, config, files, mesh, chip.memory).lines()
+        own = _role_devices(section, config, machine)
+        yield from choose_remat(section, config, files, mesh, own, chip.memory).lines()
         try:
-            outcomes = _compiled(stage, machine, mesh)
+            outcomes = _compiled(stage, machine)
         except MemoryError as error:
             yield f"  does not fit: {error}"
             outcomes = []
         else:
             yield from report(stage, outcomes, machine)
+            if isinstance(section, OnlineSection) and machine.num_hosts > 1:
+                yield f"  not counted: the copies of the weights with which the {machine.num_hosts} processes sample"
             if chip.platform == "cpu":
                 read = _loading(config, files, mesh, machine)
-                yield from report_process(moments(stage, outcomes, read, machine.num_devices))
+                yield from report_process(moments(stage, outcomes, read))
         if outcomes and all(outcome.fits for outcome in outcomes):
             yield "  it fits"
         elif search:
             yield "  " + _nearest(section, config, files, machine)
 
 
-def _compiled(stage: StagePlan, machine: Machine, mesh: Mesh) -> list[Outcome]:
+def _compiled(stage: StagePlan, machine: Machine) -> list[Outcome]:
     """Compile all phases. MemoryError where the compiler finds no plan that fits."""
     outcomes = []
     for phase in stage.phases:
         try:
-            figures = figures_of(phase.lower(), machine, mesh)
+            figures = figures_of(phase.lower(), machine, phase.mesh)
         except jax.errors.JaxRuntimeError as error:
             if OUT_OF_MEMORY not in str(error):
                 raise
@@ -132,14 +151,68 @@ def _mesh(config: RunConfig, machine: Machine) -> Mesh:
             f"mesh.slices={config.mesh.slices}: the machine has {machine.num_slices}; "
             + ("set mesh.slices" if machine.num_slices > 1 else f"plan for {config.mesh.slices}x{machine.name}")
         )
-    return make_mesh(config.mesh, devices)
+    return make_mesh(config.mesh, machine.part(devices))
 
 
-def _stage(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, memory: int) -> StagePlan:
-    remat = config.model.remat
+def _stage(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine) -> StagePlan:
+    remat, own, memory = config.model.remat, _role_devices(section, config, machine), machine.chip.memory
     if remat == "auto":
-        remat = choose_remat(section, config, files, mesh, memory).remat
-    return stage_plan(section, _outline(config, files, mesh, remat), mesh, memory)
+        remat = choose_remat(section, config, files, mesh, own, memory).remat
+    roles = _roles(section, config, files, mesh, own, memory, remat)
+    return stage_plan(section, _outline(config, files, mesh, remat), mesh, memory, roles)
+
+
+def _role_devices(section: TrainSection, config: RunConfig, machine: Machine) -> RoleDevices:
+    """Devices of the roles. ConfigError for roles that a machine of several processes cannot have."""
+    if not isinstance(section, OnlineSection):
+        return RoleDevices()
+    if machine.num_hosts > 1 and (reason := one_process(section)) is not None:
+        raise ConfigError(f"plan: {machine.name} has {machine.num_hosts} hosts with a process each, and {reason}")
+    found = vars(role_devices(config, section.placement, machine.devices()))
+    return RoleDevices(**{role: None if own is None else machine.part(own) for role, own in found.items()})
+
+
+def _roles(
+    section: TrainSection,
+    config: RunConfig,
+    files: ModelFiles,
+    mesh: Mesh,
+    own: RoleDevices,
+    memory: int,
+    remat: Remat,
+) -> Roles:
+    """Models and devices of the roles of an RL stage, as `make_cluster` has them."""
+    if not isinstance(section, RLSection):
+        return Roles()
+    model, rollout, reference, critic = _outline(config, files, mesh, remat), None, None, None
+    if own.rollout is not None:
+        rollout = engine_mesh(model, mesh, own.rollout, section, memory)
+    if needs_reference(section) and (own.reference is not None or section.reference.path is not None):
+        there = mesh if own.reference is None else make_mesh(MeshSection(fsdp=-1), own.reference)
+        reference = _other(section.reference.path, config, files, there, "none"), there
+    if isinstance(section.algorithm, PPO):
+        there = mesh if own.critic is None else make_mesh(MeshSection(fsdp=-1), own.critic)
+        whole = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
+        without = config.model_copy(update={"model": whole})
+        scored = _other(section.algorithm.critic.path, without, files, there, remat)
+        critic = nnx.eval_shape(lambda made: _with_score(made, config.seed), scored), there
+    return Roles(rollout=rollout, reference=reference, critic=critic)
+
+
+def _with_score(model: Decoder, seed: int) -> Decoder:
+    add_scalar_head(model, seed=seed)
+    return model
+
+
+def _other(path: Locator | None, config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
+    """Model of a role as shapes: another checkpoint, or the trained one."""
+    if path is None:
+        return _outline(config, files, mesh, remat)
+    other = read_model_files(path.resolved)
+    if other.config is None:
+        raise ConfigError(f"plan: no network to read the config.json of {path}; give a folder")
+    plain = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
+    return _outline(config.model_copy(update={"model": plain}), other, mesh, remat)
 
 
 def _outline(config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
@@ -186,10 +259,17 @@ class RematChoice:
             yield f"    {name:<10}  {in_units(cost.bytes):>10}  {cost.flops / 1e12:8.3g} TFLOP  {state}"
 
 
-def choose_remat(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, memory: int) -> RematChoice:
+def choose_remat(
+    section: TrainSection,
+    config: RunConfig,
+    files: ModelFiles,
+    mesh: Mesh,
+    own: RoleDevices,
+    memory: int,
+) -> RematChoice:
     """Costs of a stage's activations and, for `remat: auto`, those that fit `memory` bytes of a device, the one that
     spares most time per byte first. ConfigError for a stage whose memory is not known."""
-    outline, own = _outline(config, files, mesh, "full"), config.model.remat
+    outline, wanted = _outline(config, files, mesh, "full"), config.model.remat
     rows = section.step_rows
     micro = rows_per_pass(rows, section.pass_rows, row_shards(mesh))
     size, slack = outline.compute.dtype.itemsize, SLACK if mesh.shape["expert"] > 1 else 1.0
@@ -202,10 +282,11 @@ def choose_remat(section: TrainSection, config: RunConfig, files: ModelFiles, me
         name: SavedCost(bytes=step[name].bytes * micro / rows / mesh.size, flops=step[name].flops / mesh.size)
         for name in sorted(step, key=lambda name: -value(name))
     }
-    if own != "auto":
-        return RematChoice(remat=own, spare=None, costs=costs)
+    if wanted != "auto":
+        return RematChoice(remat=wanted, spare=None, costs=costs)
     held = sum(cost.bytes for cost in costs.values())
-    needed = _full_bytes(section, config, outline, mesh, micro, held) + _beside(section, outline, mesh, memory)
+    beside = _beside(section, config, files, mesh, own, memory)
+    needed = _full_bytes(section, config, outline, mesh, micro, held) + beside
     spare = left = int((1 - HEADROOM) * memory - needed)
     saved: list[RematName] = []
     for name, cost in costs.items():
@@ -235,15 +316,21 @@ def _full_bytes(
     return state.per_device + sums + inputs + max(layer, logits)
 
 
-def _beside(section: TrainSection, outline: Decoder, mesh: Mesh, memory: int) -> int:
+def _beside(
+    section: TrainSection,
+    config: RunConfig,
+    files: ModelFiles,
+    mesh: Mesh,
+    own: RoleDevices,
+    memory: int,
+) -> int:
     """Bytes on a device beside an update. ConfigError for a stage whose memory is not known."""
-    if isinstance(section, RLSection) and section.algorithm.kind == "ppo":
-        raise ConfigError("model.remat=auto: the memory of a critic is not known yet; name the activations to save")
     try:
-        phases = stage_plan(section, outline, mesh, memory).phases
+        roles = _roles(section, config, files, mesh, own, memory, "full")
+        phases = stage_plan(section, _outline(config, files, mesh, "full"), mesh, memory, roles).phases
     except ConfigError as error:
         raise ConfigError(f"model.remat=auto: name the activations to save; {error}") from None
-    return next(phase.beside for phase in phases if phase.name == "update")
+    return next(phase.bytes_beside for phase in phases if (phase.role, phase.name) == ("trainer", UPDATE))
 
 
 def _nearest(section: TrainSection, config: RunConfig, files: ModelFiles, machine: Machine) -> str:
@@ -254,7 +341,7 @@ def _nearest(section: TrainSection, config: RunConfig, files: ModelFiles, machin
         names = " ".join(f"{name}={value}" for name, value in changes.items())
         try:
             mesh = _mesh(changed, machine)
-            outcomes = _compiled(_stage(stage, changed, files, mesh, machine.chip.memory), machine, mesh)
+            outcomes = _compiled(_stage(stage, changed, files, mesh, machine), machine)
         except (MemoryError, ConfigError):
             tried.append(names)
             continue

@@ -94,7 +94,7 @@ def _train_stages(
             adapter=None if config.model.adapter is None else config.model.adapter.resolved,
             seed=config.seed,
             mesh=mesh,
-            devices=role_devices(config, getattr(inputs.section, "placement", PlacementSection())),
+            devices=role_devices(config, getattr(inputs.section, "placement", PlacementSection()), jax.devices()),
             tokenizer=prepared.tokenizer,
             tensorboard=config.tensorboard,
             profile=config.profile,
@@ -130,7 +130,12 @@ def _chosen_remats(config: RunConfig, files: ModelFiles, mesh: Mesh) -> list[Rem
     from posttrain.runs.plan import choose_remat
 
     memory = processes.agreed(lambda: device_memory(mesh))
-    return [choose_remat(section, config, files, mesh, memory).remat for section in config.stages]
+    places = [getattr(section, "placement", PlacementSection()) for section in config.stages]
+    devices = [role_devices(config, place, jax.devices()) for place in places]
+    return [
+        choose_remat(section, config, files, mesh, own, memory).remat
+        for section, own in zip(config.stages, devices, strict=True)
+    ]
 
 
 def device_memory(mesh: Mesh) -> int:

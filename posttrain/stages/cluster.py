@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from posttrain.cluster.cluster import Cluster, Critic
 from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, Scorer, WithoutAdapter
@@ -74,30 +75,44 @@ def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection)
     engine's own devices, or to those of each process."""
     try:
         if processes.count() > 1:
-            tensor = choose_tensor(trainer, jax.local_devices(), section, QUARTER)
+            tensor = choose_tensor(trainer.model, trainer.mesh, jax.local_devices(), section, device_memory(), QUARTER)
             return PerProcessReplica(trainer, tensor)
         if devices.rollout is None:
             return ColocatedReplica(trainer) if section.samples_while_updating else Shared(trainer)
-        tensor = choose_tensor(trainer, devices.rollout, section, HALF)
-        return ReshardedReplica(trainer, make_mesh(MeshSection(data=-1, fsdp=1, tensor=tensor), devices.rollout))
+        mesh = engine_mesh(trainer.model, trainer.mesh, devices.rollout, section, device_memory())
+        return ReshardedReplica(trainer, mesh)
     except ConfigError as error:
         raise ConfigError(f"placement.rollout: {error}") from error
 
 
-def choose_tensor(trainer: Trainer, devices: Sequence[jax.Device], section: OnlineSection, part: int) -> int:
+def engine_mesh(
+    model: Decoder, trained: Mesh, devices: Sequence[jax.Device], section: OnlineSection, memory: int | None
+) -> Mesh:
+    """Mesh of an engine with devices of its own, see `choose_tensor`."""
+    tensor = choose_tensor(model, trained, devices, section, memory, HALF)
+    return make_mesh(MeshSection(data=-1, fsdp=1, tensor=tensor), devices)
+
+
+def choose_tensor(
+    model: Decoder,
+    trained: Mesh,
+    devices: Sequence[jax.Device],
+    section: OnlineSection,
+    memory: int | None,
+    part: int,
+) -> int:
     """Number of the engine's devices that split each weight: for `trained` that of the actor's mesh, for `auto` that of
-    `best_mesh` with which the weights take at most 1 / `part` of a device, all where none does. ConfigError unless it
-    divides devices and heads."""
-    wanted, source, num_devices = section.rollout.tensor, ModelWeights(trainer.model), len(devices)
-    heads = min(block.attention.num_kv_heads for block in trainer.model.config.blocks)
+    `best_mesh` with which the weights take at most 1 / `part` of a device with `memory` bytes (None: any fits), all
+    where none does. ConfigError unless it divides devices and heads."""
+    wanted, source, num_devices = section.rollout.tensor, ModelWeights(model), len(devices)
+    heads = min(block.attention.num_kv_heads for block in model.config.blocks)
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0 and heads % size == 0]
     if wanted == "auto":
-        memory = device_memory()
         meshes = [make_mesh(MeshSection(data=-1, fsdp=1, tensor=size), devices) for size in sizes]
         limit = None if memory is None else memory // part
-        best = best_mesh(meshes, source, source.read(), limit, engine_slots(section))
+        best = best_mesh(meshes, source, source.structs(), limit, engine_slots(section))
         return sizes[-1] if best is None else best.shape["tensor"]
-    chosen = trainer.mesh.shape["tensor"] if wanted == "trained" else wanted
+    chosen = trained.shape["tensor"] if wanted == "trained" else wanted
     if chosen not in sizes:
         raise ConfigError(
             f"rollout.tensor={chosen} must divide the {num_devices} devices that sample and num_kv_heads={heads}; "
@@ -154,15 +169,19 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
         model,
         loss,
         make_optimizer(settings.optimizer, section.steps, stage.seed),
-        TrainSettings(
-            temperature=1.0,
-            max_grad_norm=settings.optimizer.max_grad_norm,
-            micro_batch_rows=section.pass_rows,
-            offload_optimizer=section.placement.critic.offload,
-        ),
+        critic_settings(section, section.algorithm),
         mesh=mesh,
     )
     return Critic(trainer, warmup=settings.warmup)
+
+
+def critic_settings(section: RLSection, algorithm: PPO) -> TrainSettings:
+    return TrainSettings(
+        temperature=1.0,
+        max_grad_norm=algorithm.critic.optimizer.max_grad_norm,
+        micro_batch_rows=section.pass_rows,
+        offload_optimizer=section.placement.critic.offload,
+    )
 
 
 def sampler_gate(model: Decoder, section: RolloutSection) -> SamplerGate:

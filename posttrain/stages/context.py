@@ -481,9 +481,8 @@ def training_devices(config: RunConfig) -> list[jax.Device]:
     return devices[: num_training_devices(config, len(devices))]
 
 
-def role_devices(config: RunConfig, placement: PlacementSection) -> RoleDevices:
-    """Devices of the roles of a stage: those before the teachers', the rollout engine's last."""
-    devices = jax.devices()
+def role_devices(config: RunConfig, placement: PlacementSection, devices: Sequence[jax.Device]) -> RoleDevices:
+    """Devices of the roles of a stage, out of all: those before the teachers', the rollout engine's last."""
     left = devices[: len(devices) - devices_of_teachers(config, len(devices))]
     devices_of: dict[str, Sequence[jax.Device] | None] = {}
     for role in ("rollout", "reference", "critic"):

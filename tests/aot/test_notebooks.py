@@ -16,7 +16,7 @@ from posttrain.kernels.platform import CHIPS
 from posttrain.plan.hlo import kernel_names
 from posttrain.plan.lowered import compile_program
 from posttrain.plan.machine import GIB, machine
-from posttrain.plan.phases import Phase, StagePlan
+from posttrain.plan.report import Phase, StagePlan
 from posttrain.runs.plan import _mesh, _model_files, _stage
 from tests.aot.slices import QWEN3, Fields
 
@@ -65,13 +65,13 @@ def run_of(name: str, number: int, folder: Path) -> RunConfig:
 def plan_of(name: str, number: int, folder: Path) -> StagePlan:
     config = run_of(name, number, folder)
     wanted = machine("v5e-8" if number > 1 else "v6e-1")
-    return _stage(config.stages[0], config, _model_files(config), _mesh(config, wanted), wanted.chip.memory)
+    return _stage(config.stages[0], config, _model_files(config), _mesh(config, wanted), wanted)
 
 
 def check(phase: Phase, number: int) -> None:
     """Compile, and compare the peak with the chip's memory."""
     found = compile_program(phase.lower(), number)
-    peak = (found.peak + phase.beside) / GIB
+    peak = (found.peak + phase.bytes_beside) / GIB
     assert peak <= CHIPS["v5e" if number > 1 else "v6e"].memory / GIB, f"{phase.role}: {phase.name}: {peak:.2f} GiB"
     kernel = "ragged_paged_attention" if phase.name == "decode" else "splash_mha"
     assert any(mosaic.startswith(kernel) for mosaic in found.mosaic), (phase.name, found.mosaic)

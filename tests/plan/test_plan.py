@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from posttrain.config import RunConfig
@@ -14,7 +16,19 @@ from posttrain.errors import ConfigError
 from posttrain.models.activations import shown_remat
 from posttrain.plan import lowered
 from posttrain.plan.machine import Machine, machine
-from posttrain.runs.plan import HEADROOM, RematChoice, _mesh, _model_files, choose_remat, plan, plan_elsewhere
+from posttrain.plan.report import StagePlan
+from posttrain.runs.plan import (
+    HEADROOM,
+    RematChoice,
+    _mesh,
+    _model_files,
+    _role_devices,
+    _stage,
+    choose_remat,
+    plan,
+    plan_elsewhere,
+)
+from posttrain.stages.context import RoleDevices
 from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
 
 CPU_8 = machine("cpu-8")
@@ -80,7 +94,7 @@ def test_the_activations_that_fit_are_saved(tmp_path: Path) -> None:
     files, mesh = _model_files(config), _mesh(config, CPU_8)
 
     def chosen(memory: int) -> RematChoice:
-        return choose_remat(config.stages[0], config, files, mesh, memory)
+        return choose_remat(config.stages[0], config, files, mesh, RoleDevices(), memory)
 
     assert chosen(1 << 34).remat == "none" and chosen(1 << 10).remat == "full"
     base, costs = (1 << 34) * (1 - HEADROOM) - (chosen(1 << 34).spare or 0), chosen(1 << 34).costs
@@ -92,9 +106,6 @@ def test_the_activations_that_fit_are_saved(tmp_path: Path) -> None:
     head, *lines = chosen(memory).lines()
     assert head.startswith("  remat: save ") and ", by auto for " in head
     assert [line.split("  ")[-1] for line in lines] == ["saved"] * (len(names) - 1) + ["computed again"]
-    critic = load_config(write_run(tmp_path, rl_stage(algorithm="ppo")), ["model.remat=auto"])
-    with pytest.raises(ConfigError, match="remat=auto: the memory of a critic is not known yet; name the activations"):
-        choose_remat(critic.stages[0], critic, files, mesh, 1 << 30)
 
 
 def test_the_other_machine(tmp_path: Path) -> None:
@@ -110,3 +121,108 @@ def test_refusals(tmp_path: Path) -> None:
     scores = {"kind": "reward_model", "dataset": {"path": "pairs.jsonl"}, "num_steps": 1}
     with pytest.raises(ConfigError, match="a stage of the kind RewardModel cannot be planned yet"):
         list(plan(run_of(tmp_path, scores), CPU_8))
+
+
+def stage_of(folder: Path, **changes: Any) -> StagePlan:
+    """Plan of an RL stage on eight devices, of which nothing is compiled."""
+    config = run_of(folder, rl_stage(**changes))
+    return _stage(config.stages[0], config, _model_files(config), _mesh(config, CPU_8), CPU_8)
+
+
+def beside_of(stage: StagePlan) -> dict[str, dict[str, int]]:
+    """Bytes beside each program, on each device."""
+    return {f"{phase.role}: {phase.name}": dict(phase.beside) for phase in stage.phases}
+
+
+def weights_on(devices: int, head: int = 261 * 16) -> int:
+    """Bytes of the tiny model on one of `devices`: embedding or head, attention, MLP, norms, of which those of heads
+    are on each whole."""
+    return 4 * ((head + 16 * 8 * 6 + 3 * 16 * 32 + 3 * 16) // devices + 2 * 8)
+
+
+COUNTERS = 12
+"""Bytes of AdamW's counters, beside two moments of each number."""
+BLOCK = 2 * 4 * 16 * 8
+"""Bytes of a block of the cache: keys and values of 16 positions, of one layer and head of 8 numbers."""
+KL = {"kind": "grpo", "kl_coef": 0.1}
+
+
+def test_what_is_offloaded_is_not_counted(tmp_path: Path) -> None:
+    """On the devices in its own phases alone, and moved in each step; what is not offloaded lies beside all others."""
+    weights, cache = weights_on(8), 2 * BLOCK
+    state = 2 * weights + COUNTERS
+    stays, unread = {"optimizer state": state, "reference": weights}, {"weights before layout": weights}
+    kept = stage_of(tmp_path, algorithm=KL)
+    assert beside_of(kept) == {
+        "sampler: layout": stays | {"cache": cache},
+        "sampler: prefill": stays | unread,
+        "sampler: decode": stays | unread,
+        "trainer: statistics": stays,
+        "trainer: update": {"reference": weights},
+    }
+    assert not kept.moves and kept.elsewhere == 8 * cache, "given up in the update"
+    offload = {"optimizer": {"offload": True}, "reference": {"offload": True}}
+    moved = stage_of(tmp_path, algorithm=KL, placement=offload)
+    assert beside_of(moved) == {
+        "sampler: layout": {"cache": cache},
+        "sampler: prefill": unread,
+        "sampler: decode": unread,
+        "trainer: statistics": {"reference": weights},
+        "trainer: update": {},
+    }
+    assert [(move.size, move.times, move.by) for move in moved.moves] == [(state, 2, "host"), (weights, 1, "host")]
+    assert moved.elsewhere == 8 * (cache + weights)
+
+
+def test_roles_are_counted_on_their_own_devices(tmp_path: Path) -> None:
+    placement = {"rollout": {"devices": 2}, "reference": {"devices": 2}}
+    stage = stage_of(tmp_path, algorithm=KL, placement=placement)
+    found = {f"{phase.role}: {phase.name}": phase for phase in stage.phases}
+    sizes = {name: phase.mesh.size for name, phase in found.items()}
+    assert sizes == {"sampler: prefill": 2, "sampler: decode": 2, "reference: statistics": 2, "trainer: update": 4}
+    assert not any(phase.beside for phase in stage.phases)
+    groups = [set(found[name].mesh.devices.flat) for name in list(sizes)[1:]]
+    assert len(set.union(*groups)) == 8, "no device has two roles"
+    cache = 5 * BLOCK  # four sequences of a block on each of two devices, which hold all weights
+    assert stage.elsewhere == 2 * (weights_on(1) + cache + weights_on(2))
+    assert [(move.size, move.by) for move in stage.moves] == [(weights_on(1), "wire")]
+    scoring = found["reference: statistics"]
+    assert scoring.runs == 2 and scoring.read == weights_on(2), "eight rows in passes of four"
+    shapes = [x for x in jax.tree.leaves(scoring.lower().in_avals) if x.dtype == np.float32]
+    assert 4 * sum(x.size for x in shapes) == weights_on(1) + 4 * 4 * 16, "weights of the loss are read beside them"
+    stage = stage_of(tmp_path, algorithm=KL, placement={"rollout": {"devices": 4}}, asynchronous={"max_staleness": 1})
+    assert stage.overlaps and beside_of(stage)["trainer: statistics"].keys() == {"optimizer state", "reference"}
+
+
+def test_a_critic_is_counted(tmp_path: Path) -> None:
+    """Beside all programs on the actor's devices, and theirs beside its own; a choice of activations knows it."""
+    actor, critic = weights_on(8), weights_on(8, 262 * 16)
+    states = {"optimizer state": 2 * actor + COUNTERS, "optimizer state of the critic": 2 * critic + COUNTERS}
+    stage = stage_of(tmp_path, algorithm="ppo")
+    beside = beside_of(stage)
+    assert beside["sampler: decode"] == states | {"critic": critic, "weights before layout": actor}
+    assert beside["critic: values"] == states | {"weights of the actor": actor}
+    assert beside["critic: update"] == {"weights of the actor": actor, "optimizer state": states["optimizer state"]}
+    of_critic = {"critic": critic, "optimizer state of the critic": states["optimizer state of the critic"]}
+    assert beside["trainer: update"] == of_critic
+    assert stage.state == actor + critic + sum(states.values())
+    apart = stage_of(tmp_path, algorithm="ppo", placement={"critic": {"devices": 4, "offload": True}})
+    assert beside_of(apart)["critic: values"] == beside_of(apart)["trainer: update"] == {}
+    assert [move.size for move in apart.moves] == [2 * weights_on(4, 262 * 16) + COUNTERS]
+
+    def spare(algorithm: str) -> int:
+        config = load_config(write_run(tmp_path, rl_stage(algorithm=algorithm)), ["model.remat=auto"])
+        files, mesh = _model_files(config), _mesh(config, CPU_8)
+        return choose_remat(config.stages[0], config, files, mesh, RoleDevices(), 1 << 30).spare or 0
+
+    assert spare("rloo") - spare("ppo") == sum(of_critic.values())
+
+
+def test_what_is_not_counted_is_said_or_refused(tmp_path: Path) -> None:
+    refreshed = stage_of(tmp_path, algorithm=KL, reference={"refresh_every": 5})
+    assert refreshed.not_counted == ["the second copy of the reference at its refresh, every 5 versions"]
+    talks = stage_of(tmp_path, env={"fn": "rewards_of_test.py:Env", "max_turns": 2}, row_tokens=32)
+    assert len(talks.not_counted) == 1 and "turns of conversations" in talks.not_counted[0]
+    config = run_of(tmp_path, rl_stage(placement={"rollout": {"devices": 2}}))
+    with pytest.raises(ConfigError, match="v5e-16 has 4 hosts with a process each, and devices of a role of its own"):
+        _role_devices(config.stages[0], config, machine("v5e-16"))

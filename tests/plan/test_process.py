@@ -6,16 +6,18 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 
 from bench.plan import WITHIN, compare
 from bench.plan_runs import RUNS
+from posttrain.config import MeshSection
 from posttrain.config.yaml_file import load_config
+from posttrain.mesh import make_mesh
 from posttrain.plan.hlo import ProgramText
 from posttrain.plan.lowered import Figures
 from posttrain.plan.machine import machine
-from posttrain.plan.phases import Phase, StagePlan
-from posttrain.plan.report import SMALLEST, Moment, Outcome, moments, report_process
+from posttrain.plan.report import SMALLEST, Moment, Move, Outcome, Phase, StagePlan, moments, report, report_process
 from posttrain.runs.plan import _loading, _mesh, _model_files, plan
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
@@ -37,7 +39,7 @@ FIGURES = Figures(
 STAGE = StagePlan(phases=[], tokens=1, unit="tokens", state=90, largest=10, saves_between=False, rounds_at_once=False)
 
 
-def outcome(role: str, name: str, figures: Figures = FIGURES, beside: int = 0) -> Outcome:
+def outcome(role: str, name: str, figures: Figures = FIGURES, beside: int = 0, devices: int = 1) -> Outcome:
     phase = Phase(
         role=role,
         name=name,
@@ -47,15 +49,16 @@ def outcome(role: str, name: str, figures: Figures = FIGURES, beside: int = 0) -
         flops=0.0,
         read=0.0,
         parameters=frozenset(),
-        beside=beside,
+        mesh=make_mesh(MeshSection(fsdp=devices), jax.devices()[:devices]),
+        beside={"other": beside},
     )
     return Outcome(phase=phase, figures=figures, machine=machine("cpu-1"))
 
 
-def by_name(stage: StagePlan, *outcomes: Outcome, devices: int = 1) -> dict[str, int]:
+def by_name(stage: StagePlan, *outcomes: Outcome) -> dict[str, int]:
     """Bytes of each moment beyond those of the smallest run."""
     sampled = any(one.phase.role == "sampler" for one in outcomes)
-    return {one.name: one.total - SMALLEST[sampled] for one in moments(stage, outcomes, 60, devices)}
+    return {one.name: one.total - SMALLEST[sampled] for one in moments(stage, outcomes, 60)}
 
 
 def test_moments_are_the_sums_of_their_parts() -> None:
@@ -69,7 +72,8 @@ def test_moments_are_the_sums_of_their_parts() -> None:
     }
     between = by_name(replace(STAGE, saves_between=True), update, statistics)
     assert between["training"] == 100 + 40 + 50 + 2 * 7 + 90 + 90, "the state twice, and the files"
-    eight = by_name(STAGE, update, statistics, devices=8)
+    update, statistics = outcome("trainer", "update", beside=40, devices=8), outcome("trainer", "statistics", devices=8)
+    eight = by_name(STAGE, update, statistics)
     assert eight["training"] == 8 * (100 + 40 + 50) + 2 * 7, "arrays are those of all devices, programs are not"
 
 
@@ -78,6 +82,34 @@ def test_the_sampler_lies_beside_the_trainer() -> None:
     decode = outcome("sampler", "decode", replace(FIGURES, peak=104))
     found = by_name(stage, outcome("trainer", "update"), decode)
     assert found["training"] == 100 + 50 + 7 + 6 * 7 + 5 + 4
+
+
+def test_other_devices_and_the_host_count_for_the_process() -> None:
+    """What a role has on devices of its own, and in the host's memory; a move has a second copy on its way."""
+    move = Move(name="moved", size=60, times=2, by="host")
+    stage = replace(STAGE, elsewhere=11, moves=[move])
+    decode = outcome("sampler", "decode", devices=2)
+    found = by_name(stage, outcome("trainer", "update"), decode)
+    assert found["training"] == 100 + 11 + 60 + 7 + 2 * 50
+
+
+def test_devices_of_roles_have_a_verdict_each() -> None:
+    """And a step that samples ahead on devices of its own takes as long as the longer half, else both and the moves."""
+    small = replace(CPU, chip=replace(CPU.chip, memory=170))
+    update = replace(outcome("trainer", "update", beside=40, devices=2), machine=small)
+    decode = replace(outcome("sampler", "decode", devices=1), machine=small)
+    slow = replace(decode, phase=replace(decode.phase, read=40e9))
+    lines = list(report(replace(STAGE, not_counted=["tools"], moves=[MOVE]), [update, slow], small))
+    assert "  2 devices of trainer: 190 B of 170 B in update, DOES NOT FIT" in lines
+    assert "  1 device of sampler: 150 B of 170 B in decode, fits" in lines
+    assert "  not counted: tools" in lines and "  moved: 37.25 GiB a step, 2 s at least" in lines
+    assert any(line.startswith("  a step takes 4 s at least") for line in lines)
+    ahead = list(report(replace(STAGE, overlaps=True, moves=[MOVE]), [update, slow], small))
+    assert any(line.startswith("  a step takes 2 s at least") for line in ahead)
+
+
+MOVE = Move(name="moved", size=int(20e9), times=2, by="host")
+CPU = machine("cpu-8")
 
 
 def test_the_fullest_moment_is_reported() -> None:

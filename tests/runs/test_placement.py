@@ -22,7 +22,7 @@ def test_roles_and_their_devices(capsys: pytest.CaptureFixture[str]) -> None:
     )
     section, roles = config.stages[0], ("rollout", "reference")
     mesh = make_mesh(config.mesh, training_devices(config))
-    devices = role_devices(config, section.placement)
+    devices = role_devices(config, section.placement, jax.devices())
     assert [row[0] for row in placement_rows(section, mesh, devices, roles)] == ["actor", "rollout", "reference"]
     print_placement(section, mesh, devices, roles)
     printed = capsys.readouterr().out
