@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from posttrain.models.decoder import Decoder
 from posttrain.plan.hlo import Buffer, Collective, Large, ProgramText, kernel_names, read_program
 from posttrain.plan.machine import EFFORT, LEVEL, Machine, libtpu_version
 from posttrain.runtime.files import cache_folder
 from posttrain.runtime.xla import Growth
+from posttrain.weights.state import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,22 @@ def sizes_of(weights: Mapping[Any, Any]) -> frozenset[tuple[int, ...]]:
     parts = [x.sharding.shard_shape(x.shape) for x in weights.values()]
     found = {tuple(size for size in shape if size > 1) for shape in [*whole, *parts]}
     return frozenset(found | {shape[1:] for shape in found if len(shape) > 2})
+
+
+def total_parameters(model: Decoder) -> int:
+    return sum(math.prod(shape) for _, _, shape in ModelWeights(model).shapes())
+
+
+def active_parameters(model: Decoder) -> float:
+    """Parameters that a token meets: of the experts of an MoE layer as many as it is routed to; no lookup table."""
+    total = 0.0
+    mixtures = model.config.mixtures
+    share = mixtures[0].top_k / mixtures[0].num_experts if mixtures else 1.0
+    for path, dims, shape in ModelWeights(model).shapes():
+        if path.startswith("embed.") and not model.config.tie_embeddings:
+            continue
+        total += math.prod(shape) * (share if "expert" in dims else 1.0)
+    return total
 
 
 NUM_LARGEST = 12

@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 
 from posttrain.batch import Batch, ScoreLoss, TokenLoss, rows_per_pass
 from posttrain.cluster.reference import FrozenModel
-from posttrain.config import PreferenceSection, RLSection, SamplerTensor, SFTSection, TrainSection
+from posttrain.config import DistillSection, PreferenceSection, RLSection, SamplerTensor, SFTSection, TrainSection
 from posttrain.config.algorithm import PPO
+from posttrain.distill.features import distill_loss
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import PLAIN
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
@@ -26,7 +27,7 @@ from posttrain.models import hf
 from posttrain.models.activations import attention_flops, recomputed_flops
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
-from posttrain.plan.lowered import bytes_on_device, sizes_of
+from posttrain.plan.lowered import active_parameters, bytes_on_device, sizes_of, total_parameters
 from posttrain.plan.report import (
     CACHE,
     COPY,
@@ -37,7 +38,6 @@ from posttrain.plan.report import (
     OPTIMIZER,
     PREFILL,
     REFERENCE,
-    SAMPLING,
     STATISTICS,
     UPDATE,
     VALUES,
@@ -48,13 +48,16 @@ from posttrain.plan.report import (
     Roles,
     StagePlan,
     beside,
+    not_counted,
+    refuse,
 )
-from posttrain.rl.algorithms import loss_of
+from posttrain.rl.algorithms import loss_of, needs_reference
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
 from posttrain.rollout.programs import DecodeRows, Expected, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.types import SamplingParams
 from posttrain.stages.cluster import critic_settings, engine_slots
+from posttrain.stages.distill import terms_of
 from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss, train_settings
 from posttrain.train.objective import TrainSettings
@@ -66,16 +69,17 @@ from posttrain.weights.state import ModelWeights
 
 
 def stage_plan(section: TrainSection, model: Decoder, mesh: Mesh, memory: int, roles: Roles) -> StagePlan:
-    """Phases of an SFT, preference or RL stage on devices with `memory` bytes each. Raises ConfigError for one that it
-    cannot plan."""
+    """Phases of a stage on devices with `memory` bytes each. Raises ConfigError for one that it cannot plan."""
     if isinstance(section, SFTSection):
         return _sft(section, model, mesh)
     if isinstance(section, PreferenceSection):
         return _preference(section, model, mesh)
+    if isinstance(section, DistillSection):
+        return _distill(section, model, mesh, roles.teachers)
     if isinstance(section, RLSection):
         return _rl(section, model, mesh, memory, roles)
     kind = type(section).__name__.removesuffix("Section")
-    raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet; SFT, preference and RL can")
+    raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet")
 
 
 def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
@@ -88,6 +92,31 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
         phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state))
     tokens = section.batch_rows * section.row_tokens
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
+
+
+def _distill(section: DistillSection, model: Decoder, mesh: Mesh, teachers: Sequence[Decoder]) -> StagePlan:
+    refusals = {
+        "on_policy": section.on_policy > 0,
+        "features": section.features is not None,
+        "cache": section.cache is not None,
+        "teachers outside of the training step (url, mesh, another tokenizer)": len(teachers) < len(section.teachers),
+    }
+    refuse("a distillation stage", refusals)
+    settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=terms_of(section, {}))
+    programs = _programs(section, model, distill_loss(section), settings, mesh, teachers)
+    rows, length = section.batch_rows, section.row_tokens
+    batch = batch_of(rows, length)
+    if len(teachers) > 1:
+        shares = np.broadcast_to(np.float32(0), (rows, length, len(teachers)))
+        batch = dataclasses.replace(batch, teacher_weights=shares)
+    update, passes = _update(programs, batch, {}), -(-rows // programs.micro_rows(rows))
+    flops = sum(2 * active_parameters(t) * rows * length + attention_flops(t.config, rows, length) for t in teachers)
+    read = passes * sum(bytes_on_device(placed_shapes(ModelWeights(t), mesh)) for t in teachers)
+    phases = [dataclasses.replace(update, flops=update.flops + flops / mesh.size, read=update.read + read)]
+    if section.eval_dataset is not None:
+        state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
+        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state))
+    return StagePlan(phases=phases, tokens=rows * length, unit="tokens of rows", **_saved(section, programs))
 
 
 def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh) -> StagePlan:
@@ -120,8 +149,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
         "rollout.merge_lora": section.rollout.merge_lora,
         "rollout.record_routing": section.rollout.record_routing,
     }
-    if refused := [name for name, is_set in refusals.items() if is_set]:
-        raise ConfigError(f"plan: cannot plan an RL stage with {', '.join(refused)} yet; remove it for the plan")
+    refuse("an RL stage", refusals)
     loss = loss_of(section)
     settings = TrainSettings.of(section, temperature=section.sampling.temperature, dropout_seed=None, terms=PLAIN)
     programs = _programs(section, model, loss, settings, mesh)
@@ -153,14 +181,9 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
         sampler_programs=rollout.num_programs,
         moves=list(_moves(section, programs, held, roles)),
         overlaps=section.samples_ahead and roles.rollout is not None,
-        not_counted=_not_counted(section),
+        not_counted=not_counted(section),
         **_saved(section, programs, critic),
     )
-
-
-def needs_reference(section: RLSection) -> bool:
-    """True if log-probabilities of a reference enter the loss or the reward."""
-    return section.algorithm.kl_in == "reward" or loss_of(section).kl_coef > 0
 
 
 def _held(
@@ -189,7 +212,7 @@ def _held(
         size = bytes_on_device(critic.opt_state)
         yield Held(name=CRITIC_OPTIMIZER, mesh=critic.mesh, size=size, only_in=during)
     # A step that samples and then learns gives up the cache in between.
-    during = list(SAMPLING) if section.asynchronous is None else None
+    during = [LAYOUT, PREFILL, DECODE] if section.asynchronous is None else None
     pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
     yield Held(name=CACHE, mesh=rollout.mesh, size=pool, only_in=during)
     if roles.rollout is not None:
@@ -209,14 +232,6 @@ def _moves(section: RLSection, programs: TrainPrograms, held: Sequence[Held], ro
         weights = ModelWeights(programs.structure.model)
         there = {path: x for path, x in placed_shapes(weights, roles.rollout).items() if path in programs.trainable}
         yield Move(name="new weights to the devices of the sampler", size=bytes_on_device(there), by="wire")
-
-
-def _not_counted(section: RLSection) -> list[str]:
-    """Memory and time that such a stage takes beside its phases."""
-    turns = "the turns of conversations after the first: their prompts, tools and environments"
-    refresh = f"the second copy of the reference at its refresh, every {section.reference.refresh_every} versions"
-    found = {turns: section.converses, refresh: section.reference.refresh_every is not None}
-    return [name for name, is_met in found.items() if is_met]
 
 
 def _scoring(section: RLSection, model: Decoder, mesh: Mesh, there: Mapping[str, int]) -> Phase:
@@ -260,10 +275,15 @@ def _of_critic(section: RLSection, critic: TrainPrograms, held: Sequence[Held]) 
 
 
 def _programs(
-    section: TrainSection, model: Decoder, loss: TokenLoss | ScoreLoss, settings: TrainSettings, mesh: Mesh
+    section: TrainSection,
+    model: Decoder,
+    loss: TokenLoss | ScoreLoss,
+    settings: TrainSettings,
+    mesh: Mesh,
+    teachers: Sequence[Decoder] = (),
 ) -> TrainPrograms:
     optimizer = make_optimizer(section.optimizer, section.num_steps or 1000, seed=0)
-    return TrainPrograms(model, loss, optimizer, settings, mesh=mesh)
+    return TrainPrograms(model, loss, optimizer, settings, mesh=mesh, teachers=teachers)
 
 
 def _saved(section: TrainSection, programs: TrainPrograms, critic: TrainPrograms | None = None) -> dict[str, Any]:
@@ -384,22 +404,6 @@ def _sampling(section: RLSection, rollout: RolloutShapes, held: Sequence[Held], 
         beside=there,
         **shared,
     )
-
-
-def total_parameters(model: Decoder) -> int:
-    return sum(math.prod(shape) for _, _, shape in ModelWeights(model).shapes())
-
-
-def active_parameters(model: Decoder) -> float:
-    """Parameters that a token meets: of the experts of an MoE layer as many as it is routed to; no lookup table."""
-    total = 0.0
-    mixtures = model.config.mixtures
-    share = mixtures[0].top_k / mixtures[0].num_experts if mixtures else 1.0
-    for path, dims, shape in ModelWeights(model).shapes():
-        if path.startswith("embed.") and not model.config.tie_embeddings:
-            continue
-        total += math.prod(shape) * (share if "expert" in dims else 1.0)
-    return total
 
 
 def vocabulary_trips(mesh: Mesh, rows: int, length: int, vocab_size: int) -> int:

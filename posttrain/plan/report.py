@@ -11,6 +11,8 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from posttrain.config import RLSection
+from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.plan.hlo import Collective, Large
 from posttrain.plan.lowered import Figures
@@ -25,7 +27,6 @@ OPTIMIZER, REFERENCE, CACHE, COPY = "optimizer state", "reference", "cache", "we
 WEIGHTS, CRITIC, CRITIC_OPTIMIZER = "weights of the actor", "critic", "optimizer state of the critic"
 """Names of what roles hold."""
 UPDATE, STATISTICS, VALUES, LAYOUT, PREFILL, DECODE = "update", "statistics", "values", "layout", "prefill", "decode"
-SAMPLING = (LAYOUT, PREFILL, DECODE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class Roles:
     reference: tuple[Decoder, Mesh] | None = None
     """Reference with all of its weights; None: none, or one that shares what is not trained."""
     critic: tuple[Decoder, Mesh] | None = None
+    teachers: Sequence[Decoder] = ()
+    """Those in the training step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,20 @@ def beside(held: Sequence[Held], mesh: Mesh, phase: str, *own: str) -> dict[str,
     devices = set(mesh.devices.flat)
     there = [h for h in held if h.name not in own and devices & set(h.mesh.devices.flat)]
     return {h.name: h.size for h in there if h.size and (h.only_in is None or phase in h.only_in)}
+
+
+def not_counted(section: RLSection) -> list[str]:
+    """Memory and time that such a stage takes beside its phases."""
+    turns = "the turns of conversations after the first: their prompts, tools and environments"
+    refresh = f"the second copy of the reference at its refresh, every {section.reference.refresh_every} versions"
+    found = {turns: section.converses, refresh: section.reference.refresh_every is not None}
+    return [name for name, is_met in found.items() if is_met]
+
+
+def refuse(stage: str, refusals: Mapping[str, bool]) -> None:
+    """Raise ConfigError with the names that are set."""
+    if refused := [name for name, is_set in refusals.items() if is_set]:
+        raise ConfigError(f"plan: cannot plan {stage} with {', '.join(refused)} yet; remove it for the plan")
 
 
 @dataclass(frozen=True, kw_only=True)

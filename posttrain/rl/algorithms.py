@@ -313,6 +313,11 @@ def _try_advantage(
             )
 
 
+def needs_reference(section: RLSection) -> bool:
+    """True if log-probabilities of a reference enter the loss or the reward."""
+    return section.algorithm.kl_in == "reward" or loss_of(section).kl_coef > 0
+
+
 def _critic_of(given: AlgorithmSection) -> CriticSettings | None:
     """Critic of PPO, with whitened advantages."""
     if not isinstance(given, PPO):

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from posttrain.batch import rows_per_pass
 from posttrain.config import (
     MESH_AXES,
+    DistillSection,
     MeshSection,
     OnlineSection,
     Remat,
@@ -25,9 +26,11 @@ from posttrain.config import (
     RLSection,
     RunConfig,
     SavedActivations,
+    TeacherSection,
     TrainSection,
 )
 from posttrain.config.algorithm import PPO
+from posttrain.config.base import Quantize
 from posttrain.config.locator import Locator
 from posttrain.config.yaml_file import dump_config
 from posttrain.data.tokenizer import load_tokenizer
@@ -40,8 +43,9 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.moe import SLACK
 from posttrain.plan.lowered import Figures, bytes_on_device, figures_of
 from posttrain.plan.machine import GIB, Machine, libtpu_version
-from posttrain.plan.phases import needs_reference, stage_plan
+from posttrain.plan.phases import stage_plan
 from posttrain.plan.report import UPDATE, Outcome, Roles, StagePlan, in_units, moments, report, report_process
+from posttrain.rl.algorithms import needs_reference
 from posttrain.runs.check import FLOAT32_BYTES, model_outline, training_size
 from posttrain.runs.prepare import fit_lengths
 from posttrain.stages.cluster import engine_mesh
@@ -181,7 +185,10 @@ def _roles(
     memory: int,
     remat: Remat,
 ) -> Roles:
-    """Models and devices of the roles of an RL stage, as `make_cluster` has them."""
+    """Models and devices of the roles of a stage, as `make_cluster` has them."""
+    if isinstance(section, DistillSection):
+        inside = [teacher for teacher in section.teachers if not teacher.outside and section.cache is None]
+        return Roles(teachers=[_teacher(teacher, config, files, mesh, remat) for teacher in inside])
     if not isinstance(section, RLSection):
         return Roles()
     model, rollout, reference, critic = _outline(config, files, mesh, remat), None, None, None
@@ -204,14 +211,16 @@ def _with_score(model: Decoder, seed: int) -> Decoder:
     return model
 
 
-def _other(path: Locator | None, config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
+def _other(
+    path: Locator | None, config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat, quantize: Quantize = "none"
+) -> Decoder:
     """Model of a role as shapes: another checkpoint, or the trained one."""
     if path is None:
         return _outline(config, files, mesh, remat)
     other = read_model_files(path.resolved)
     if other.config is None:
         raise ConfigError(f"plan: no network to read the config.json of {path}; give a folder")
-    plain = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
+    plain = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": quantize})
     return _outline(config.model_copy(update={"model": plain}), other, mesh, remat)
 
 
@@ -227,6 +236,21 @@ def _outline(config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> 
         mesh=mesh,
     )
     return outline
+
+
+def _teacher(section: TeacherSection, config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
+    """Teacher as shapes, in its precision. ConfigError where its vocabulary has other rows than the student's."""
+    changes: dict[str, Any] = {"dtype": section.dtype or config.model.dtype}
+    changes["compute_dtype"] = config.model.compute_dtype or changes["dtype"]
+    types = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+    teacher = _other(section.path, types, files, mesh, remat, section.quantize)
+    assert files.config is not None
+    if teacher.config.vocab_size != files.config.vocab_size:
+        raise ConfigError(
+            f"plan: cannot plan the teacher {section.title} yet: its vocabulary has {teacher.config.vocab_size:,} "
+            f"rows, the student's {files.config.vocab_size:,}"
+        )
+    return teacher
 
 
 HEADROOM = 0.08
@@ -330,7 +354,8 @@ def _beside(
         phases = stage_plan(section, _outline(config, files, mesh, "full"), mesh, memory, roles).phases
     except ConfigError as error:
         raise ConfigError(f"model.remat=auto: name the activations to save; {error}") from None
-    return next(phase.bytes_beside for phase in phases if (phase.role, phase.name) == ("trainer", UPDATE))
+    teachers = sum(bytes_on_device(placed_shapes(ModelWeights(teacher), mesh)) for teacher in roles.teachers)
+    return teachers + next(phase.bytes_beside for phase in phases if (phase.role, phase.name) == ("trainer", UPDATE))
 
 
 def _nearest(section: TrainSection, config: RunConfig, files: ModelFiles, machine: Machine) -> str:

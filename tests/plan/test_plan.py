@@ -15,8 +15,9 @@ from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
 from posttrain.models.activations import shown_remat
 from posttrain.plan import lowered
+from posttrain.plan.lowered import bytes_on_device
 from posttrain.plan.machine import Machine, machine
-from posttrain.plan.report import StagePlan
+from posttrain.plan.report import Phase, StagePlan
 from posttrain.runs.plan import (
     HEADROOM,
     RematChoice,
@@ -29,7 +30,11 @@ from posttrain.runs.plan import (
     plan_elsewhere,
 )
 from posttrain.stages.context import RoleDevices
-from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
+from posttrain.train.programs import placed_shapes
+from posttrain.weights.save import save_model
+from posttrain.weights.state import ModelWeights
+from tests.stages.runs import INIT, posttrain, rl_stage, sft_stage, write_run
+from tests.tiny import tiny_model
 
 CPU_8 = machine("cpu-8")
 
@@ -226,3 +231,36 @@ def test_what_is_not_counted_is_said_or_refused(tmp_path: Path) -> None:
     config = run_of(tmp_path, rl_stage(placement={"rollout": {"devices": 2}}))
     with pytest.raises(ConfigError, match="v5e-16 has 4 hosts with a process each, and devices of a role of its own"):
         _role_devices(config.stages[0], config, machine("v5e-16"))
+
+
+def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
+    """In their own precision; those outside of it are refused."""
+    model = tiny_model()
+    save_model(model, tmp_path / "teacher")
+    rows = model.config.vocab_size
+    teachers = [{"path": str(tmp_path / "teacher"), "name": name} for name in ("one", "two")]
+    shapes = {"kind": "distill", "num_steps": 1, "teachers": teachers, "teacher_column": "answer"}
+    file = write_run(tmp_path, sft_stage(**shapes), model={"init": {**INIT, "vocab_size": rows}, "tokenizer": "bytes"})
+    config = load_config(file)
+    stage = _stage(config.stages[0], config, _model_files(config), _mesh(config, CPU_8), CPU_8)
+    (update,) = stage.phases
+    outside = load_config(file, ["stages.0.cache=cache"])
+    plain = load_config(
+        write_run(tmp_path, sft_stage(), model={"init": {**INIT, "vocab_size": rows}, "tokenizer": "bytes"})
+    )
+    (alone,) = _stage(plain.stages[0], plain, _model_files(plain), _mesh(plain, CPU_8), CPU_8).phases
+
+    def sizes(phase: Phase) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(phase.lower().in_avals))
+
+    own = sum(array.nbytes for array in ModelWeights(model).read().values())
+    assert sizes(update) - sizes(alone) == 2 * own + 8 * 16 * 2 * 4, "weights of both, and their shares"
+    mesh = _mesh(config, CPU_8)
+    spares = []
+    for one in (plain, config):
+        chosen = one.model_copy(update={"model": one.model.model_copy(update={"remat": "auto"})})
+        files = _model_files(chosen)
+        spares.append(choose_remat(chosen.stages[0], chosen, files, mesh, RoleDevices(), 1 << 30).spare or 0)
+    assert spares[0] - spares[1] == 2 * bytes_on_device(placed_shapes(ModelWeights(model), mesh))
+    with pytest.raises(ConfigError, match="cannot plan a distillation stage with cache"):
+        _stage(outside.stages[0], outside, _model_files(outside), _mesh(outside, CPU_8), CPU_8)
