@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     os.environ["JAX_PLATFORMS"] = "cuda,cpu" if config.getoption("--gpu") else "cpu"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+    # Where in Python each operation came from costs a twentieth of tracing and lowering; no test reads it.
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     cache = config.rootpath / ".pytest_cache" / "jax"
     if not hasattr(config, "workerinput"):  # before there are workers
         compilation.prune(cache)

@@ -85,6 +85,7 @@ def test_the_critic_learns_values(tokenizer: Tokenizer) -> None:
     assert told[-1]["critic/loss"] < told[0]["critic/loss"] / 2
 
 
+@pytest.mark.thorough
 def test_warm_up_leaves_the_actor_alone_and_a_resumed_run_is_the_same(tokenizer: Tokenizer) -> None:
     worlds = [world_with_critic(tokenizer, rate=1e-3, warmup=1, optimizer=optax.sgd(0.1)) for _ in range(2)]
     first, second = worlds

@@ -100,6 +100,7 @@ def test_resumed_at_any_step_the_batches_are_the_same(lengths: list[int], window
     assert max(map(len, states)) < 40
 
 
+@pytest.mark.thorough
 @settings(max_examples=10, deadline=None)
 @given(some_lengths)
 def test_every_epoch_holds_each_sequence_once(lengths: list[int]) -> None:

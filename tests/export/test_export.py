@@ -228,6 +228,7 @@ def test_a_run_over_a_quantized_base_is_exported(run: Path, tmp_path: Path) -> N
     assert peft.code == 0 and "both beside the base in full precision, not in nf4 as in training" in peft.out, peft
 
 
+@pytest.mark.thorough
 def test_a_reward_model_is_exported_with_its_head(tmp_path: Path) -> None:
     model = {"init": {**INIT, "num_key_value_heads": 2}, "tokenizer": "bytes"}
     file = write_pairs(tmp_path, preference_stage(kind="reward_model", num_steps=1), model=model)

@@ -236,6 +236,7 @@ def test_devices_of_a_row_have_equal_work() -> None:
     assert work(4, folded=False) == [3, 7, 11, 15] and work(4, folded=True) == [9, 9, 9, 9]
 
 
+@pytest.mark.thorough
 @pytest.mark.optimized
 def test_blocks_are_all_that_long_rows_hold() -> None:
     length = 2048

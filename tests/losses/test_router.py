@@ -75,6 +75,7 @@ def whole() -> tuple[dict[str, np.ndarray], dict[str, float]]:
     return moved(trainer(), rows())
 
 
+@pytest.mark.thorough
 def test_the_step_is_the_gradient_of_both_means(whole: Any) -> None:
     """Written down without the trainer: mean loss + 0.3 mean balance + 0.1 mean z."""
     model, batch = mixture_model(CONFIG), rows()

@@ -140,6 +140,7 @@ def test_every_mesh_gives_the_result_of_one_device(single: Result, section: Mesh
         assert_allclose(spread.gradients[path], gradient, atol=1e-5 * max(scale, 1.0), rtol=0, err_msg=path)
 
 
+@pytest.mark.thorough
 def test_rows_that_the_mesh_does_not_divide() -> None:
     """As a sampler has them."""
     config = mixture_config(num_layers=1, num_dense=0)

@@ -214,6 +214,7 @@ def test_programs_and_their_output() -> None:
     assert coding.outputs([double, one, "x"], inputs, outputs, partial=True) == [1.0, 0.5, 0.0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.thorough)])
 def test_human_eval(shared: Path, every: int) -> None:
     """All 164 solutions pass in the thorough run; a function that returns nothing, or leaves, never does."""

@@ -89,6 +89,7 @@ def numbers_of(results: Sequence[StepResult]) -> list[list[int]]:
     return [[group[0].group for group in result.groups_P] for result in results]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("updates", often((1, 2), 2))
 def test_without_staleness_it_is_the_synchronous_refill(world: World, updates: int) -> None:
     """Bitwise, with the same draws and metrics. Turned red by: a wave begun before the rewards of the one before are
@@ -105,6 +106,7 @@ def test_without_staleness_it_is_the_synchronous_refill(world: World, updates: i
     assert max(waves) == LIMIT and {len(result.parts) for result in found} == {updates}
 
 
+@pytest.mark.thorough
 def test_what_is_sampled_depends_on_no_clock(world: World) -> None:
     """Also how many groups each step begins, and which prompts the curriculum draws for them."""
     found = []
@@ -152,6 +154,7 @@ def test_each_group_comes_once_and_within_the_bound(
             assert result.rewards.total_PG.shape[0] == len(numbers[step])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_a_run_resumes_from_its_state(world: World, tmp_path: Path, in_flight: bool) -> None:
     """In the middle it ends as never stopped, bitwise without `in_flight`, else with each group once. Turned red by:

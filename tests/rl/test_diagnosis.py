@@ -193,6 +193,7 @@ def test_a_fault_is_vetoed_and_named(tokenizer: Tokenizer, name: str) -> None:
     assert world.cause().startswith(expected)
 
 
+@pytest.mark.thorough
 def test_stale_weights_are_named(tokenizer: Tokenizer) -> None:
     world = World(tokenizer, model_of(tokenizer), Faulty)
     shake(world.trainer.model, seed=1, stddev=0.3)

@@ -117,6 +117,7 @@ def test_the_entropy_bonus_follows_its_target(tokenizer: Tokenizer) -> None:
     assert again.coef == high.coef == pytest.approx(0.025)
 
 
+@pytest.mark.thorough
 def test_the_coefficient_of_the_batch_is_that_of_the_loss(tokenizer: Tokenizer) -> None:
     world = World(tokenizer, optimizer=sgd(0.0))
     batch = world.step().batch

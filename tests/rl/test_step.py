@@ -185,6 +185,7 @@ def test_every_algorithm_moves_the_weights(tokenizer: Tokenizer, algorithm: str)
     assert max(np.abs(np.asarray(after[path]) - before[path]).max() for path in before) > 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_the_reference_stays_while_the_actor_learns(tokenizer: Tokenizer, lora: bool) -> None:
     optimizer = make_optimizer(AdamW(learning_rate=1e-2 if lora else 2e-2), 100)

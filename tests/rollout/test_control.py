@@ -165,6 +165,7 @@ def test_cancelling_while_paused_frees_at_once(engine: NativeEngine) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 def test_new_weights_while_prompts_are_read(
     engine: NativeEngine, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +271,7 @@ def test_a_soak_of_2000_requests() -> None:
     assert report.updates > 0 and {"length", "stop"} <= report.ends.keys()
 
 
+@pytest.mark.thorough
 def test_a_merged_adapter_samples_as_the_adapter() -> None:
     adapted = tiny_model(num_layers=1, windows=(None,))
     with pytest.raises(ConfigError, match="rollout.merge_lora: the model has no adapter"):

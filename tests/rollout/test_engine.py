@@ -37,6 +37,7 @@ def test_log_probabilities_are_the_trainers(engine: NativeEngine, model: Decoder
     assert distance_to_trainer(engine, model, temperature) < 1e-5
 
 
+@pytest.mark.thorough
 def test_bfloat16() -> None:
     model = tiny_model(dtype=jnp.dtype(jnp.bfloat16))
     assert distance_to_trainer(make_engine(model), model, 1.0) < 0.1
@@ -96,6 +97,7 @@ def test_a_sample_does_not_depend_on_company_slot_or_chunk(engine: NativeEngine,
         assert_same(completion, e)
 
 
+@pytest.mark.thorough
 def test_small_batches_for_the_tail(model: Decoder, engine: NativeEngine) -> None:
     """32 slots, of which few go on for long: they end in a batch of 8 rows, which borrows its slots."""
     prompts = [[i + 1, i + 2] for i in range(32)]

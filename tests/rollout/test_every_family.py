@@ -43,6 +43,7 @@ def test_every_family_is_drawn() -> None:
     assert {module.__name__.rsplit(".", 1)[-1] for module in modules if isinstance(module, Family)} == set(FAMILIES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", often(FAMILIES, *OFTEN))
 def test_greedy_text_is_the_argmax_of_a_forward_pass(family: str) -> None:
     assert_engine_is_the_trainer(family, seed=1)

@@ -45,6 +45,7 @@ def test_samples_do_not_depend_on_the_layout(layout: DecodeAttention, engine: Na
     assert pool is not None and pool.layout == layout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_mesh", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_heads_apart_draw_the_samples_of_rows(on_mesh: bool) -> None:
     """Three heads of keys on a device, which the kernel does not read from one page."""

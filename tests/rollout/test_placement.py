@@ -137,6 +137,7 @@ def test_the_trainers_layout_brings_weights_together_at_every_token() -> None:
     assert len(in_loops(engine)) > 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

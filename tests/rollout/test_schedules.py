@@ -14,7 +14,7 @@ from tests.rollout.schedules import Run, check, schedule
 from tests.tiny import tiny_model
 
 LENGTH = 208
-FEW, ALL = 4, 200
+FEW, ALL = 2, 200
 
 
 @pytest.fixture(scope="module")

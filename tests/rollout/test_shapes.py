@@ -81,6 +81,7 @@ def test_what_requests_read_and_hold() -> None:
     assert (whatever.reads(64, rereads=False), whatever.positions(8, 64)) == (Range(1, 62), Range(8, 63))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("max_length", [256, pytest.param(2048, marks=pytest.mark.thorough)])
 def test_nothing_is_compiled_after_the_warm_up(max_length: int) -> None:
     """Prompts of every shape, alone and behind prefixes that others have read."""

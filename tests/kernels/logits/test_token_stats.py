@@ -262,6 +262,7 @@ def test_prompts_cost_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(calls) == chunks
 
 
+@pytest.mark.thorough
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", often(("live", "best ids", "groups"), "groups"))
 def test_no_array_of_a_teacher_either(kind: str) -> None:

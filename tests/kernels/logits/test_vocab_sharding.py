@@ -304,7 +304,7 @@ def collectives(hlo: str) -> Iterator[tuple[bool, list[list[int]]]]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    often([(n, kind) for n in MESHES for kind in TERMS], ("fsdp", "live"), ("tensor", "ids"), ("both", "groups")),
+    often([(n, kind) for n in MESHES for kind in TERMS], ("both", "groups")),
 )
 def test_no_collective_of_the_vocabularys_size_in_a_loop(name: str, kind: str) -> None:
     """Nor a whole gradient of the head on a device of a mesh that splits it."""
