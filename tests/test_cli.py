@@ -178,6 +178,7 @@ def model_of(finished: tuple[Path, str]) -> Path:
     return finished[0].parent / "out" / "1-rl" / "model"
 
 
+@pytest.mark.thorough
 def test_generate(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 

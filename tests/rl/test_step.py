@@ -278,6 +278,7 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(tokenizer: Toke
     assert EXACT < to_host(metrics)["sampling/logp_difference/mean"] < 0.05
 
 
+@pytest.mark.thorough
 def test_the_gate_judges_fresh_tokens_by_mean_outliers_and_maximum(tokenizer: Tokenizer) -> None:
     """A veto leaves the weights bitwise; tokens of older weights have a reason to differ."""
     world = World(tokenizer, optimizer=sgd(0.1))

@@ -129,6 +129,7 @@ def test_the_samples_of_one_device_and_no_weight_that_travels(
         assert not arrays
 
 
+@pytest.mark.thorough
 def test_the_trainers_layout_brings_weights_together_at_every_token() -> None:
     """What the search for collectives finds where there are some."""
     model = on_mesh(made("dense"), MESHES["fsdp"])

@@ -35,6 +35,7 @@ def test_more_steps_end_as_if_from_the_start(tmp_path: Path, kind: str) -> None:
     assert "stages.0.num_steps (num_steps may grow); give another output" in posttrain("run", parts).error
 
 
+@pytest.mark.thorough
 def test_what_may_not_grow(tmp_path: Path) -> None:
     optimizer = {"learning_rate": 1e-2, "schedule": "linear"}
     first, second = (sft_stage(num_steps=2, name=name, optimizer=optimizer) for name in ("a", "b"))

@@ -202,6 +202,7 @@ def test_grpo_as_in_one_process_also_killed_and_resumed(tmp_path: Path) -> None:
             assert got.get(name) == pytest.approx(wanted.get(name), abs=1e-5), (name, got["step"])
 
 
+@pytest.mark.thorough
 def test_an_error_of_one_ends_all(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(LOSS)
     file = write_run(tmp_path, sft_stage(loss="faulty.py:Loss"))

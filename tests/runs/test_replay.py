@@ -104,6 +104,7 @@ def test_what_cannot_be_replayed_is_said(stage: Path) -> None:
 of_several_updates = pytest.mark.parametrize("stage", ["updates"], indirect=True, scope="module")
 
 
+@pytest.mark.thorough
 @of_several_updates
 def test_losses_of_tokens(stage: Path) -> None:
     """They add up to the logged loss, and belong to the recorded tokens. Red if updates are each divided by their own

@@ -175,6 +175,7 @@ def unfinished(file: Path, folder: Path, *without: str) -> tuple[Path, Path]:
     return folder / file.name, stage
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("written", "remembered"),
     often([(True, True), (True, False), (False, True), (False, False)], (True, True), (False, False)),

@@ -88,6 +88,7 @@ def groups(output: Path) -> list[int]:
     return [number for file in files for number in dict.fromkeys(pyarrow.parquet.read_table(file)["group"].to_pylist())]
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_ends_as_never_stopped(tmp_path: Path) -> None:
     """Evaluations in between, rewards that take another time in each run. Turned red by: a queue that is not saved."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -129,6 +130,7 @@ def test_conversations_do_not_depend_on_time(tmp_path: Path) -> None:
         assert math.isclose(found.metrics[name], found.logged[name], rel_tol=1e-5, abs_tol=1e-6), name
 
 
+@pytest.mark.thorough
 def test_in_flight(tmp_path: Path) -> None:
     assert posttrain("run", write(tmp_path, in_flight=True, num_steps=4, rollout={"decode_steps": 2})).code == 0
     assert groups(tmp_path / "out") == list(range(8))

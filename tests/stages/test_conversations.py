@@ -123,6 +123,7 @@ def test_samples_whose_environment_fails_are_left_out(tmp_path: Path) -> None:
         assert line["env/errors"] == line["rewards/errors"] == line["rewards/invalid"]
 
 
+@pytest.mark.thorough
 def test_a_run_with_an_agent(tmp_path: Path) -> None:
     chat = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(6)]
     file = write_run(

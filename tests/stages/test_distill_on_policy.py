@@ -96,6 +96,7 @@ def test_the_reverse_kl_falls_without_any_reward(tmp_path: Path, teachers: Path)
     assert last < first - 0.2
 
 
+@pytest.mark.thorough
 def test_rows_with_teachers_of_their_own_beside_rewards(tmp_path: Path, teachers: Path) -> None:
     both = [{"path": str(teachers / name)} for name in ("teacher", "other")]
     stage = rl_stage(teachers=both, teacher_column="who", teacher_coef=0.5, num_steps=2)

@@ -359,6 +359,7 @@ def test_loss_of_sft(folder: Path) -> None:
         sft(folder, "label_smoothing=0.1", "loss=dft")
 
 
+@pytest.mark.thorough
 def test_datasets_are_mixed_by_weight(folder: Path) -> None:
     (folder / "letters.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 5)
 

@@ -131,6 +131,7 @@ def test_other_losses(tmp_path: Path, loss: Any, data: str) -> None:
     assert not {"eval/loss_low", "eval/kl_low"} & metrics.keys(), "of a whole batch, so of no sum over its answers"
 
 
+@pytest.mark.thorough
 def test_pairs_weigh_as_much_as_the_policy_would_write_them(tmp_path: Path) -> None:
     """In training and in evaluation: at first a loss of log 2 times the weights, which are near 1 where all tokens are
     nearly equally probable."""

@@ -186,6 +186,7 @@ def test_the_naive_twin(update: tuple[Any, dict[str, float]], tapped: list[Any])
     assert_allclose(mean, naive(tapped, "mse")[0], rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_packing_micro_batches_and_chunks_change_nothing(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_matching, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(layer_matching, "MIN_CHUNK_TOKENS", 3)

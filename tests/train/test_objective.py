@@ -101,6 +101,7 @@ def test_the_update_is_that_of_the_same_loss_without_its_promise(name: str, micr
         np.testing.assert_allclose(weights[path], array, rtol=1e-4, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.thorough
 def test_noise_on_embeddings() -> None:
     """NEFTune, arXiv:2310.05914 algorithm 1: uniform in +-alpha / sqrt(L D), L the length of the sequence, also in a
     packed row; other noise in every row and step; none in an evaluation."""

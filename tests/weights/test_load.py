@@ -91,6 +91,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axes", [None, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.thorough)])
 def test_host_holds_less_than_two_tensors(
     axes: dict[str, int] | None, large: Path, monkeypatch: pytest.MonkeyPatch

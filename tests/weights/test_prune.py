@@ -81,6 +81,7 @@ def test_heads_go_with_their_group(model: Decoder) -> None:
     np.testing.assert_allclose(forward(small, TOKENS), forward(whole, TOKENS), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_experts_become_one_mlp(tmp_path: Path) -> None:
     """Copies say what the dense model said, whatever their number; of experts that differ the most used stay."""
     llama = tiny_model(windows=(None,), qk_norm=False)

@@ -192,6 +192,7 @@ def test_saved_is_what_the_model_computes_and_so_is_its_adapter(lora: LoRA, llam
     assert_allclose(forward(again, TOKENS), expected, atol=tolerance)
 
 
+@pytest.mark.thorough
 def test_experts(tmp_path: Path) -> None:
     plain = load_model(GOLDENS / "mixtral", dtype=jnp.float32)
     model = load_model(GOLDENS / "mixtral", dtype=jnp.float32, quantize="int8")
