@@ -14,8 +14,8 @@ DEVICES = 8
 CACHE_BYTES = 2 << 30
 # Virtual devices that wait for each other on a busy machine: after 40 seconds XLA would end the process.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300 --xla_cpu_collective_timeout_seconds=300"
-# XLA of jaxlib 0.12 always uses them, and ends a process that names an unknown flag.
-EMITTERS = () if version("jaxlib") >= "0.12" else ("xla_cpu_use_fusion_emitters",)
+# XLA of jaxlib 0.11 always uses them, and ends a process that names an unknown flag.
+EMITTERS = () if version("jaxlib") >= "0.11" else ("xla_cpu_use_fusion_emitters",)
 QUICK = " ".join(["--xla_cpu_parallel_codegen_split_count=1", *(f"--{name}=false" for name in EMITTERS)])
 OPTIMIZED: dict[str, Any] = dict.fromkeys(EMITTERS, True)
 """Against `QUICK`, which XLA reads once in a process."""
