@@ -21,8 +21,8 @@ from posttrain.rollout.decode_weights import Loaded, choose_placement, device_me
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, DispatchOutcome, Runner, deliver
-from posttrain.rollout.scheduler import Plan, Scheduler
-from posttrain.rollout.types import Call, Completion, Decode, RolloutEngine, SamplingParams
+from posttrain.rollout.scheduler import Counts, Plan, Scheduler
+from posttrain.rollout.types import Call, Completion, Decode, NewTokens, RolloutEngine, SamplingParams
 from posttrain.runtime.profiler import span
 from posttrain.runtime.xla import trim_host_memory
 from posttrain.tracking.console import progress_bar
@@ -141,6 +141,9 @@ class NativeEngine:
         with span("rollout/deliver"):
             ended = deliver(dispatch, outcome, self._scheduler.holds, self._decode_text)
             self._scheduler.settle(plan)
+        for row in plan.decode:
+            if self._scheduler.holds(row):
+                row.request.tell()
         for row, reason in ended.done:
             self._scheduler.release(row)
             row.request.finish(reason)
@@ -153,11 +156,21 @@ class NativeEngine:
             self._runner.reset()
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, partial: Completion | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        partial: Completion | None = None,
+        on_tokens: Callable[[NewTokens], None] | None = None,
     ) -> Completion:
-        """One completion, which goes on with what is `partial` of it. Cancelling it frees its slot."""
+        """One completion, which goes on with what is `partial` of it. Cancelling it frees its slot and its blocks.
+
+        `on_tokens`: called in the event loop with the tokens of each dispatch, `partial`'s with the first; it must not
+        raise.
+        """
         self._check_loop()
         request = self._submit(Call(prompt, params, partial))
+        request.on_tokens = on_tokens
         self._start_driver()
         return await asyncio.wrap_future(request.future)
 
@@ -262,7 +275,7 @@ class NativeEngine:
         """Since the last call, but for the number of programs; blocks as a share of all that there are. A late
         compilation is one while samples waited for it: none after `warm_up`. `copy_mib`: weights of its own over all
         devices; `layout_mib`: those that a device holds in another layout while samples run."""
-        counts = self._scheduler.take_counts()
+        counts = self.take_counts()
         (late, compile_s), programs = self._compilations, self.programs
         self._compilations = programs.num_late, programs.compile_s
         return {
@@ -275,6 +288,10 @@ class NativeEngine:
             "rollout/layout_mib": programs.layout_bytes / 2**20,
             "rollout/copy_mib": self._copies.own_bytes / 2**20 if self._copies is not None else 0.0,
         }
+
+    def take_counts(self) -> Counts:
+        """Counters of prompts, shared prefixes and preemptions since the last call, or that of `metrics`."""
+        return self._scheduler.take_counts()
 
     def close(self) -> None:
         """End every request with what it has, as `abort`; later ones raise RuntimeError."""
@@ -299,6 +316,11 @@ class NativeEngine:
     def num_free(self) -> int:
         """Slots without a request."""
         return self._scheduler.num_free
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._scheduler.waiting)
 
     @property
     def num_used_blocks(self) -> int:

@@ -30,7 +30,7 @@ from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_wi
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.xla import compile_options
-from posttrain.tree import pytree
+from posttrain.tree import pytree, static
 
 MAX_COMPILERS = 8
 """Programs that are compiled at once; each takes host memory meanwhile."""
@@ -57,6 +57,8 @@ class ScoredPrompts:
     targets: Int[Array, "N T"]
     """The token after each of the prompt's."""
     temperature: Float[Array, " N"]
+    top: bool = static()
+    """Return the most probable tokens at each place too."""
 
 
 @pytree
@@ -66,6 +68,8 @@ class Prefilled:
     experts: Int[Array, "N T M k"] | None
     logps: Float[Array, "N T"] | None
     """Log-probabilities of `ScoredPrompts.targets`."""
+    top: TopLogps | None
+    """Most probable tokens at their places; None unless requested."""
 
 
 @pytree
@@ -119,22 +123,21 @@ def prefill(
         near = pool.gather(prompts.context)
     hidden, filled, routing = model.forward(prompts.tokens, positions, segments, near)
     assert isinstance(filled, KVCache)
-    beside = Prefilled(
-        experts=_recorded(routing) if record else None,
-        logps=None if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored, mesh),
-    )
+    logps, top = (None, None) if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored, mesh)
+    beside = Prefilled(experts=_recorded(routing) if record else None, logps=logps, top=top)
     first = (prompts.starts // BLOCK).reshape(prompts.targets.shape[:2])
     return pool.scatter(filled, first, prompts.targets, mesh), beside
 
 
 def _prompt_logps(
     model: Decoder, hidden: Float[Array, "N T D"], scored: ScoredPrompts, mesh: Mesh | None
-) -> Float[Array, "N T"]:
+) -> tuple[Float[Array, "N T"], TopLogps | None]:
     rows, length = scored.targets.shape
     temperature = jnp.repeat(scored.temperature, length)
     flat = hidden.reshape(rows * length, -1), scored.targets.reshape(-1)
-    logps = score(model.logits, *flat, temperature, vocab_size=model.config.vocab_size, mesh=mesh)
-    return logps.reshape(rows, length)
+    found = score(model.logits, *flat, temperature, vocab_size=model.config.vocab_size, top=scored.top, mesh=mesh)
+    shaped: tuple[Array, TopLogps | None] = jax.tree.map(lambda x: x.reshape(rows, length, *x.shape[1:]), found)
+    return shaped
 
 
 def _recorded(routing: Routing | None) -> Int[Array, "B T M k"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from posttrain.rollout.types import Completion, SamplingParams, StopReason, TokenLogp
+from posttrain.rollout.types import Completion, NewTokens, SamplingParams, StopReason, TokenLogp
 
 
 @dataclass(eq=False, kw_only=True)
@@ -32,6 +32,12 @@ class Request:
     """Log-probabilities of the first prompt tokens, where requested."""
     routing: Int[np.ndarray, "T M k"] | None = None
     """Recorded experts of every position that was read; -1 elsewhere. None without recording."""
+    on_tokens: Callable[[NewTokens], None] | None = None
+    """Called with the tokens of each dispatch, before the completion is returned. It must not raise."""
+    num_told: int = 0
+    """Number of tokens that `on_tokens` has been told."""
+    prompt_top_logps: list[tuple[TokenLogp, ...]] = field(default_factory=lambda: [()])
+    """Most probable tokens at as many places as `prompt_logps` has; none without `top_logps`."""
     admitted: bool = False
     """True once the request has held a slot."""
     _history: MutableSequence[int] = field(default_factory=lambda: array("i"))
@@ -89,6 +95,7 @@ class Request:
         self.logps, self.kept_logps = array("f", partial.logps), array("f", partial.kept_logps)
         self.top_logps = list(partial.top_logps or ())
         self.prompt_logps = list(partial.prompt_logps or (0.0,))
+        self.prompt_top_logps = list(partial.prompt_top_logps or [()] * len(self.prompt_logps))
         if partial.experts is not None:
             self.record_routing(0, partial.experts)
 
@@ -97,10 +104,14 @@ class Request:
         """True if prompt log-probabilities are requested and missing: the prompt must be computed from the start."""
         return self.params.prompt_logps and len(self.prompt_logps) < len(self.prompt)
 
-    def record_prompt_logps(self, start: int, logps: Sequence[float]) -> None:
-        """Store log-probabilities of the tokens after positions `start` and later; earlier records stay."""
-        new = logps[len(self.prompt_logps) - 1 - start :]
-        self.prompt_logps += new[: len(self.prompt) - len(self.prompt_logps)]
+    def record_prompt_logps(
+        self, start: int, logps: Sequence[float], top: Sequence[tuple[TokenLogp, ...]] | None
+    ) -> None:
+        """Store log-probabilities of the tokens after positions `start` and later, and the most probable tokens there;
+        earlier records stay."""
+        new = slice(len(self.prompt_logps) - 1 - start, len(self.prompt) - 1 - start)
+        self.prompt_logps += logps[new]
+        self.prompt_top_logps += [()] * len(logps[new]) if top is None else top[new]
 
     def record_routing(self, start: int, routing: Int[np.ndarray, "T M k"]) -> None:
         """Record experts of positions `start` and later; earlier records stay, also when positions are recomputed."""
@@ -112,7 +123,7 @@ class Request:
     def forget_prompt(self) -> None:
         """Drop the prompt's records, computed with older weights."""
         if not self.started:
-            self.prompt_logps, self.routing = [0.0], None
+            self.prompt_logps, self.prompt_top_logps, self.routing = [0.0], [()], None
 
     def cut(self, length: int) -> None:
         """Drop the tokens after the first `length`."""
@@ -120,6 +131,15 @@ class Request:
         sampled: tuple[MutableSequence[Any], ...] = (self.tokens, self.logps, self.kept_logps, self.versions)
         for values in (*sampled, self.top_logps):
             del values[length:]
+
+    def tell(self) -> None:
+        """Hand tokens that are new to `on_tokens`, if there is one."""
+        told, self.num_told = self.num_told, len(self.tokens)
+        if self.on_tokens is not None and told < self.num_told:
+            new = slice(told, None)
+            self.on_tokens(
+                NewTokens(tuple(self.tokens[new]), tuple(self.logps[new]), tuple(self.top_logps[new]) or None)
+            )
 
     def finish(self, stop: StopReason) -> None:
         """Return the completion to the caller, unless the caller has cancelled."""
@@ -137,6 +157,7 @@ class Request:
             experts=self._experts(),
             top_logps=tuple(self.top_logps) if self.params.top_logps else None,
             prompt_logps=tuple(self.prompt_logps) if self.params.prompt_logps else None,
+            prompt_top_logps=tuple(self.prompt_top_logps) if self.params.scores_top else None,
         )
 
     def fail(self, error: BaseException) -> None:

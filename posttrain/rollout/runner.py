@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -153,12 +154,12 @@ class Runner:
 
     def _example_prompts(self, expected: Sequence[Expected], rereads: bool) -> Iterator[PromptPieces]:
         calls = {
-            (shape, scored)
+            (shape, scored, scored and e.params.scores_top)
             for e in expected
             for shape in self.shapes.prompts(e.reads(self.shapes.max_length, rereads=rereads))
             for scored in (False, e.params.prompt_logps)
         }
-        yield from (self._prompts(shape, {}, scored=scored) for shape, scored in sorted(calls))
+        yield from (self._prompts(shape, {}, scored=scored, top=top) for shape, scored, top in sorted(calls))
 
     def _example_rows(self, expected: Sequence[Expected]) -> Iterator[DecodeRows]:
         shapes = self.shapes
@@ -194,8 +195,9 @@ class Runner:
         for (_, shape), group in sorted(groups.items(), key=lambda item: item[0]):
             while group:
                 places, group = self._placed(group, shape.rows)
-                scored = any(piece.row.request.unscored for piece in places.values())
-                yield PromptCall(prompts=self._prompts(shape, places, scored=scored), pieces=places)
+                params = [piece.row.request.params for piece in places.values() if piece.row.request.unscored]
+                top = any(p.scores_top for p in params)
+                yield PromptCall(prompts=self._prompts(shape, places, scored=bool(params), top=top), pieces=places)
 
     def _placed(self, pieces: Sequence[PromptPiece], rows: int) -> tuple[dict[int, PromptPiece], list[PromptPiece]]:
         """DecodeRows of a call for as many pieces as fit into their lanes, and what is left."""
@@ -210,7 +212,7 @@ class Runner:
                 left.append(piece)
         return places, left
 
-    def _prompts(self, shape: PromptShape, places: dict[int, PromptPiece], *, scored: bool) -> PromptPieces:
+    def _prompts(self, shape: PromptShape, places: dict[int, PromptPiece], *, scored: bool, top: bool) -> PromptPieces:
         lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
         tokens, following = np.zeros((rows, shape.tokens), np.int32), np.zeros((rows, shape.tokens), np.int32)
         starts, lengths, temperature = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.float32)
@@ -229,7 +231,7 @@ class Runner:
         return PromptPieces(
             **jax.device_put(arrays | {"targets": targets.reshape(lanes, shape.rows, -1)}),
             context=jax.device_put(context.reshape(lanes, shape.rows, -1)) if shape.context else None,
-            scored=ScoredPrompts(**jax.device_put(wanted)) if scored else None,
+            scored=ScoredPrompts(**jax.device_put(wanted), top=top) if scored else None,
         )
 
     def _decode_call(self, plan: Plan) -> DecodeCall:
@@ -349,7 +351,10 @@ def _deliver_prompts(call: PromptCall, found: Prefilled, holds: Callable[[Row], 
         if found.experts is not None:
             row.request.record_routing(piece.start, np.asarray(found.experts[index, :length]))
         if found.logps is not None and row.request.unscored:
-            row.request.record_prompt_logps(piece.start, np.asarray(found.logps[index, :length]).tolist())
+            top, number = None, row.request.params.top_logps
+            if found.top is not None and number:
+                top = _top_logps(found.top, np.s_[index, :length], number)
+            row.request.record_prompt_logps(piece.start, np.asarray(found.logps[index, :length]).tolist(), top)
 
 
 def _record_routing(nodes: Sequence[Node], experts: np.ndarray) -> None:
@@ -383,13 +388,13 @@ def _deliver_tokens(chunk: DecodedTokens, index: int, request: Request, version:
     request.kept_logps.extend(np.asarray(chunk.kept_logps[:count, index]).tolist())
     request.versions.extend([version] * count)
     if chunk.top is not None:
-        request.top_logps += _top_logps(chunk.top, count, index, request.params.top_logps)
+        request.top_logps += _top_logps(chunk.top, np.s_[:count, index], request.params.top_logps)
     return count
 
 
-def _top_logps(top: TopLogps, count: int, index: int, number: int) -> list[tuple[TokenLogp, ...]]:
-    """The `number` most probable tokens at each of a row's first `count` tokens."""
-    tokens, logps = np.asarray(top.tokens[:count, index]), np.asarray(top.logps[:count, index])
+def _top_logps(top: TopLogps, places: tuple[Any, Any], number: int) -> list[tuple[TokenLogp, ...]]:
+    """The `number` most probable tokens at each of these places."""
+    tokens, logps = np.asarray(top.tokens[places]), np.asarray(top.logps[places])
     return [
         tuple(map(TokenLogp, *pair))
         for pair in zip(tokens[:, :number].tolist(), logps[:, :number].tolist(), strict=True)

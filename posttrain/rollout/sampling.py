@@ -272,6 +272,11 @@ class _Distribution:
     def logps(self, tokens: Int[Array, " R"]) -> Float[Array, " R"]:
         return jnp.take_along_axis(self.shifted, tokens[:, None], axis=-1)[:, 0] - jnp.log(self.total)
 
+    def top(self) -> TopLogps:
+        """As many most probable tokens as a request may ask for."""
+        shifted, tokens = jax.lax.top_k(self.shifted, top_width(self.shifted.shape[1]))
+        return TopLogps(tokens=tokens, logps=shifted - jnp.log(self.total)[:, None])
+
 
 def _draw(of: _Distribution, s: Sampling, u: Float[Array, " R"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
     """Tokens, and the log of the mass that truncation kept."""
@@ -337,9 +342,11 @@ def score(
     temperature: Float[Array, " T"],
     *,
     vocab_size: int,
+    top: bool,
     mesh: Mesh | None,
-) -> Float[Array, " T"]:
-    """Log-probability of `targets[t]` right after the token whose hidden state is `hidden[t]`, whatever row it is in.
+) -> tuple[Float[Array, " T"], TopLogps | None]:
+    """Log-probability of `targets[t]` right after the token whose hidden state is `hidden[t]`, whatever row it is in;
+    with `top` also the most probable tokens there.
 
     In chunks, so that logits of a long prompt never exist all at once; at temperature 0 of the unscaled distribution.
     """
@@ -350,17 +357,19 @@ def score(
     def split(x: Array) -> Array:
         return jnp.pad(x, ((0, -length % chunk), *[(0, 0)] * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
 
-    def logps_of(logits: Array, targets: Array, temperature: Array) -> Array:
+    def scores_of(logits: Array, targets: Array, temperature: Array) -> tuple[Array, TopLogps | None]:
         scale = jnp.where(temperature > 0, temperature, 1.0)[:, None]
-        return _Distribution.of(logits.astype(jnp.float32) / scale).logps(targets)
+        model = _Distribution.of(logits.astype(jnp.float32) / scale)
+        return model.logps(targets), model.top() if top else None
 
-    def body(_: None, inputs: tuple[Array, Array, Array]) -> tuple[None, Array]:
+    def body(_: None, inputs: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, TopLogps | None]]:
         hidden, targets, temperature = by_rows(inputs, mesh)
         logits = by_rows_and_vocab(logits_of(hidden[None])[0], mesh)
-        return None, on_each_shard(logps_of, mesh)(logits, targets, temperature)
+        return None, on_each_shard(scores_of, mesh)(logits, targets, temperature)
 
-    _, logps = jax.lax.scan(body, None, (split(hidden), split(targets), split(temperature)))
-    return logps.reshape(-1)[:length]
+    _, chunks = jax.lax.scan(body, None, (split(hidden), split(targets), split(temperature)))
+    scores: tuple[Array, TopLogps | None] = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:length], chunks)
+    return scores
 
 
 def top_width(vocab_size: int) -> int:
@@ -370,15 +379,9 @@ def top_width(vocab_size: int) -> int:
 def _top(of: _Distribution, wanted: Int[Array, " R"]) -> TopLogps:
     rows, vocab = of.shifted.shape
     shape = (rows, top_width(vocab))
-
-    def found() -> tuple[Array, Array]:
-        shifted, tokens = jax.lax.top_k(of.shifted, shape[1])
-        return tokens, shifted - jnp.log(of.total)[:, None]
-
-    tokens, logps = jax.lax.cond(
-        jnp.any(wanted > 0), found, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-    )
-    return TopLogps(tokens=tokens, logps=logps)
+    nothing = TopLogps(tokens=jnp.zeros(shape, jnp.int32), logps=jnp.zeros(shape, jnp.float32))
+    top: TopLogps = jax.lax.cond(jnp.any(wanted > 0), of.top, lambda: nothing)
+    return top
 
 
 def uniforms(keys: UInt32[Array, "S 2"], positions: Int[Array, " S"]) -> Float[Array, " S"]:

@@ -63,7 +63,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text, and of the text in which stop strings are looked for."""
     top_logps: int = 0
-    """Number of most probable tokens returned with each sampled one."""
+    """Number of most probable tokens returned with each sampled one, and with `prompt_logps` each of the prompt."""
     prompt_logps: bool = False
     """Return the log-probabilities of the prompt."""
 
@@ -118,6 +118,11 @@ class SamplingParams:
         return not (self.has_penalties or self.logit_bias or self.allowed_token_ids is not None or self.top_logps)
 
     @property
+    def scores_top(self) -> bool:
+        """True if the most probable tokens at the places of the prompt are returned."""
+        return self.prompt_logps and self.top_logps > 0
+
+    @property
     def has_penalties(self) -> bool:
         """True if logits depend on the tokens before."""
         return bool(self.repetition_penalty - 1 or self.presence_penalty or self.frequency_penalty)
@@ -161,6 +166,16 @@ class Completion:
     """Most probable tokens at each position, in falling order; None unless requested."""
     prompt_logps: tuple[float, ...] | None = None
     """Log-probability of each prompt token given those before it, 0 for the first; None unless requested."""
+    prompt_top_logps: tuple[tuple[TokenLogp, ...], ...] | None = None
+    """Most probable tokens at each place of the prompt, none at the first; None unless both are requested."""
+
+
+class NewTokens(NamedTuple):
+    """Tokens of a sample under way that came with one dispatch; those of all make its completion."""
+
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    top_logps: tuple[tuple[TokenLogp, ...], ...] | None
 
 
 class Call(NamedTuple):

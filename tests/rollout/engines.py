@@ -90,6 +90,7 @@ class NaiveEngine:
             weights_versions=(0,) * len(draws.sample),
             top_logps=top if p.top_logps else None,
             prompt_logps=self._prompt_logps(draws.prompt, p.temperature) if p.prompt_logps else None,
+            prompt_top_logps=self._prompt_top_logps(draws.prompt, p) if p.scores_top else None,
         )
 
     def _uniforms_of(self, p: SamplingParams) -> np.ndarray:
@@ -110,6 +111,12 @@ class NaiveEngine:
         logits = self._logits(prompt)
         pairs = zip(logits, prompt[1:], strict=False)
         return (0.0, *(float(log_softmax(row, temperature)[token]) for row, token in pairs))
+
+    def _prompt_top_logps(self, prompt: Sequence[int], p: SamplingParams) -> tuple[tuple[TokenLogp, ...], ...]:
+        logps = [log_softmax(row, p.temperature) for row in self._logits(prompt)[: len(prompt) - 1]]
+        orders = [np.argsort(-row, kind="stable")[: p.top_logps] for row in logps]
+        pairs = zip(logps, orders, strict=True)
+        return ((), *(tuple(TokenLogp(int(t), float(row[t])) for t in order) for row, order in pairs))
 
 
 def log_softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
@@ -157,7 +164,9 @@ def assert_same(got: Completion, expected: Completion) -> None:
     if got.prompt_logps is not None:
         np.testing.assert_allclose(got.prompt_logps, expected.prompt_logps, atol=1e-5, rtol=3e-6)
     assert (got.top_logps is None) == (expected.top_logps is None)
-    for top, expected_top in zip(got.top_logps or (), expected.top_logps or (), strict=True):
+    assert (got.prompt_top_logps is None) == (expected.prompt_top_logps is None)
+    tops = [[*(one.prompt_top_logps or ()), *(one.top_logps or ())] for one in (got, expected)]
+    for top, expected_top in zip(*tops, strict=True):
         assert len(top) == len(expected_top)
         for one, other in zip(top, expected_top, strict=True):
             assert abs(one.logp - other.logp) < 1e-5

@@ -16,7 +16,7 @@ from posttrain.models.cache import empty_cache
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.sampling import uniforms
-from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.rollout.types import Completion, NewTokens, SamplingParams
 from posttrain.weights.state import ModelWeights
 from tests.oracles import sample_reference
 from tests.rollout.engines import LENGTH, assert_same, make_engine, params, requests
@@ -110,6 +110,38 @@ def test_cancelled_requests_free_their_slots(engine: NativeEngine) -> None:
         asyncio.run(run()), [e for i, e in enumerate(expected) if i not in (0, 3, 8)], strict=True
     ):
         assert_same(completion, e)
+
+
+def test_tokens_are_handed_over_as_they_are_sampled(engine: NativeEngine) -> None:
+    """Those of all dispatches are the completion, also cut at a stop string; nothing comes after a cancellation, whose
+    blocks are free at once."""
+    prompts, parameters = requests(6, max_tokens=23, top_logps=2)
+    plain = engine.generate_all(prompts, parameters)
+    parameters[1] = params(1, max_tokens=23, top_logps=2, stop=(f"<{plain[1].tokens[7]}>",))
+    expected = engine.generate_all(prompts, parameters)
+    told: list[list[NewTokens]] = [[] for _ in prompts]
+
+    async def run() -> list[Any]:
+        running = [
+            asyncio.create_task(engine.generate(*one, on_tokens=pieces.append))
+            for one, pieces in zip(zip(prompts, parameters, strict=True), told, strict=True)
+        ]
+        while not told[0]:
+            await asyncio.sleep(0)
+        running[0].cancel()
+        used = engine.num_used_blocks
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert engine.num_used_blocks < used
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    done = asyncio.run(run())
+    assert isinstance(done[0], asyncio.CancelledError) and len(told[0]) == 1
+    for pieces, got, e in list(zip(told, done, expected, strict=True))[1:]:
+        assert_same(got, e)
+        assert len(pieces) > 1 and all(len(piece.tokens) == len(piece.logps) > 0 for piece in pieces)
+        assert tuple(token for piece in pieces for token in piece.tokens) == got.tokens
+        assert tuple(top for piece in pieces for top in piece.top_logps or ()) == got.top_logps
 
 
 def test_everything_abandoned(engine: NativeEngine) -> None:

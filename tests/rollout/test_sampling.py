@@ -280,7 +280,11 @@ def test_scores_of_given_tokens(length: int) -> None:
     hidden, head = rng.normal(size=(length, 6)), rng.normal(size=(6, 40))
     targets, temperature = rng.integers(0, 40, length), rng.choice([0.0, 0.6, 1.0], length)
     arrays = (jnp.asarray(hidden, jnp.float32), jnp.asarray(targets, jnp.int32), jnp.asarray(temperature, jnp.float32))
-    logps = score(lambda h: h @ jnp.asarray(head, jnp.float32), *arrays, vocab_size=40, mesh=None)
+    logps, top = score(lambda h: h @ jnp.asarray(head, jnp.float32), *arrays, vocab_size=40, top=True, mesh=None)
+    every = np.stack([log_softmax(h @ head, t) for h, t in zip(hidden, temperature, strict=True)])
+    assert top is not None
+    np.testing.assert_array_equal(top.tokens, np.argsort(-every, axis=-1)[:, :20])
+    np.testing.assert_allclose(top.logps, -np.sort(-every, axis=-1)[:, :20], atol=1e-4)
     expected = [log_softmax(h @ head, t)[token] for h, t, token in zip(hidden, temperature, targets, strict=True)]
     np.testing.assert_allclose(logps, expected, atol=1e-4)
 
