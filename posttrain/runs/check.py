@@ -30,6 +30,7 @@ from posttrain.runs.prepare import prepare
 from posttrain.runtime.files import check_writable
 from posttrain.stages.context import num_training_devices
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
+from posttrain.tracking.trackers import check_dashboards
 from posttrain.train.objective import used_once
 from posttrain.train.optimizers import AnyOptimizer, make_optimizer, state_bytes
 from posttrain.weights.load import check_mesh, outline_of
@@ -61,10 +62,12 @@ class TrainingSize:
 def check(config: RunConfig, num_devices: int | None = None, num_processes: int = 1) -> list[str]:
     """Validate a run; return lines about what it would do. Raises ConfigError for the first mistake.
 
-    `num_devices`: devices of the target machine; None: of this machine. `num_processes`: its hosts.
+    `num_devices`: devices of the target machine; None: of this machine, on which folder and trackers must open.
+    `num_processes`: its hosts.
     """
     if num_devices is None:
         check_writable(Path(config.output))
+        check_dashboards(tensorboard=config.tensorboard, trackers=config.trackers)
     mesh = mesh_of_run(config, num_devices)
     check_row_tokens(config, mesh["context"])
     shards = math.prod(mesh[axis] for axis in ROW_AXES)

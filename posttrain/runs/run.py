@@ -31,7 +31,7 @@ from posttrain.statistics import PairedDifference, paired_difference
 from posttrain.tracking.console import console, cut, printable
 from posttrain.tracking.sink import Sink
 from posttrain.tracking.steps import shown_number, with_interval
-from posttrain.tracking.trackers import require
+from posttrain.tracking.trackers import check_dashboards
 from posttrain.train.loop import StopRequest, stop_on_signals
 from posttrain.weights.locate import ModelFiles
 
@@ -44,10 +44,9 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     OutsideError.
     """
     enable_compile_cache()
-    for tracker in config.trackers:
-        require(tracker)
     mesh = mesh_of(config)
     check_writable(Path(config.output))
+    check_dashboards(tensorboard=config.tensorboard, trackers=config.trackers)
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
     output, names = Path(config.output), stage_names(config)

@@ -1,10 +1,11 @@
-"""Experiment trackers, whose packages are optional: W&B, MLflow, Trackio."""
+"""Experiment trackers, whose packages are optional: W&B, MLflow, Trackio; each can be opened before a run begins."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 
 from posttrain.errors import ConfigError
 from posttrain.metrics import Sample
+from posttrain.runtime import processes
 from posttrain.runtime.files import digest
 from posttrain.tracking.sink import Sink, grouped, markdown_of, shown
 
@@ -40,9 +42,9 @@ class TrackedRun:
         """Identifier by which a resumed stage finds its tracked run again."""
         return digest(f"{self.folder.resolve()}/{self.stage}")
 
-    @property
-    def project(self) -> str:
-        return os.environ.get("POSTTRAIN_PROJECT", PROJECT)
+
+def project() -> str:
+    return os.environ.get("POSTTRAIN_PROJECT", PROJECT)
 
 
 STEP = "step"
@@ -60,7 +62,7 @@ class WandbSink:
     def __init__(self, wandb: Any, run: TrackedRun) -> None:
         self._wandb = wandb
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", run.project),
+            project=os.environ.get("WANDB_PROJECT", project()),
             name=run.name,
             id=run.identifier,
             resume="allow",
@@ -68,6 +70,11 @@ class WandbSink:
         )
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
+
+    @staticmethod
+    def check(wandb: Any) -> None:
+        """Log in, as the run will; nothing where it is offline or disabled."""
+        wandb.login(verify=True)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({STEP: step, **shown(metrics)})
@@ -98,7 +105,7 @@ class MlflowSink:
 
     def __init__(self, mlflow: Any, run: TrackedRun) -> None:
         self._mlflow, self._client = mlflow, mlflow.MlflowClient()
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run.project)
+        name = self._experiment()
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         earlier = self._client.search_runs([experiment], f"tags.`{TAG}` = '{run.identifier}'")
@@ -110,6 +117,17 @@ class MlflowSink:
         params = [mlflow.entities.Param(key, str(value)[:MAX_PARAM]) for key, value in run.settings.items()]
         for start in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + MAX_PARAMS])
+
+    @classmethod
+    def check(cls, mlflow: Any) -> None:
+        """Ask the server or the database for the experiment; a server that is not there is asked twice, not for four
+        minutes."""
+        with _default_environment(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1"):
+            mlflow.MlflowClient().get_experiment_by_name(cls._experiment())
+
+    @staticmethod
+    def _experiment() -> str:
+        return os.environ.get("MLFLOW_EXPERIMENT_NAME", project())
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         now, metric = int(1000 * time.time()), self._mlflow.entities.Metric
@@ -131,12 +149,20 @@ class TrackioSink:
     def __init__(self, trackio: Any, run: TrackedRun) -> None:
         self._trackio = trackio
         self._run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", run.project),
+            project=os.environ.get("TRACKIO_PROJECT", project()),
             name=f"{run.name}-{run.identifier[:6]}",
             space_id=os.environ.get("TRACKIO_SPACE_ID"),
             resume="allow",
             config=dict(run.settings),
         )
+
+    @staticmethod
+    def check(trackio: Any) -> None:
+        """Log in to the hub of `TRACKIO_SPACE_ID`; nothing else is asked for by files of this machine."""
+        if os.environ.get("TRACKIO_SPACE_ID"):
+            from huggingface_hub import whoami
+
+            whoami()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(shown(metrics), step=step)
@@ -154,7 +180,25 @@ class TrackioSink:
         self._run.finish()
 
 
+@contextmanager
+def _default_environment(**values: str) -> Iterator[None]:
+    """Set variables of the environment that have no value, for a while."""
+    missing = values.keys() - os.environ.keys()
+    os.environ.update({name: values[name] for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
 SINKS: dict[str, Any] = {"wandb": WandbSink, "mlflow": MlflowSink, "trackio": TrackioSink}
+REMEDIES = {
+    "wandb": "run `wandb login`, or set WANDB_MODE=offline",
+    "mlflow": "set MLFLOW_TRACKING_URI to a server or to a database such as sqlite:///mlflow.db",
+    "trackio": "run `hf auth login`, or unset TRACKIO_SPACE_ID",
+}
+ERROR_CHARACTERS = 400
 
 
 def require(name: str) -> Any:
@@ -169,7 +213,46 @@ def require(name: str) -> Any:
         ) from error
 
 
+def check_dashboards(*, tensorboard: bool, trackers: Sequence[str]) -> None:
+    """Open what the first process of a run will open beside files of the run's folder; ConfigError if it cannot be.
+
+    Nothing is written but the tables of a new database of MLflow.
+    """
+    if not processes.writes():
+        return
+    if tensorboard:
+        try:
+            from tensorboard.plugins.hparams import plugin_data_pb2  # noqa: F401
+            from tensorboard.summary.writer import record_writer  # noqa: F401
+        except Exception as error:
+            raise ConfigError(
+                f"tensorboard: cannot be imported ({type(error).__name__}: {error}); mend its installation, or set "
+                "tensorboard: false"
+            ) from error
+    for name in trackers:
+        check_tracker(name)
+
+
+def check_tracker(name: str) -> None:
+    """Open a tracker as a run will, without a run. ConfigError if it cannot be opened."""
+    with _opening(name):
+        SINKS[name].check(require(name))
+
+
 def open_tracker(name: str, run: TrackedRun) -> Sink:
-    """Open the sink of a tracker: `wandb`, `mlflow` or `trackio`."""
-    sink: Sink = SINKS[name](require(name), run)
-    return sink
+    """Open the sink of a tracker: `wandb`, `mlflow` or `trackio`. ConfigError if it cannot be opened."""
+    with _opening(name):
+        sink: Sink = SINKS[name](require(name), run)
+        return sink
+
+
+@contextmanager
+def _opening(name: str) -> Iterator[None]:
+    """Report what a tracker's package raises as one line with a remedy."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]
+        raise ConfigError(f"trackers: {name} cannot be opened ({text}); {REMEDIES[name]}, or remove it") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from posttrain.errors import ConfigError
 from posttrain.metrics import Sample
 from posttrain.tracking import trackers
 from posttrain.tracking.trackers import MlflowSink, TrackedRun, TrackioSink, WandbSink
+from tests.stages.runs import posttrain, sft_stage, write_run
 
 pytestmark = pytest.mark.fast
 
@@ -109,3 +111,48 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "import_module", missing)
     with pytest.raises(ConfigError, match=r"^trackers: wandb is not installed; pip install 'posttrain\[wandb\]'"):
         trackers.require("wandb")
+
+
+def test_a_tracker_is_opened_without_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRACKIO_SPACE_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.delenv(name, raising=False)
+    retries: list[str | None] = []
+
+    class Client(Recorder):
+        def get_experiment_by_name(self, name: str) -> None:
+            retries.append(os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES"))
+            self.calls.append(("asked", (name,), {}))
+
+    wandb, client, trackio = Recorder(), Client(), Recorder()
+    modules = {"wandb": wandb, "mlflow": SimpleNamespace(MlflowClient=lambda: client), "trackio": trackio}
+    monkeypatch.setattr(trackers, "import_module", modules.__getitem__)
+    for name in modules:
+        trackers.check_tracker(name)
+    assert [name for name, _, _ in wandb.calls] == ["login"] and trackio.calls == []
+    assert client.calls == [("asked", ("posttrain",), {})] and retries == ["1"]
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_tracker_that_cannot_be_opened_ends_a_run_first(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> Any:
+        raise RuntimeError("unsupported URI 'sqlite:///mlflow.db'\nuse another")
+
+    monkeypatch.setattr(trackers, "import_module", lambda _: SimpleNamespace(MlflowClient=refused))
+    # A dataset that is not there is found later.
+    stage = sft_stage(dataset={"path": "missing.jsonl"})
+    error = posttrain(command, write_run(tmp_path, stage, trackers=["mlflow"])).error
+    assert error == (
+        "trackers: mlflow cannot be opened (RuntimeError: unsupported URI 'sqlite:///mlflow.db' use another); set "
+        "MLFLOW_TRACKING_URI to a server or to a database such as sqlite:///mlflow.db, or remove it"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.thorough
+def test_another_machine_opens_its_own_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "import_module", lambda name: pytest.fail(f"imported {name}"))
+    file = write_run(tmp_path, sft_stage(), trackers=["mlflow"])
+    assert posttrain("check", file, "--devices", "1").code == 0
