@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from posttrain.rollout.blocks import blocks_for
-from posttrain.rollout.programs import DecodedTokens, Shapes
+from posttrain.rollout.decoding import DecodedTokens
+from posttrain.rollout.programs import Shapes
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import DispatchOutcome, Runner, deliver
 from posttrain.rollout.sampling import TopLogps

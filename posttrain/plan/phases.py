@@ -53,7 +53,7 @@ from posttrain.plan.report import (
 )
 from posttrain.rl.algorithms import loss_of, needs_reference
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
-from posttrain.rollout.programs import DecodeRows, Expected, PromptPieces
+from posttrain.rollout.programs import Expected, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.types import SamplingParams
 from posttrain.stages.cluster import critic_settings, engine_slots
@@ -461,7 +461,7 @@ class RolloutShapes:
         calls = self.runner.examples([Expected(params=params, shortest=longest, longest=longest)], rereads=False)
         self.num_programs = len(calls)
         prompts = [call for call in calls if isinstance(call, PromptPieces) and call.context is None]
-        rows = [call for call in calls if isinstance(call, DecodeRows)]
+        rows = [call for call in calls if not isinstance(call, PromptPieces)]
         self.prompts = max(prompts, key=lambda call: call.tokens.size)
         """Inputs of the largest prefill call of whole prompts."""
         self.rows = max(rows, key=lambda call: call.context.size)

@@ -15,18 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from posttrain.kernels.platform import platform_of, traced_for
-from posttrain.mesh import by_rows, by_rows_and_vocab, devices_of, mesh_of_arrays, on_each_shard
+from posttrain.mesh import by_rows, devices_of, mesh_of_arrays
 from posttrain.models.cache import KVCache, empty_cache
-from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.forward_state import Routing
 from posttrain.rollout.blocks import BLOCK, blocks_for
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, DecodeWeightsCache, Loaded
+from posttrain.rollout.decoding import DecodedTokens, DecodeRows, decode, recorded
 from posttrain.rollout.paged import Pool
-from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
+from posttrain.rollout.sampling import TopLogps, score
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.xla import compile_options
@@ -72,39 +71,6 @@ class Prefilled:
     """Most probable tokens at their places; None unless requested."""
 
 
-@pytree
-class DecodeRows:
-    """The sequences of one decode call: R = D n rows, those of lane 0 first."""
-
-    tokens: Int[Array, " R"]
-    """The newest token, whose keys and values are not in the cache yet."""
-    positions: Int[Array, " R"]
-    ends: Int[Array, " R"]
-    """First position that the sample may not take."""
-    active: Bool[Array, " R"]
-    context: Int[Array, "D n W"]
-    """The blocks of each row; all of its positions that are read or written are in them."""
-    targets: Int[Array, "D n M"]
-    """The blocks that its tokens are written to, from that of `positions` on; out of range beyond."""
-    sampling: Sampling
-    stop_ids: Int[Array, "R E"]
-    """-1 where there are fewer than E."""
-
-
-@pytree
-class DecodedTokens:
-    """Tokens of one decode call: the first `counts[r]` steps of row r."""
-
-    tokens: Int[Array, "steps R"]
-    logps: Float[Array, "steps R"]
-    kept_logps: Float[Array, "steps R"]
-    counts: Int[Array, " R"]
-    top: TopLogps | None
-    """None where all rows are plain."""
-    experts: Int[Array, "steps R M k"] | None
-    """Experts of the input token of each step, which precedes the token it sampled."""
-
-
 def prefill(
     model: Decoder, pool: Pool, prompts: PromptPieces, *, record: bool, mesh: Mesh | None
 ) -> tuple[Pool, Prefilled]:
@@ -124,7 +90,7 @@ def prefill(
     hidden, filled, routing = model.forward(prompts.tokens, positions, segments, near)
     assert isinstance(filled, KVCache)
     logps, top = (None, None) if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored, mesh)
-    beside = Prefilled(experts=_recorded(routing) if record else None, logps=logps, top=top)
+    beside = Prefilled(experts=recorded(routing) if record else None, logps=logps, top=top)
     first = (prompts.starts // BLOCK).reshape(prompts.targets.shape[:2])
     return pool.scatter(filled, first, prompts.targets, mesh), beside
 
@@ -138,75 +104,6 @@ def _prompt_logps(
     found = score(model.logits, *flat, temperature, vocab_size=model.config.vocab_size, top=scored.top, mesh=mesh)
     shaped: tuple[Array, TopLogps | None] = jax.tree.map(lambda x: x.reshape(rows, length, *x.shape[1:]), found)
     return shaped
-
-
-def _recorded(routing: Routing | None) -> Int[Array, "B T M k"]:
-    """The chosen experts, small and by token."""
-    assert routing is not None
-    return jnp.moveaxis(routing.experts, 0, 2).astype(jnp.int16)
-
-
-def decode(
-    model: Decoder,
-    pool: Pool,
-    rows: DecodeRows,
-    stop_at: Int[Array, ""],
-    *,
-    steps: int,
-    record: bool,
-    mesh: Mesh | None,
-) -> tuple[Pool, DecodedTokens]:
-    """Sample up to `steps` tokens of every active row; pause when no more than `stop_at` rows are active.
-
-    Works on the rows' blocks, or on a copy of them that is read whole at every token: as the pool's layout has it.
-    """
-    rows = by_rows(rows, mesh)
-    num_rows = rows.tokens.shape[0]
-    draw = on_each_shard(sample, mesh)
-
-    def active_left(carry: tuple[Any, ...]) -> Array:
-        step, active = carry[0], carry[1]
-        return (step < steps) & (jnp.sum(active) > stop_at)
-
-    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        step, active, tokens, positions, near, tally, chunk = carry
-        ones = jnp.ones((num_rows, 1), jnp.int32)
-        hidden, near, routing = model.forward(tokens[:, None], positions[:, None], ones, near)
-        logits = by_rows_and_vocab(model.logits(hidden)[:, 0], mesh)
-        drawn = draw(logits, positions + 1, rows.sampling, tally)
-        new = drawn.tokens
-        tally = None if tally is None else tally.count(new, active)
-        chunk = DecodedTokens(
-            tokens=chunk.tokens.at[step].set(new),
-            logps=chunk.logps.at[step].set(drawn.logps),
-            kept_logps=chunk.kept_logps.at[step].set(drawn.kept_logps),
-            counts=chunk.counts + active,
-            top=jax.tree.map(lambda stored, x: stored.at[step].set(x), chunk.top, drawn.top),
-            experts=None if chunk.experts is None else chunk.experts.at[step].set(_recorded(routing)[:, 0]),
-        )
-        tokens, positions = jnp.where(active, new, tokens), jnp.where(active, positions + 1, positions)
-        stopped = jnp.any(new[:, None] == rows.stop_ids, axis=-1)
-        return step + 1, active & ~stopped & (positions + 1 < rows.ends), tokens, positions, near, tally, chunk
-
-    tally = rows.sampling.tally(model.config.vocab_size)
-    chunk = _empty_chunk(model.config, (steps, num_rows), top=tally is not None, record=record)
-    first = (rows.positions // BLOCK).reshape(rows.targets.shape[:2])
-    near = pool.opened(rows.context, first, rows.targets, mesh)
-    carry = (jnp.int32(0), rows.active, rows.tokens, rows.positions, near, tally, chunk)
-    *_, near, _, chunk = jax.lax.while_loop(active_left, body, carry)
-    return pool.closed(near, first, rows.targets), chunk
-
-
-def _empty_chunk(config: ModelConfig, lead: tuple[int, int], *, top: bool, record: bool) -> DecodedTokens:
-    width = top_width(config.vocab_size)
-    return DecodedTokens(
-        tokens=jnp.zeros(lead, jnp.int32),
-        logps=jnp.zeros(lead, jnp.float32),
-        kept_logps=jnp.zeros(lead, jnp.float32),
-        counts=jnp.zeros(lead[1], jnp.int32),
-        top=TopLogps(tokens=jnp.zeros((*lead, width), jnp.int32), logps=jnp.zeros((*lead, width))) if top else None,
-        experts=jnp.zeros((*lead, len(config.mixtures), config.mixtures[0].top_k), jnp.int16) if record else None,
-    )
 
 
 class Programs:

@@ -17,10 +17,9 @@ from posttrain.mesh import replicated
 from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain, Node, blocks_for
 from posttrain.rollout.decode_weights import Loaded
+from posttrain.rollout.decoding import DecodedTokens, DecodeRows
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
 from posttrain.rollout.programs import (
-    DecodedTokens,
-    DecodeRows,
     DecodeShape,
     Expected,
     Prefilled,

@@ -10,8 +10,9 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 from posttrain.rollout.decode_weights import Loaded, Placement
+from posttrain.rollout.decoding import DecodeRows, decode
 from posttrain.rollout.paged import empty_pool
-from posttrain.rollout.programs import DecodeRows, Expected, PromptPieces, Shapes, decode, prefill
+from posttrain.rollout.programs import Expected, PromptPieces, Shapes, prefill
 from posttrain.rollout.runner import Runner
 from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import params
