@@ -17,7 +17,8 @@ from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.export.export import Target, export
 from posttrain.export.readers import Reader
 from posttrain.models.decoder import Decoder
-from posttrain.runs.folder import CONFIG_NAME, is_running
+from posttrain.runs.folder import CONFIG_NAME
+from posttrain.runtime.files import is_locked
 from posttrain.stages.table import stage_names
 from posttrain.tracking.console import cut
 from posttrain.tracking.history import Records, points, read_metrics, read_samples
@@ -51,7 +52,7 @@ class RunResult:
     @property
     def running(self) -> bool:
         """True while a process trains in the folder."""
-        return is_running(self.output)
+        return is_locked(self.output) is True
 
     @property
     def results(self) -> Sequence[Mapping[str, Any]]:

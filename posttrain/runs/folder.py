@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -17,29 +16,15 @@ from posttrain.config.yaml_file import diff_config, dump_config, load_recorded
 from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import check_code, code_digests, remember_code
 from posttrain.runtime import processes
-from posttrain.runtime.files import digest, write_whole
+from posttrain.runtime.files import LOCK_NAME, digest, locked, write_whole
 from posttrain.stages.table import stage_names
 from posttrain.tracking.console import console
 
-CONFIG_NAME, LOCK_NAME = "config.yaml", ".lock"
+CONFIG_NAME = "config.yaml"
 STALE_S = 60
 """Time for which NFS may not show a folder that another host has made."""
 NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
 """Keys that may differ between calls of the same run."""
-
-
-def is_running(output: Path) -> bool:
-    """Tell whether a process of this machine, or of another that shares locks, runs in the folder."""
-    import fcntl
-
-    if not (output / LOCK_NAME).exists():
-        return False
-    with (output / LOCK_NAME).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 @contextmanager
@@ -78,23 +63,16 @@ def _appears(file: Path, content: str) -> bool:
 
 @contextmanager
 def _locked(output: Path, config: RunConfig) -> Iterator[None]:
-    import fcntl
-
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        lock_file = (output / LOCK_NAME).open("a+")
-    except OSError as error:
-        raise ConfigError(f"output: {output}: cannot be written: {error.strerror}; give another output") from error
-    with lock_file as lock:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            output.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(output))
+        except BlockingIOError as error:
             raise ConfigError(
                 f"output: another process is running in {output}; wait for it, or give another output"
             ) from error
-        lock.truncate(0)
-        lock.write(secrets.token_hex(8))
-        lock.flush()
+        except OSError as error:
+            raise ConfigError(f"output: {output}: cannot be written: {error.strerror}; give another output") from error
         _check_same(output, config)
         yield
 

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and digests of what they hold."""
+"""Files and folders that appear whole or not at all, locks of folders, and digests of what they hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import hashlib
 import json
 import os
 import re
+import secrets
+import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -96,6 +99,48 @@ def whole_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             target.rename(Path(temporary) / "old")
         new.rename(target)
+
+
+LOCK_NAME = ".lock"
+LOCK_TRIES, LOCK_WAIT_S = 5, 0.1
+"""Attempts to lock a folder: whoever asks for its state holds the lock for an instant."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which names the host. BlockingIOError if another process holds it."""
+    import fcntl
+
+    with (folder / LOCK_NAME).open("a+") as lock:
+        for left in reversed(range(LOCK_TRIES)):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not left:
+                    raise
+                time.sleep(LOCK_WAIT_S)
+        lock.truncate(0)
+        lock.write(f"{secrets.token_hex(8)} {socket.gethostname()}")
+        lock.flush()
+        yield
+
+
+def is_locked(folder: Path) -> bool | None:
+    """True while a process holds the folder's lock. None if that cannot be told: it was never locked, or last by
+    another host, whose lock this one need not see."""
+    import fcntl
+
+    try:
+        lock = (folder / LOCK_NAME).open("r")
+    except OSError:
+        return None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        return False if lock.read().partition(" ")[2] == socket.gethostname() else None
 
 
 def digest(content: str | bytes, length: int = 16) -> str:

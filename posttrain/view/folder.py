@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 
 from posttrain.errors import ConfigError
-from posttrain.runtime.files import digest
+from posttrain.runtime.files import digest, is_locked
 
 CONFIG = "config.yaml"
 STAGE = re.compile(r"(\d+)-.+")
 LIVE_S = 600.0
-"""Seconds without a new line of metrics after which an unfinished run counts as stopped."""
+"""Seconds without a new line of metrics after which an unfinished run of another host counts as stopped."""
 PASS_ABOVE = 0.5
 """Reward above which a sample passes, of stages whose settings have none."""
 
@@ -48,42 +48,56 @@ class RunFolder:
 
     def stages(self) -> list[Stage]:
         """Stages that have begun, in the order of the run."""
-        names = [path.name for path in self.path.iterdir() if path.is_dir() and STAGE.fullmatch(path.name)]
+        try:
+            names = [path.name for path in self.path.iterdir() if path.is_dir() and STAGE.fullmatch(path.name)]
+        except FileNotFoundError:
+            return []
         sections = self._settings().get("stages") or []
         return [_stage(name, sections) for name in sorted(names, key=lambda name: int(name.split("-")[0]))]
 
     def state(self) -> str:
-        """`finished`, `live`, or `stopped`."""
+        """`finished`, `live`, `stopped`, or `deleted`: a process of this host is alive while it locks the folder, and
+        one of another while it writes metrics."""
+        if not (self.path / CONFIG).is_file():
+            return "deleted"
         stages, count = self.stages(), len(self._settings().get("stages") or [])
         if count and len(stages) == count and (self.path / stages[-1].name / "model").is_dir():
             return "finished"
+        if (held := is_locked(self.path)) is not None:
+            return "live" if held else "stopped"
         metrics = self.path / "metrics.jsonl"
         written = metrics.stat().st_mtime if metrics.is_file() else 0.0
         return "live" if time.time() - written < LIVE_S else "stopped"
 
     def _settings(self) -> dict[str, Any]:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        with (self.path / CONFIG).open("rb") as file:
-            settings = yaml.load(file, loader)
+        try:
+            with (self.path / CONFIG).open("rb") as file:
+                settings = yaml.load(file, loader)
+        except FileNotFoundError:
+            return {}
         return settings if isinstance(settings, dict) else {}
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[RunFolder]:
-    """Runs named by their folder, the folder of one of their stages, or a folder that holds runs. ConfigError for any
-    other folder."""
+    """Runs named by their folder, the folder of one of their stages, or a folder that holds runs, which may be begun
+    later. ConfigError for any other folder."""
     found: dict[Path, RunFolder] = {}
     for given in paths:
-        path = Path(given).expanduser().resolve()
-        if (path / CONFIG).is_file():
-            runs = [path]
-        elif (path.parent / CONFIG).is_file() and path.is_dir():
-            runs = [path.parent]
-        else:
-            runs = sorted(file.parent for file in path.glob(f"*/{CONFIG}")) if path.is_dir() else []
+        runs = runs_in(Path(given).expanduser().resolve())
         if not runs:
             raise ConfigError(f"view: {given} is no run: it has no {CONFIG}; give the output folder of a run")
         found |= {run: RunFolder(run) for run in runs}
     return list(found.values())
+
+
+def runs_in(path: Path) -> list[Path]:
+    """Output folders of the runs that a path names at present."""
+    if (path / CONFIG).is_file():
+        return [path]
+    if (path.parent / CONFIG).is_file() and path.is_dir():
+        return [path.parent]
+    return sorted(file.parent for file in path.glob(f"*/{CONFIG}")) if path.is_dir() else []
 
 
 def _stage(name: str, sections: Sequence[Any]) -> Stage:

@@ -266,20 +266,21 @@ def index_all(indexers: Sequence[Indexer], *, texts: bool = True) -> None:
             indexer.numbers()
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Follow runs, given as pairs of run folder and index file, until standard input ends."""
+def main() -> None:
+    """Follow the runs of standard input, a line each with run folder and index file, until it ends."""
+    indexers: list[Indexer] = []
 
-    def wait_for_parent() -> None:
-        sys.stdin.buffer.read()
+    def read() -> None:
+        for line in sys.stdin:
+            run, file = map(Path, json.loads(line))
+            indexer = Indexer(RunFolder(run), file)
+            indexer.forget_error()
+            indexers.append(indexer)
         os._exit(0)
 
-    threading.Thread(target=wait_for_parent, daemon=True).start()
-    pairs = list(zip(arguments[::2], arguments[1::2], strict=True))
-    indexers = [Indexer(RunFolder(Path(run)), Path(file)) for run, file in pairs]
-    for indexer in indexers:
-        indexer.forget_error()
+    threading.Thread(target=read, daemon=True).start()
     while True:
-        _follow(indexers)
+        _follow(list(indexers))
         time.sleep(POLL_S)
 
 
@@ -294,4 +295,4 @@ def _follow(indexers: Sequence[Indexer]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

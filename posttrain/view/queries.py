@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import cache_folder
 
-VERSION = 2
+VERSION = 3
 """Version of the tables below; an index of another one is made anew."""
 TABLES = """
 CREATE TABLE files(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
 from posttrain.view import queries
-from posttrain.view.folder import CurveReader, RunFolder, Stage, find_runs
+from posttrain.view.folder import CurveReader, RunFolder, Stage, find_runs, runs_in
 from posttrain.view.microscope import Microscope
 from posttrain.view.queries import cache_of, connection, make_index
 from posttrain.view.records import Sequence as TokenSequence
@@ -53,6 +55,37 @@ class Viewed:
         raise ConfigError(f"stage={name}: the run {self.name} has none of this name")
 
 
+class Roster:
+    """Runs of the page in an order that does not change: those that were found, then those that begin in `places`."""
+
+    def __init__(
+        self, runs: Sequence[Viewed], places: Sequence[Path] = (), begun: Callable[[Viewed], None] | None = None
+    ):
+        self._runs, self._places, self._begun = list(runs), places, begun
+        self._lock = threading.Lock()
+
+    @property
+    def runs(self) -> Sequence[Viewed]:
+        return self._runs
+
+    def update(self) -> None:
+        """Add the runs that have begun since, with names that tell all of them apart."""
+        with self._lock:
+            known = {run.folder.path for run in self._runs}
+            there = dict.fromkeys(path for place in self._places for path in runs_in(place))
+            new = [path for path in there if path not in known]
+            if not new:
+                return
+            folders = [run.folder for run in self._runs] + [RunFolder(path) for path in new]
+            names = [name for name, _ in named(folders)]
+            before = [replace(run, name=name) for run, name in zip(self._runs, names, strict=False)]
+            added = [viewed(name, folder) for name, folder in [*zip(names, folders, strict=True)][len(before) :]]
+            self._runs = before + added
+        for run in added:
+            if self._begun is not None:
+                self._begun(run)
+
+
 class Refused(Exception):
     """Request that gets an answer other than 200."""
 
@@ -64,8 +97,8 @@ class Refused(Exception):
 class Api:
     """Answers of the browser as JSON values; parameters are those of the address."""
 
-    def __init__(self, runs: Sequence[Viewed]):
-        self._runs = runs
+    def __init__(self, roster: Roster):
+        self._roster = roster
 
     def answers(self) -> dict[str, Callable[[Mapping[str, str]], Any]]:
         """Answers to GET requests by name."""
@@ -83,8 +116,9 @@ class Api:
 
     def runs(self, given: Mapping[str, str]) -> Any:
         """Runs with their stages, state, and progress of the index."""
+        self._roster.update()
         found = []
-        for number, run in enumerate(self._runs):
+        for number, run in enumerate(self._roster.runs):
             with connection(run.index) as index:
                 indexed, progress = {one["stage"]: one for one in queries.stages(index)}, queries.progress(index)
             stages = [
@@ -98,12 +132,12 @@ class Api:
 
     def metrics(self, given: Mapping[str, str]) -> Any:
         """Names of metrics of every run by stage."""
-        return [run.curves.names() for run in self._runs]
+        return [run.curves.names() for run in self._roster.runs]
 
     def curves(self, given: Mapping[str, str]) -> Any:
         """Curves of a metric (`name`) of the stages called `stage`, one for each run that has it."""
         found = []
-        for number, run in enumerate(self._runs):
+        for number, run in enumerate(self._roster.runs):
             curve = run.curves.curve(given.get("stage", ""), given.get("name", ""))
             if curve["steps"]:
                 found.append({"run": number, **curve})
@@ -165,16 +199,16 @@ class Api:
         return found
 
     def _run(self, given: Mapping[str, str]) -> Viewed:
-        number = given.get("run", "")
-        if not number.isdecimal() or len(number) > 9 or int(number) >= len(self._runs):
-            raise Refused(404, f"run={number[:9]}: there are runs 0 to {len(self._runs) - 1}")
-        return self._runs[int(number)]
+        number, runs = given.get("run", ""), self._roster.runs
+        if not number.isdecimal() or len(number) > 9 or int(number) >= len(runs):
+            raise Refused(404, f"run={number[:9]}: there are runs 0 to {len(runs) - 1}")
+        return runs[int(number)]
 
     def _place(self, run: Viewed, given: Mapping[str, str]) -> tuple[Path, int]:
         return run.folder.path / run.stage(given.get("stage", "")).name, queries.whole(given, "step")
 
 
-def application(runs: Sequence[Viewed], token: str) -> Any:
+def application(roster: Roster, token: str) -> Any:
     """ASGI application. Everything but the right token in the path, on a loopback host, is answered with 404."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
@@ -182,7 +216,7 @@ def application(runs: Sequence[Viewed], token: str) -> Any:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-    api = Api(runs)
+    api = Api(roster)
     files = {str(path.relative_to(STATIC)): path for path in STATIC.rglob("*") if path.suffix in TYPES}
 
     def allowed(request: Request) -> bool:
@@ -251,8 +285,15 @@ def view(paths: Sequence[str], *, port: int) -> None:
     token = secrets.token_urlsafe(16)
     listener = listen(port)
     print(f"http://{HOST}:{listener.getsockname()[1]}/{token}/", flush=True)
-    with following(runs):
-        serve(application(runs, token), listener)
+    with following() as follow:
+        for run in runs:
+            follow(run)
+        roster = Roster(runs, [Path(path).expanduser().resolve() for path in paths], follow)
+        try:
+            serve(application(roster, token), listener)
+        finally:
+            for run in roster.runs:
+                run.microscope.close()
 
 
 def serve(app: Any, listener: socket.socket) -> None:
@@ -304,14 +345,18 @@ def viewed(name: str, folder: RunFolder) -> Viewed:
 
 
 @contextmanager
-def following(runs: Sequence[Viewed]) -> Iterator[None]:
-    """Index the runs in a child process during the block, and end their replays after it."""
-    pairs = [text for run in runs for text in (str(run.folder.path), str(run.index))]
-    command = [sys.executable, "-m", "posttrain.view.indexer", *pairs]
+def following() -> Iterator[Callable[[Viewed], None]]:
+    """Child process that indexes runs during the block; yields the function that gives it another one."""
+    command = [sys.executable, "-m", "posttrain.view.indexer"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as indexer:
+
+        def follow(run: Viewed) -> None:
+            assert indexer.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended with an error, which the page shows
+                indexer.stdin.write(json.dumps([str(run.folder.path), str(run.index)]).encode() + b"\n")
+                indexer.stdin.flush()
+
         try:
-            yield
+            yield follow
         finally:
             indexer.kill()
-            for run in runs:
-                run.microscope.close()

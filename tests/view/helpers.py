@@ -17,8 +17,8 @@ from posttrain.rl.store import Recorded, file_of, write_record
 from posttrain.rollout.trajectory import Example, Trajectory, Turn
 from posttrain.view.folder import RunFolder
 from posttrain.view.indexer import Indexer, index_all
-from posttrain.view.serve import Viewed, application, listen, viewed
-from tests.stages.runs import rl_stage, write_run
+from posttrain.view.serve import Roster, Viewed, application, listen, viewed
+from tests.stages.runs import rl_stage, sft_stage, write_run
 
 STAGE, TOKEN = "0-rl", "secret"
 PROMPTS, GROUP = 3, 2
@@ -34,13 +34,25 @@ def make_run(folder: Path, steps: Sequence[int], *, completion: str = "is 4") ->
     lines = []
     for step in steps:
         record(out, step, completion, right=step > max(steps) // 2)
-        lines.append({"step": step, "stage": STAGE, "time": 0.0, "reward": step / 10, "loss": None, "grad_norm": 1.0})
+        own = {"reward": step / 10, "rewards/low/mean": 1e-5, "loss": None, "grad_norm": 1.0}
+        lines.append({"step": step, "stage": STAGE, "time": 0.0, **own})
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     sample = {"prompt": "1+1=", "completion": "2", "reward": 1.0, "rewards": {"low": 1.0}, "advantage": None}
     table = [
         {"step": step, "stage": STAGE, "time": 0.0, **sample, "stop": "stop", "extra": {}} for step in (0, steps[0])
     ]
     (out / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in table))
+    return RunFolder(out)
+
+
+def make_sft_run(folder: Path) -> RunFolder:
+    """Output folder of a run without rollouts, whose loss falls from 8 to 0."""
+    write_run(folder, sft_stage())
+    out = folder / "out"
+    (out / "0-sft").mkdir(parents=True)
+    (out / "config.yaml").write_text((folder / "run.yaml").read_text())
+    lines = [{"step": step, "stage": "0-sft", "time": 0.0, "loss": 8.0 - step} for step in range(9)]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return RunFolder(out)
 
 
@@ -90,10 +102,10 @@ def indexed(*folders: RunFolder) -> list[Viewed]:
 
 
 @contextmanager
-def served(runs: Sequence[Viewed]) -> Iterator[str]:
+def served(runs: Sequence[Viewed], places: Sequence[Path] = ()) -> Iterator[str]:
     """Address of the page of runs, with its token."""
     listener = listen(0)
-    config = uvicorn.Config(application(runs, TOKEN), log_config=None, lifespan="off", ws="none")
+    config = uvicorn.Config(application(Roster(runs, places), TOKEN), log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import tokenizers
+import transformers
 
+from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rl.store import file_of
-from posttrain.view.folder import find_runs
+from posttrain.runtime.files import LOCK_NAME, locked
+from posttrain.view.folder import RunFolder, find_runs
 from posttrain.view.indexer import Indexer, index_all
+from posttrain.view.queries import connection, make_index, token_texts
 from posttrain.view.serve import Viewed, listen, named, viewed
-from tests.view.helpers import GROUP, PROMPTS, STAGE, UNSAFE, indexed, make_run, record, served
+from tests.view.helpers import GROUP, PROMPTS, STAGE, UNSAFE, indexed, make_run, make_sft_run, record, served
 
 pytestmark = pytest.mark.fast
 
@@ -132,7 +140,7 @@ def test_two_steps(address: str) -> None:
 
 
 def test_curves(address: str, runs: list[Viewed]) -> None:
-    assert ask(address, "metrics")[0] == {STAGE: ["grad_norm", "reward"]}
+    assert ask(address, "metrics")[0] == {STAGE: ["grad_norm", "reward", "rewards/low/mean"]}
     assert [one["values"] for one in ask(address, "curves", name="reward")] == [[0.1, 0.2, 0.3, 0.4]] * 2
     with (runs[0].folder.path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 5, "stage": STAGE, "time": 0.0, "reward": 0.5}) + '\n{"step": 6, ')
@@ -187,6 +195,41 @@ def test_folders_of_runs(tmp_path: Path) -> None:
         find_runs([tmp_path])
     with listen(0) as taken, pytest.raises(ConfigError, match="cannot be opened .*; give another --port"):
         listen(taken.getsockname()[1])
+
+
+def test_runs_that_begin_end_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if only the runs of the start are shown, if numbers move, or if a stopped run counts as live for a while."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = make_sft_run(tmp_path / "x")
+    run = viewed("out", first)
+    with served([run], [tmp_path / "x", tmp_path / "a"]) as address:
+        with locked(first.path):
+            assert [one["state"] for one in ask(address, "runs")] == ["live"]
+        assert [one["state"] for one in ask(address, "runs")] == ["stopped"]
+        make_run(tmp_path / "a", [1])
+        assert [(one["name"], one["run"]) for one in ask(address, "runs")] == [("x/out", 0), ("a/out", 1)]
+        assert ask(address, "curves", name="reward", run=1)[0]["values"] == [0.1]
+        (first.path / LOCK_NAME).write_text("token another-host")
+        assert ask(address, "runs")[0]["state"] == "live"
+        os.utime(first.path / "metrics.jsonl", (0, 0))
+        assert ask(address, "runs")[0]["state"] == "stopped"
+        shutil.rmtree(first.path)
+        assert [one["state"] for one in ask(address, "runs")] == ["deleted", "live"]
+
+
+def test_words_of_a_token_keep_their_space(tmp_path: Path) -> None:
+    """Red if tokens are decoded alone, of which SentencePiece's decoder takes the first space."""
+    pieces = [("<unk>", 0.0), ("\u2581How", -1.0), ("\u2581many", -1.0), (".", -1.0), ("\u2581", -3.0)]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    backend.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    backend.decoder = tokenizers.decoders.Metaspace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "tokenizer")
+    make_index(tmp_path / "index.sqlite")
+    indexer = Indexer(RunFolder(tmp_path), tmp_path / "index.sqlite")
+    indexer._tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    with connection(tmp_path / "index.sqlite") as index:
+        indexer._add_tokens(index, np.asarray([1, 2, 3, 4]))
+        assert token_texts(index, [1, 2, 3, 4]) == {1: " How", 2: " many", 3: ".", 4: " "}
 
 
 def test_an_index_of_another_version_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

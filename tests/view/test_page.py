@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from posttrain.view.serve import Viewed
 from tests.view.chromium import Chromium, browser
-from tests.view.helpers import GROUP, PROMPTS, UNSAFE, indexed, make_run, served
+from tests.view.helpers import GROUP, PROMPTS, UNSAFE, indexed, make_run, make_sft_run, served
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium: apt-get install chromium")
 
 STEPS = range(1, 5)
 READY = "document.querySelector('main')?.getAttribute('aria-busy') === 'false'"
 DRAWN = {
-    "curves": "document.querySelectorAll('.chart canvas').length === 2",
+    "curves": "document.querySelectorAll('.chart canvas').length === 3",
     "rollouts": f"document.querySelectorAll('tbody tr').length === {PROMPTS * GROUP * len(STEPS) + 1}",
     "prompts": f"document.querySelectorAll('.cells').length === {PROMPTS}",
     "compare": "document.querySelectorAll('.sample').length > 0",
@@ -82,3 +83,56 @@ def test_search_sort_and_a_rollout(page: Chromium, address: str) -> None:
     page.wait(f"{READY} && location.hash.startsWith('#rollout?')")
     page.wait("document.querySelector('h2').textContent.includes('step 3')")
     page.wait("document.querySelector('#microscope button.main').textContent === 'Replay the step'")
+
+
+DRAWN_TEXT = """
+window.texts = [];
+const draw = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+  window.texts.push(text);
+  return draw.call(this, text, ...place);
+};
+"""
+"""Remember the texts of canvases, such as the numbers of axes."""
+
+
+def test_curves_can_be_read(page: Chromium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own rewards are among the first; red if 2.5 is `3`, if a constant of 1e-5 spans -1 to 1, or if words wait for
+    Enter."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rollouts, plain = make_run(tmp_path / "a", STEPS), make_sft_run(tmp_path / "b")
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=DRAWN_TEXT)
+    with served(indexed(plain, rollouts), [tmp_path / "b", tmp_path / "c"]) as address:
+        page.open(f"{address}#curves?stage=0-sft")
+        page.wait(f"{READY} && window.texts.includes('7.5')")
+        assert {"0", "2.5", "5.0"} <= set(page.value("window.texts"))
+        page.open(f"{address}#curves?stage=0-rl&metrics=rewards/low")
+        page.wait(f"{READY} && window.texts.includes('0.00001')")
+        assert not {"-1", "-0.5", "0.5"} & set(page.value("window.texts"))
+
+        page.open(f"{address}#curves?stage=0-rl")
+        page.wait(f"{READY} && document.querySelectorAll('.u-over').length === 3")
+        assert page.value("document.querySelectorAll('.chart')[1].dataset.metric") == "rewards/low/mean"
+        box = page.value(
+            "(({x, y, width}) => [x, y, width])(document.querySelector('.u-over').getBoundingClientRect())"
+        )
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 1, y=box[1] + 20)
+        page.wait("document.querySelector('.chart h3').textContent === 'reward 0.1 at step 1'")
+        page.wait("document.querySelectorAll('.chart h3')[2].textContent === 'grad_norm 1 at step 1'")
+        page.value(
+            "(() => { const field = document.querySelector('.wide input'); field.focus(); field.value = 'norm';"
+            "field.dispatchEvent(new Event('input', { bubbles: true })); })()"
+        )
+        page.wait("document.querySelectorAll('.chart').length === 1 && location.hash.includes('metrics=norm')")
+        assert page.value("document.activeElement.value") == "norm"
+
+        page.open(f"{address}#compare?run=0")
+        page.wait(f"{READY} && document.querySelector('.pair').textContent.includes('has no rollouts')")
+        page.value(
+            "(() => { const run = document.querySelector('.pair select'); run.value = '1';"
+            "run.dispatchEvent(new Event('change')); })()"
+        )
+        page.wait(f"{READY} && document.querySelectorAll('.sample').length > 0")
+        make_sft_run(tmp_path / "c")
+        page.wait("document.querySelectorAll('.pair select option').length >= 3")
+    assert page.errors == []

@@ -11,7 +11,7 @@ import { rollouts } from "./rollouts.js";
 const VIEWS = { curves, rollouts, prompts, compare, rollout };
 const TABS = { curves: "Curves", rollouts: "Rollouts", prompts: "Prompts", compare: "Side by side" };
 const POLL_MS = 3000;
-const state = { runs: [], shown: 0, refresh: null };
+const state = { runs: [], shown: 0, refresh: null, drawn: "" };
 
 function tabs(view) {
   const links = Object.entries(TABS).map(([name, title]) =>
@@ -31,6 +31,15 @@ function progress() {
   document.getElementById("progress").textContent = lines.join(" · ");
 }
 
+// What the fields of a view offer: another run, stage or function of rewards is drawn anew.
+function offered() {
+  return JSON.stringify(state.runs.map((run) => [run.name, run.stages.map((stage) => [stage.name, stage.indexed?.rewards, stage.indexed?.stops])]));
+}
+
+function writing() {
+  return document.activeElement?.matches("#main input, #main select") ?? false;
+}
+
 async function show() {
   const { view, given } = route();
   const name = view in VIEWS ? view : state.runs.some((run) => run.stages.some((s) => s.indexed)) ? "rollouts" : "curves";
@@ -46,6 +55,7 @@ async function show() {
   }
   if (turn !== state.shown) return; // another view was asked for meanwhile
   state.refresh = made.refresh ?? null;
+  state.drawn = offered();
   main.replaceChildren(made.element);
   made.shown?.();
   main.setAttribute("aria-busy", "false");
@@ -61,7 +71,8 @@ async function poll() {
     return;
   }
   progress();
-  if (JSON.stringify(state.runs) !== before || state.runs.some((run) => run.state === "live")) state.refresh?.(state.runs);
+  if (offered() !== state.drawn && !writing()) await show();
+  else if (JSON.stringify(state.runs) !== before || state.runs.some((run) => run.state === "live")) state.refresh?.(state.runs);
   setTimeout(poll, POLL_MS);
 }
 

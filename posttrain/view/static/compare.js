@@ -2,28 +2,31 @@
 
 import { address, get, go } from "./api.js";
 import { el, number, select, sign } from "./dom.js";
+import { NONE, recorded } from "./rollouts.js";
 
 const MOST = 40;
 
 export async function compare(given, runs) {
   const sides = ["", "2"].map((suffix) => side(given, runs, suffix));
-  if (sides.every((one) => one !== null) && !given.step && sides[0].run === sides[1].run) sides[0].step = sides[0].steps.at(-1);
-  if (sides.some((one) => one === null)) return { element: el("p", { class: "quiet" }, "No rollouts are read yet.") };
+  const whole = sides.every((one) => one.stage);
+  if (whole && !given.step && sides[0].run === sides[1].run) sides[0].step = sides[0].steps.at(-1);
   const asked = Object.fromEntries(sides.flatMap((one) => ["run", "stage", "step"].map((name) => [name + one.suffix, one[name]])));
   const change = (more) => go("compare", { ...asked, ...more });
-  const bars = el("div", { class: "pair" }, sides.map((one) => el("div", { class: "bar" }, fields(one, runs, change))));
+  const bars = el("div", { class: "pair" }, sides.map((one) => el("div", {}, el("div", { class: "bar" }, fields(one, runs, change)),
+    one.stage ? null : el("p", { class: "quiet" }, NONE))));
+  if (!whole) return { element: el("section", {}, bars) };
   const found = await get("compare", asked);
   return { element: el("section", {}, bars, means(found), samples(found, sides)) };
 }
 
 function side(given, runs, suffix) {
-  const run = runs[Number(given[`run${suffix}`] ?? (suffix && runs.length > 1 ? 1 : 0))] ?? runs[0];
+  const others = runs.filter(recorded);
+  const run = runs[Number(given[`run${suffix}`])] ?? (suffix && others.length > 1 ? others[1] : others[0] ?? runs[0]);
   const stages = run.stages.filter((stage) => stage.indexed);
   const stage = stages.find((one) => one.name === given[`stage${suffix}`]) ?? stages.at(-1);
-  if (!stage) return null;
-  const steps = stage.indexed.steps; // newest first
+  const steps = stage?.indexed.steps ?? []; // newest first
   const step = given[`step${suffix}`] || steps[0];
-  return { suffix, run: run.run, stage: stage.name, step, stages, steps };
+  return { suffix, run: run.run, stage: stage?.name, step, stages, steps };
 }
 
 function fields(one, runs, change) {
@@ -31,7 +34,7 @@ function fields(one, runs, change) {
   return [
     runs.length > 1 ? select("Run", runs.map((run) => [run.run, run.name]), one.run, set("run", { [`stage${one.suffix}`]: "", [`step${one.suffix}`]: "" })) : null,
     one.stages.length > 1 ? select("Stage", one.stages.map((stage) => [stage.name, stage.name]), one.stage, set("stage", { [`step${one.suffix}`]: "" })) : null,
-    select("Step", one.steps.map((step) => [step, step]), one.step, set("step")),
+    one.steps.length ? select("Step", one.steps.map((step) => [step, step]), one.step, set("step")) : null,
   ];
 }
 

@@ -1,50 +1,102 @@
 // Curves of metrics, one chart for each, with all runs that have it.
 
-import { get, go } from "./api.js";
+import { address, get, go } from "./api.js";
 import { colour, el, field, number, select } from "./dom.js";
 
-const FIRST = ["reward", "eval/reward", "loss", "eval/loss", "pass_rate", "completions/mean_length", "completions/clipped_ratio",
-  "kl", "entropy", "grad_norm", "frac_mixed", "sampling/logp_difference/mean", "sampling/staleness/mean", "clip_ratio/region_mean"];
+const FIRST = ["reward", "eval/reward", /^rewards\/.+\/mean$/, /^eval\/rewards\/.+\/mean$/, "loss", "eval/loss", "eval/perplexity", "distill/kl", "eval/distill/kl",
+  "rewards/accuracies", "rewards/margins", "pass_rate", "completions/mean_length", "completions/clipped_ratio", "kl", "entropy", "grad_norm",
+  "frac_mixed", "sampling/logp_difference/mean", "sampling/staleness/mean", "clip_ratio/region_mean"];
 const MOST = 24;
 const COLOURS = 6;
 const WHOLE = [1, 2, 5].flatMap((digit) => Array.from({ length: 8 }, (_, power) => digit * 10 ** power)).sort((a, b) => a - b);
+const MARGIN = 0.1;
 
 export async function curves(given, runs) {
+  let words = (given.metrics ?? "").trim(), charts = [], shown = null;
+  const smooth = Number(given.smooth ?? 0);
   const names = await get("metrics");
-  const stages = [...new Set(names.flatMap((of) => Object.keys(of)))];
+  const stages = stagesOf(names);
   const stage = stages.includes(given.stage) ? given.stage : stages.at(-1);
-  const known = [...new Set(names.flatMap((of) => of[stage] ?? []))].sort();
-  const wanted = (given.metrics ?? "").trim();
-  const chosen = wanted ? known.filter((name) => wanted.split(/[\s,]+/).some((word) => name.includes(word)))
-    : FIRST.filter((name) => known.includes(name));
-  const change = (more) => go("curves", { ...given, stage, ...more });
+  const change = (more) => go("curves", { ...given, stage, metrics: words, ...more });
+  const search = field(`Metrics (words of ${known(names, stage).length} names)`, "search", words, () => {},
+    { wide: true, placeholder: "reward kl completions/", list: "names", oninput: (event) => choose(event.target.value) });
   const bar = el("div", { class: "bar" },
-    select("Stage", stages.map((name) => [name, name]), stage, (value) => change({ stage: value })),
-    field(`Metrics (words of ${known.length} names)`, "search", wanted, (value) => change({ metrics: value }),
-      { wide: true, placeholder: "reward kl completions/", list: "names" }),
-    el("datalist", { id: "names" }, known.map((name) => el("option", { value: name }))),
+    select("Stage", stages.map((name) => [name, name]), stage, (value) => change({ stage: value })), search,
+    el("datalist", { id: "names" }, known(names, stage).map((name) => el("option", { value: name }))),
     select("Smoothing", [["0", "none"], ["0.6", "0.6"], ["0.9", "0.9"], ["0.98", "0.98"]], given.smooth ?? "0",
       (value) => change({ smooth: value })));
-  const legend = el("div", { class: "legend" }, runs.map((run) => {
-    const mark = el("i");
-    mark.style.background = colour(`run${run.run % COLOURS}`);
-    return el("span", {}, mark, `${run.name} (${run.state})`);
-  }));
-  const charts = chosen.slice(0, MOST).map((name) => chart(name, stage, Number(given.smooth ?? 0)));
-  const empty = charts.length ? null : el("p", { class: "quiet" }, stage ? "No metric has such a name." : "No metrics yet.");
-  const more = chosen.length > MOST ? el("p", { class: "quiet" }, `The first ${MOST} of ${chosen.length}; give more letters.`) : null;
-  const element = el("section", {}, bar, legend, el("div", { class: "charts" }, charts.map((one) => one.element)), empty, more);
-  const refresh = () => charts.forEach((one) => one.load());
-  return { element, refresh, shown: refresh };
+  const legend = el("div", { class: "legend" }), place = el("div", { class: "charts" }), note = el("p", { class: "quiet" });
+
+  async function choose(text) {
+    words = text.trim();
+    history.replaceState(null, "", address("curves", { ...given, stage: given.stage, metrics: words }));
+    await draw(await get("metrics"));
+  }
+
+  async function draw(names) {
+    const chosen = chosenOf(known(names, stage), words);
+    note.textContent = chosen.length > MOST ? `The first ${MOST} of ${chosen.length}; give more letters.`
+      : chosen.length ? "" : stage ? "No metric has such a name." : "No metrics yet.";
+    const asked = JSON.stringify(chosen);
+    if (asked !== shown) {
+      shown = asked;
+      const before = new Map(charts.map((one) => [one.name, one]));
+      charts = chosen.slice(0, MOST).map((name) => before.get(name) ?? chart(name, stage, smooth));
+      place.replaceChildren(...charts.map((one) => one.element));
+    }
+    await Promise.all(charts.map((one) => one.load()));
+  }
+
+  function mark(current) {
+    legend.replaceChildren(...current.map((run) => {
+      const line = el("i");
+      line.style.background = colour(`run${run.run % COLOURS}`);
+      return el("span", {}, line, `${run.name} (${run.state})`);
+    }));
+  }
+
+  async function refresh(current) {
+    mark(current);
+    const names = await get("metrics");
+    await draw(names);
+  }
+
+  mark(runs);
+  return { element: el("section", {}, bar, legend, place, note), refresh, shown: () => draw(names) };
+}
+
+function stagesOf(names) {
+  return [...new Set(names.flatMap((of) => Object.keys(of)))];
+}
+
+function known(names, stage) {
+  return [...new Set(names.flatMap((of) => of[stage] ?? []))].sort();
+}
+
+function chosenOf(known, words) {
+  if (words) return known.filter((name) => words.split(/[\s,]+/).some((word) => name.includes(word)));
+  return FIRST.flatMap((one) => known.filter((name) => (one instanceof RegExp ? one.test(name) : one === name)));
 }
 
 function chart(name, stage, smooth) {
   const value = el("span", { class: "value" });
   const place = el("div");
   const element = el("div", { class: "chart", "data-metric": name }, el("h3", {}, `${name} `, value), place);
-  let plot = null;
+  let plot = null, found = [];
+
+  function head(step = null) {
+    const parts = found.map((curve) => {
+      const position = step === null ? curve.values.length - 1 : curve.steps.indexOf(step);
+      const part = el("span", {}, position < 0 ? "– " : `${number(curve.values[position])} `);
+      part.style.color = colour(`run${curve.run % COLOURS}`);
+      return part;
+    });
+    const width = Math.max(...found.map((curve) => curve.width));
+    value.replaceChildren(...parts, step === null ? "" : width > 1 ? `at step ${step}, means of up to ${width} steps` : `at step ${step}`);
+  }
+
   async function load() {
-    const found = await get("curves", { stage, name });
+    found = await get("curves", { stage, name });
     const steps = [...new Set(found.flatMap((curve) => curve.steps))].sort((a, b) => a - b);
     const at = new Map(steps.map((step, position) => [step, position]));
     const columns = found.map((curve) => {
@@ -52,33 +104,46 @@ function chart(name, stage, smooth) {
       smoothed(curve.values, smooth).forEach((y, i) => { column[at.get(curve.steps[i])] = y; });
       return column;
     });
-    value.replaceChildren(...found.map((curve) => {
-      const last = el("span", {}, `${number(curve.values.at(-1))} `);
-      last.style.color = colour(`run${curve.run % COLOURS}`);
-      return last;
-    }));
+    head();
+    const data = [steps, ...columns];
+    if (plot && plot.series.length === data.length) {
+      const enlarged = plot.scales.x.min > plot.data[0][0] || plot.scales.x.max < plot.data[0].at(-1);
+      plot.setData(data, !enlarged);
+      if (enlarged) plot.redraw();
+      return;
+    }
     plot?.destroy();
-    plot = new uPlot(options(found, place.clientWidth || 320), [steps, ...columns], place);
+    const chosen = (chart) => head(chart.cursor.idx == null ? null : chart.data[0][chart.cursor.idx]);
+    plot = new uPlot(options(found, place.clientWidth || 320, chosen), data, place);
   }
-  return { element, load: () => load().catch((error) => { place.textContent = error.message; }) };
+  return { name, element, load: () => load().catch((error) => { place.textContent = error.message; }) };
 }
 
-function options(found, width) {
+function options(found, width, chosen) {
   const axis = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 },
     font: "11px system-ui, sans-serif" };
   return {
-    width, height: 170, legend: { show: false }, cursor: { y: false },
-    scales: { x: { time: false }, y: { range: (_, low, high) => (low === high ? [low - 1, high + 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
+    width, height: 170, legend: { show: false }, cursor: { y: false, sync: { key: "step" } },
+    hooks: { setCursor: [chosen] },
+    scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high) } },
     axes: [{ ...axis, size: 28, incrs: WHOLE }, { ...axis, size: 62, values: (_, ticks, axisIndex, space, gap) => ticks.map((tick) => label(tick, gap)) }],
     series: [{}, ...found.map((curve) => ({ stroke: colour(`run${curve.run % COLOURS}`), width: 1.5, spanGaps: true,
       points: { show: curve.steps.length < 30, size: 4 } }))],
   };
 }
 
+function rangeOf(low, high) {
+  if (low === null) return [0, 1];
+  if (low !== high) return uPlot.rangeNum(low, high, MARGIN, true);
+  return low === 0 ? [0, 1] : [low - MARGIN * Math.abs(low), low + MARGIN * Math.abs(low)];
+}
+
 function label(tick, gap) {
-  const decimals = Math.max(0, Math.ceil(-Math.log10(gap) - 1e-9));
   if (tick === 0) return "0";
-  return decimals > 4 || Math.abs(tick) >= 1e6 ? tick.toExponential(1) : tick.toFixed(decimals);
+  if (gap < 1e-4 || Math.abs(tick) >= 1e6) return String(Number(tick.toPrecision(6))).replace("e+", "e");
+  let decimals = 0;
+  while (Math.abs(gap - gap.toFixed(decimals)) > gap * 1e-6) decimals++; // a gap of 2.5 has one, of 0.25 two
+  return tick.toFixed(decimals);
 }
 
 function smoothed(values, weight) {

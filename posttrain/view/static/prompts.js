@@ -2,16 +2,16 @@
 
 import { get, go } from "./api.js";
 import { colour, el, number, select, sign } from "./dom.js";
-import { place, placeFields } from "./rollouts.js";
+import { NONE, place, placeFields } from "./rollouts.js";
 
 const PAGE = 50;
 const ORDERS = { "rate asc": "hardest first", "rate desc": "easiest first", "change asc": "got worse", "change desc": "got better", "count desc": "most samples", "row asc": "dataset row" };
 
 export async function prompts(given, runs) {
   const at = place(given, runs);
-  if (at.stage === null) return { element: el("p", { class: "quiet" }, "No rollouts are read yet.") };
   const sort = given.sort ?? "rate", order = given.order ?? "asc", offset = Number(given.offset ?? 0);
   const change = (more) => go("prompts", { ...given, offset: "", ...more });
+  if (at.stage === null) return { element: el("section", {}, el("div", { class: "bar" }, placeFields(at, runs, change)), el("p", { class: "quiet" }, NONE)) };
   const found = await get("prompts", { ...given, run: at.run.run, stage: at.stage.name, sort, order, limit: PAGE });
   const bar = el("div", { class: "bar" }, placeFields(at, runs, change),
     select("Order", Object.entries(ORDERS), `${sort} ${order}`, (value) => {

@@ -5,8 +5,14 @@ import { el, field, number, select, sign } from "./dom.js";
 
 const PAGE = 50;
 
+export const NONE = "This run has no rollouts yet; those of supervised fine-tuning and of reward models have none.";
+
+export function recorded(run) {
+  return run.stages.some((stage) => stage.indexed);
+}
+
 export function place(given, runs) {
-  const run = runs[Number(given.run ?? 0)] ?? runs[0];
+  const run = runs[Number(given.run)] ?? runs.find(recorded) ?? runs[0];
   const stages = run.stages.filter((stage) => stage.indexed);
   const stage = stages.find((one) => one.name === given.stage) ?? stages.at(-1) ?? null;
   return { run, stages, stage };
@@ -15,21 +21,22 @@ export function place(given, runs) {
 export function placeFields({ run, stages, stage }, runs, change) {
   return [
     runs.length > 1 ? select("Run", runs.map((one) => [one.run, one.name]), run.run, (value) => change({ run: value, stage: "" })) : null,
-    select("Stage", stages.map((one) => [one.name, one.name]), stage?.name ?? "", (value) => change({ stage: value })),
+    stage === null ? null : select("Stage", stages.map((one) => [one.name, one.name]), stage.name, (value) => change({ stage: value })),
   ];
 }
 
 export async function rollouts(given, runs) {
   const at = place(given, runs);
   const change = (more) => go("rollouts", { ...given, offset: "", ...more });
-  const functions = at.stage?.indexed.rewards ?? [];
+  if (at.stage === null) return { element: el("section", {}, el("div", { class: "bar" }, placeFields(at, runs, change)), el("p", { class: "quiet" }, NONE)) };
+  const functions = at.stage.indexed.rewards ?? [];
   const bar = el("div", { class: "bar" }, placeFields(at, runs, change), filters(given, at.stage, change));
   const table = el("div", { class: "scroll" });
   const pages = el("div", { class: "pages" });
   const offset = Number(given.offset ?? 0);
 
   async function load() {
-    const found = await get("rollouts", { ...given, run: at.run.run, stage: at.stage?.name, limit: PAGE });
+    const found = await get("rollouts", { ...given, run: at.run.run, stage: at.stage.name, limit: PAGE });
     table.replaceChildren(tableOf(found.rows, functions, given, at.run.run, change));
     const last = Math.min(offset + PAGE, found.total);
     const step = (to) => () => go("rollouts", { ...given, offset: to || "" });
@@ -44,7 +51,7 @@ export async function rollouts(given, runs) {
 
 function filters(given, stage, change) {
   const numeric = (label, name) => field(label, "number", given[name], (value) => change({ [name]: value }), { step: "any" });
-  const stops = (stage?.indexed.stops ?? []).map((stop) => [stop, stop]);
+  const stops = (stage.indexed.stops ?? []).map((stop) => [stop, stop]);
   return [
     numeric("Step from", "step_min"), numeric("Step to", "step_max"),
     numeric("Reward from", "reward_min"), numeric("Reward to", "reward_max"),
