@@ -136,6 +136,7 @@ def complete(
         max_length=max(map(len, rendered)) + max_new_tokens,
         decode_steps=32,
         tokenizer_decode=tokenizer.decode,
+        tokenizer=tokenizer,
         version=0,
     )
     several = [tuple(prompt) for prompt in rendered for _ in range(n)]

@@ -209,12 +209,12 @@ class Tokenizer:
     def _whole_characters(self, tokens: list[int]) -> list[int]:
         """Tokens with those of the replacement character for bytes that are no character, where bytes are tokens: a
         single one of them would spoil the characters beside it."""
-        if self._byte_of.keys().isdisjoint(tokens):
+        if self.byte_of.keys().isdisjoint(tokens):
             return tokens
         whole: list[int] = []
-        for is_byte, run in itertools.groupby(tokens, self._byte_of.__contains__):
+        for is_byte, run in itertools.groupby(tokens, self.byte_of.__contains__):
             if is_byte:
-                text = bytes(self._byte_of[token] for token in run).decode(errors="replace")
+                text = bytes(self.byte_of[token] for token in run).decode(errors="replace")
                 whole += [self._byte_ids[byte] for byte in text.encode()]
             else:
                 whole += run
@@ -230,7 +230,8 @@ class Tokenizer:
         return [vocabulary[name] for name in names] if set(names) <= vocabulary.keys() else []
 
     @cached_property
-    def _byte_of(self) -> dict[int, int]:
+    def byte_of(self) -> Mapping[int, int]:
+        """Byte of each token that is one, where bytes are the fallback of a vocabulary of texts."""
         return {token: byte for byte, token in enumerate(self._byte_ids)}
 
     def split_stops(self, stops: Sequence[str], skip_special_tokens: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -12,6 +12,7 @@ from jax import Array
 
 from posttrain.config import RolloutQuantize, RolloutSection, SamplerTensor
 from posttrain.config.locator import callable_of
+from posttrain.data.grammar import Constraint, GrammarCompiler
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
@@ -43,6 +44,8 @@ class NativeEngine:
     a copy of the weights that are split otherwise than `tensor` says (`rollout.tensor` of the configuration).
     Programs are compiled at the first request of each shape, or by `warm_up`.
 
+    `tokenizer`: of grammars, one token of which is drawn per dispatch, of all rows beside them too.
+
     ValueError for a request that can never run. Log-probabilities that are not finite, and a tokenizer that raises at
     a stop string, fail the request that they happen to; an error on the device every request then in the engine.
     """
@@ -55,6 +58,7 @@ class NativeEngine:
         max_length: int,
         decode_steps: int,
         tokenizer_decode: Decode | None,
+        tokenizer: Tokenizer | None = None,
         version: int = 0,
         record_routing: bool = False,
         quantize: RolloutQuantize = "none",
@@ -75,6 +79,7 @@ class NativeEngine:
         self.max_length = max_length
         self.decode_steps = decode_steps
         self._decode_text = tokenizer_decode
+        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, model.config.vocab_size)
         if merge_lora and not any(ADAPTER in path for path in ModelWeights(model).dims()):
             raise ConfigError("rollout.merge_lora: the model has no adapter to merge; remove the option")
         self._copies = Copies(quantize) if quantize != "none" or merge_lora else None
@@ -117,6 +122,7 @@ class NativeEngine:
             max_length=max_length,
             decode_steps=section.decode_steps,
             tokenizer_decode=tokenizer.decode,
+            tokenizer=tokenizer,
             version=0,
             record_routing=section.record_routing,
             quantize=section.quantize,
@@ -354,11 +360,19 @@ class NativeEngine:
             )
         if params.stop and self._decode_text is None:
             raise ValueError(f"generate: stop={params.stop!r} needs an engine with tokenizer_decode")
-        request = Request(prompt=tuple(prompt), params=params)
+        request = Request(prompt=tuple(prompt), params=params, constraint=self._constraint(prompt, params))
         if partial is not None:
             request.resume(partial)
         self._scheduler.submit(request)
         return request
+
+    def _constraint(self, prompt: Sequence[int], params: SamplingParams) -> Constraint | None:
+        if params.grammar is None:
+            return None
+        if self._grammars is None:
+            raise ValueError(f"generate: grammar={params.grammar.kind} needs an engine with tokenizer")
+        within = params.choices(self._grammars.vocab_size)
+        return self._grammars.start(params.grammar, prompt, params.ends, within)
 
     def _check_loop(self) -> None:
         """Adopt a new event loop when the driver's own is closed. RuntimeError while another one is in use."""

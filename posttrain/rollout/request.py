@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from posttrain.data.grammar import Constraint
 from posttrain.rollout.types import Completion, NewTokens, SamplingParams, StopReason, TokenLogp
 
 
@@ -38,6 +39,8 @@ class Request:
     """Number of tokens that `on_tokens` has been told."""
     prompt_top_logps: list[tuple[TokenLogp, ...]] = field(default_factory=lambda: [()])
     """Most probable tokens at as many places as `prompt_logps` has; none without `top_logps`."""
+    constraint: Constraint | None = None
+    """Progress in the request's grammar."""
     admitted: bool = False
     """True once the request has held a slot."""
     _history: MutableSequence[int] = field(default_factory=lambda: array("i"))
@@ -93,6 +96,8 @@ class Request:
             return
         self.tokens, self.versions = array("i", partial.tokens), array("i", partial.weights_versions)
         self.logps, self.kept_logps = array("f", partial.logps), array("f", partial.kept_logps)
+        if self.constraint is not None:
+            self.constraint.advance(partial.tokens)
         self.top_logps = list(partial.top_logps or ())
         self.prompt_logps = list(partial.prompt_logps or (0.0,))
         self.prompt_top_logps = list(partial.prompt_top_logps or [()] * len(self.prompt_logps))

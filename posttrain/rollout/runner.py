@@ -237,15 +237,18 @@ class Runner:
         shapes, lanes = self.shapes, self.shapes.lanes
         tail = any(row.request.params.max_tokens > shapes.steps for row in plan.decode)
         count = len(plan.decode)
+        constrained = sum(row.request.constraint is not None for row in plan.decode)
         fullest = max(Counter(row.lane for row in plan.decode).values())
         shape = shapes.decode(fullest, max(row.positions(shapes.steps) for row in plan.decode), tail=tail)
         taken, places = [0] * lanes, {}
         for row in plan.decode:
             places[row.lane * shape.rows + taken[row.lane]] = row
             taken[row.lane] += 1
-        # Pause for those who wait when a quarter has ended; else when the next smaller batch would do.
+        # Pause for those who wait when a quarter has ended; else when the next smaller batch would do. After a token
+        # under a grammar the host says what may follow.
         smaller = max((size for size in shapes.sizes(tail) if size < shape.rows), default=0)
         stop_at = count - max(1, count // 4) if plan.waiting else smaller
+        stop_at = max(stop_at, count - constrained) if constrained else stop_at
         self._fit_stop_ids([row.request.params for row in plan.decode])
         return DecodeCall(rows=self._rows(shape, places), stop_at=np.int32(min(stop_at, count - 1)), places=places)
 
@@ -273,7 +276,7 @@ class Runner:
                 {
                     "tokens": np.asarray([r.newest for r in requests], np.int32),
                     "positions": np.asarray([r.position for r in requests], np.int32),
-                    "ends": np.asarray([r.end for r in requests], np.int32),
+                    "ends": np.asarray([r.end if r.constraint is None else r.position + 2 for r in requests], np.int32),
                     "active": np.asarray([row in places for row in range(rows)]),
                     "context": context.reshape(lanes, shape.rows, -1),
                     "targets": targets.reshape(lanes, shape.rows, -1),
@@ -286,6 +289,7 @@ class Runner:
                 [len(r.prompt) for r in requests],
                 max_length=self.shapes.max_length,
                 tables=self._tables,
+                allowed={row: r.constraint.allowed for row, r in enumerate(requests) if r.constraint is not None},
             ),
         )
 
@@ -324,8 +328,10 @@ def deliver(
         count = _deliver_tokens(outcome.chunk, index, row.request, version)
         try:
             reason = _stop_reason(row.request, count, decode_text)
+            if reason is None and row.request.constraint is not None:
+                row.request.constraint.advance(row.request.tokens[len(row.request.tokens) - count :])
         except Exception as error:
-            # The tokenizer is not ours, and the other requests may have better tokens.
+            # The tokenizer and the grammar are not ours, and the other requests may have better tokens.
             ended.failed.append((row, error))
             continue
         if reason is not None:

@@ -12,12 +12,11 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, UInt32
 
+from posttrain.data.grammar import WORD, packed
 from posttrain.kernels.logits.layout import chunk_length
 from posttrain.mesh import by_rows, by_rows_and_vocab, on_each_shard
 from posttrain.rollout.types import MAX_LOGIT_BIAS, MAX_TOP_LOGPS, SamplingParams
 from posttrain.tree import pytree, replace
-
-WORD = 32
 
 
 @pytree
@@ -50,9 +49,13 @@ class Processors:
         *,
         max_length: int,
         tables: Tables,
+        allowed: Mapping[int, UInt32[np.ndarray, " W"]],
     ) -> Processors:
-        """Make the arrays of each row's request. `histories`: prompt and sample, at most `max_length` tokens."""
+        """Make the arrays of each row's request. `histories`: prompt and sample, at most `max_length` tokens;
+        `allowed`: by row, the tokens that a grammar allows next."""
         fixed = tables.of(params, max_length)
+        if allowed:
+            fixed["allowed"] = jax.device_put(tables.narrowed(allowed))
         history = fixed.pop("no_history")
         penalized = [row for row, request in enumerate(params) if request.has_penalties]
         if penalized:
@@ -82,6 +85,7 @@ class Tables:
         self.vocab_size = vocab_size
         self._made: tuple[Hashable, dict[str, Array]] | None = None
         self._kept: Mapping[int, SamplingParams] = {}
+        self._allowed = np.zeros((0, 0), np.uint32)
 
     def of(self, params: Sequence[SamplingParams], max_length: int) -> dict[str, Array]:
         """`bias_tokens`, `bias` and `allowed`, and as `no_history` that of rows without penalties."""
@@ -89,22 +93,26 @@ class Tables:
         # Compared by identity: arrays are kept for the same request objects.
         key = (len(params), max_length, tuple((row, id(request)) for row, request in asking.items()))
         if self._made is None or self._made[0] != key:
-            self._kept = asking
-            self._made = key, jax.device_put(self._make(asking, len(params), max_length))
+            self._kept, made = asking, self._make(asking, len(params), max_length)
+            self._made, self._allowed = (key, jax.device_put(made)), made["allowed"]
         return dict(self._made[1])
 
+    def narrowed(self, allowed: Mapping[int, UInt32[np.ndarray, " W"]]) -> UInt32[np.ndarray, "R W"]:
+        """The last `allowed`, in some rows narrowed."""
+        narrowed = self._allowed.copy()
+        for row, words in allowed.items():
+            narrowed[row] &= words
+        return narrowed
+
     def _make(self, asking: Mapping[int, SamplingParams], rows: int, max_length: int) -> dict[str, np.ndarray]:
-        words = -(-self.vocab_size // WORD)
         bias_tokens = np.full((rows, MAX_LOGIT_BIAS), self.vocab_size, np.int32)
         bias = np.zeros((rows, MAX_LOGIT_BIAS), np.float32)
-        allowed = np.full((rows, words), 2**WORD - 1, np.uint32)
+        allowed = np.full((rows, -(-self.vocab_size // WORD)), 2**WORD - 1, np.uint32)
         for row, request in asking.items():
             bias_tokens[row, : len(request.logit_bias)] = list(request.logit_bias)
             bias[row, : len(request.logit_bias)] = list(request.logit_bias.values())
             if request.allowed_token_ids is not None:
-                bits = np.zeros(words * WORD, bool)
-                bits[np.asarray(request.allowed_token_ids)] = True
-                allowed[row] = np.packbits(bits, bitorder="little").view("<u4")
+                allowed[row] = packed(request.allowed_token_ids, self.vocab_size)
         no_history = np.full((rows, max_length), self.vocab_size, np.int32)
         return {"bias_tokens": bias_tokens, "bias": bias, "allowed": allowed, "no_history": no_history}
 
@@ -187,11 +195,15 @@ class Sampling:
         *,
         max_length: int,
         tables: Tables,
+        allowed: Mapping[int, UInt32[np.ndarray, " W"]] | None = None,
     ) -> Sampling:
-        """Make the arrays of each row's request. `histories`: prompt and sample, at most `max_length` tokens."""
+        """Make the arrays of each row's request. `histories`: prompt and sample, at most `max_length` tokens;
+        `allowed`: by row, the tokens that a grammar allows next."""
         processors = None
         if not all(p.is_plain for p in params):
-            processors = Processors.of(params, histories, prompt_lengths, max_length=max_length, tables=tables)
+            processors = Processors.of(
+                params, histories, prompt_lengths, max_length=max_length, tables=tables, allowed=allowed or {}
+            )
         return cls(
             **jax.device_put(
                 {

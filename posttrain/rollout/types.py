@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt32
 
 from posttrain.data.chat import Renderer
+from posttrain.data.grammar import Grammar, packed
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.rollout.trajectory import Turn
 
@@ -58,6 +59,8 @@ class SamplingParams:
     """Token id -> number added to its logit; -inf forbids the token."""
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that may be drawn; None: all."""
+    grammar: Grammar | None = None
+    """Language of the text. Each token is drawn among those that go on in it, and `stop_token_ids` where it may end."""
     ignore_eos: bool = False
     """Continue after `stop_token_ids`, which may be drawn like any other token."""
     skip_special_tokens: bool = True
@@ -90,6 +93,7 @@ class SamplingParams:
                 or any(self.logit_bias.get(token, 0.0) > -math.inf for token in self.allowed_token_ids),
                 "None, or hold at least one token that logit_bias does not forbid",
             ),
+            "grammar": (self.grammar is None or bool(self.ends), "None, or come with stop tokens, without ignore_eos"),
             "top_logps": (0 <= self.top_logps <= MAX_TOP_LOGPS, f"from 0 (off) to {MAX_TOP_LOGPS}"),
         }
         for name, (holds, rule) in rules.items():
@@ -115,7 +119,8 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """True if tokens are drawn from the model's own logits and nothing else is returned: the fast program."""
-        return not (self.has_penalties or self.logit_bias or self.allowed_token_ids is not None or self.top_logps)
+        narrowed = self.allowed_token_ids is not None or self.grammar is not None
+        return not (narrowed or self.has_penalties or self.logit_bias or self.top_logps)
 
     @property
     def scores_top(self) -> bool:
@@ -126,6 +131,14 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True if logits depend on the tokens before."""
         return bool(self.repetition_penalty - 1 or self.presence_penalty or self.frequency_penalty)
+
+    def choices(self, vocab_size: int) -> UInt32[np.ndarray, " W"] | None:
+        """Tokens in bits that `allowed_token_ids` and `logit_bias` leave; None: all."""
+        forbidden = [token for token, bias in self.logit_bias.items() if bias == -math.inf]
+        if self.allowed_token_ids is None and not forbidden:
+            return None
+        tokens = range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids
+        return packed(tokens, vocab_size) & ~packed(forbidden, vocab_size)
 
     def check_vocabulary(self, size: int) -> None:
         """ValueError for a token of `logit_bias` or `allowed_token_ids` that a model of `size` tokens does not have."""
@@ -155,8 +168,8 @@ class Completion:
     """Sampled tokens, including the stop token if there is one."""
     logps: tuple[float, ...]
     kept_logps: tuple[float, ...]
-    """logp minus the log of the probability with which the token was drawn. With nothing but allowed tokens, top-k,
-    top-p and min-p it is the log of the mass that they kept; 0 where nothing is cut, and at temperature 0."""
+    """logp minus the log of the probability with which the token was drawn. With nothing but allowed tokens, a grammar,
+    top-k, top-p and min-p it is the log of the mass that they kept; 0 where nothing is cut, and at temperature 0."""
     stop: StopReason
     weights_versions: tuple[int, ...]
     experts: Int[np.ndarray, "T M k"] | None = None

@@ -1,0 +1,297 @@
+"""Structured output: grammars of the texts that a model may write, and the tokens that go on with a text.
+
+The grammars are llguidance's, the extra `grammar`. https://github.com/guidance-ai/llguidance
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt32
+
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.data.tokenizer_files import byte_characters
+from posttrain.errors import ConfigError
+
+WORD = 32
+HEADER = '%llguidance {"no_forcing": true}\n'
+"""Without it the only text that fits would be allowed in one tokenization alone."""
+MAX_COMPILED = 256
+"""Grammars that stay compiled; each takes up to some megabytes with what it has met."""
+MAX_CHARACTERS = 1 << 20
+"""Longest grammar."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Language of the texts that a sample may be, in llguidance's form of Lark; see the functions that make one.
+
+    Only text after the prompt counts, up to the stop token, which is drawn where the text may end and nowhere else.
+    """
+
+    kind: str
+    """Name in messages."""
+    start: str
+    """Right side of the rule `start`."""
+    rules: str = ""
+    lead: str = ""
+    """Spaces that may stand before the text: a template writes them, and replies do without them."""
+
+    @property
+    def lark(self) -> str:
+        start = f"({json.dumps(self.lead)})? ({self.start})" if self.lead else self.start
+        return f"{HEADER}start: {start}\n{self.rules}"
+
+    def led_by(self, spaces: str) -> Grammar:
+        """Copy with spaces that may stand before the text."""
+        return replace(self, lead=spaces)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_object", '%json {"type": "object"}')
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
+        """JSON that fits a schema, its properties in the schema's order. ValueError for a schema that nothing fits, and
+        for a keyword that is not supported."""
+        try:
+            text = json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"sampling.grammar: json_schema: it is no JSON ({error})") from error
+        return cls("json_schema", f"%json {text}").checked()
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that a regular expression matches as a whole. ValueError for look-around, back-references and \\b."""
+        import_llguidance()
+        from llguidance import regex_to_lark
+
+        return cls("regex", f"/{regex_to_lark(pattern, '')}/").checked()
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """One of several texts."""
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"sampling.grammar: choice={str(texts)[:60]}: give at least one text, none of them empty")
+        return cls("choice", "CHOICE", f"CHOICE: {' | '.join(map(json.dumps, texts))}\n").checked()
+
+    def checked(self) -> Grammar:
+        """Return the grammar. ValueError for one that llguidance cannot read."""
+        if len(self.lark) > MAX_CHARACTERS:
+            raise ValueError(f"sampling.grammar: {self.kind}: longer than {MAX_CHARACTERS} characters; make it smaller")
+        if fault := _fault(self.lark):
+            raise ValueError(f"sampling.grammar: {self.kind}: {fault}")
+        return self
+
+
+def import_llguidance() -> Any:
+    """ConfigError without the extra `grammar`."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError(
+            f"sampling.grammar: needs the extra grammar ({error}); pip install 'posttrain[grammar]'"
+        ) from error
+    return llguidance
+
+
+@lru_cache(maxsize=MAX_COMPILED)
+def _fault(lark: str) -> str:
+    """Fault of a grammar in one line; empty without any."""
+    failed, messages = import_llguidance().LLMatcher.validate_grammar_with_warnings(lark)
+    return _one_line(messages[0]) if failed else ""
+
+
+def _one_line(message: str) -> str:
+    """Line that says what is wrong, without its place in the text that stands around it."""
+    lines = [line.strip() for line in message.splitlines()]
+    lines = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines[:1]
+    text = lines[0].partition("failed to compile JSON schema: ")[2] or lines[0]
+    if "oneOf" in text:
+        return "oneOf is not supported; use anyOf"
+    return text.replace("Unimplemented keys:", "keywords that are not supported:")
+
+
+class GrammarCompiler:
+    """Maker of the constraints of samples, for a tokenizer and a model of `vocab_size` tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def start(
+        self,
+        grammar: Grammar,
+        prompt: Sequence[int],
+        ends: Sequence[int],
+        within: UInt32[np.ndarray, " W"] | None = None,
+    ) -> Constraint:
+        """Constraint of a sample after its prompt. `ends`: tokens that end it; `within`: tokens that it may have
+        otherwise, in bits. ValueError for a grammar that no token of the vocabulary begins."""
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                matcher = import_llguidance().LLMatcher(self._vocabulary, grammar.lark, log_level=0)
+                if matcher.is_error():
+                    raise ValueError(f"sampling.grammar: {grammar.kind}: {_one_line(matcher.get_error())}")
+                self._compiled[grammar] = matcher
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            matcher = matcher.deep_copy()
+        bare = None if self._has_text(prompt) else self._otherwise_at_start
+        return Constraint(self, grammar, matcher, ends, within, bare)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return repr(b"".join(self._bytes[token] for token in tokens)[-60:].decode(errors="replace"))
+
+    def _has_text(self, prompt: Sequence[int]) -> bool:
+        controls = set(self.tokenizer.control_ids.values())
+        return any(token not in controls for token in prompt)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        known = bytes_of_tokens(self.tokenizer)
+        return [known[token] if token < len(known) else b"" for token in range(self.vocab_size)]
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        library = import_llguidance()
+        return library.LLTokenizer(
+            library.TokenizerWrapper(_Vocabulary(self._bytes, self.tokenizer)), n_vocab=self.vocab_size + 1
+        )
+
+    @cached_property
+    def _otherwise_at_start(self) -> UInt32[np.ndarray, " W"]:
+        """Tokens that are another text where no text stands before them, such as one whose space is left out."""
+        alone = self.tokenizer.hf.backend_tokenizer.decode_batch(
+            [[token] for token in range(self.tokenizer.num_ids)], skip_special_tokens=False
+        )
+        return packed(
+            [t for t, text in enumerate(alone[: self.vocab_size]) if _is_other(text, self._bytes[t])], self.vocab_size
+        )
+
+
+def _is_other(text: str, content: bytes) -> bool:
+    """Compare the text of a token with its bytes, which may be a part of a character."""
+    return "\ufffd" not in text and text.encode() != content
+
+
+class _Vocabulary:
+    """Tokens as llguidance's wrapper wants them; the end is a token that the model does not have."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], tokenizer: Tokenizer):
+        self.eos_token_id = len(tokens)
+        self.tokens = [*tokens, b"<end of grammar>"]
+        controls = (token for token in tokenizer.control_ids.values() if token < len(tokens))
+        self.special_token_ids = [*sorted(controls), self.eos_token_id]
+
+    def __call__(self, _: bytes) -> list[int]:
+        return []  # of texts that a grammar forces, which none does
+
+
+class Constraint:
+    """Progress of one sample in its grammar."""
+
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        grammar: Grammar,
+        matcher: Any,
+        ends: Sequence[int],
+        within: UInt32[np.ndarray, " W"] | None,
+        not_first: UInt32[np.ndarray, " W"] | None,
+    ):
+        self._compiler, self._grammar, self._matcher = compiler, grammar, matcher
+        self._ends, self._within = packed(ends, compiler.vocab_size), within
+        self._tokens: list[int] = []
+        self._not_first = not_first
+        self._buffer = np.zeros(compiler.vocab_size // WORD + 1, np.uint32)
+        self.allowed = self._next()
+        """Tokens that may be drawn next, in bits: bit t % 32 of word t // 32 is token t."""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Go on by sampled tokens, an end only as the last. ValueError where no token may follow."""
+        for token in tokens:
+            if self._ends[token // WORD] >> token % WORD & 1:
+                return
+            self._tokens.append(token)
+            if self._matcher.try_consume_tokens([token]) != 1:
+                raise ValueError(f"{self._where()}: token {token} is not allowed there")
+        self.allowed = self._next()
+
+    def _next(self) -> UInt32[np.ndarray, " W"]:
+        self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
+        if self._matcher.is_error():
+            fault = _one_line(self._matcher.get_error())
+            raise ValueError(
+                f"{self._where()}: "
+                + (f"no token of {self._compiler.tokenizer.name} goes on" if fault == "NoExtensionBias" else fault)
+            )
+        end = self._compiler.vocab_size
+        may_end = self._buffer[end // WORD] >> end % WORD & 1
+        self._buffer[end // WORD] &= ~(np.uint32(1) << np.uint32(end % WORD))
+        allowed = self._buffer[: len(self._ends)] & ~self._ends
+        if self._not_first is not None and not self._tokens:
+            allowed &= ~self._not_first
+        if may_end:
+            allowed |= self._ends
+        if self._within is not None:
+            allowed &= self._within
+        if not allowed.any():
+            why = "allowed_token_ids and logit_bias leave" if self._within is not None else "there is"
+            raise ValueError(f"{self._where()}: {why} no token of {self._compiler.tokenizer.name} that goes on")
+        return allowed
+
+    def _where(self) -> str:
+        after = f" after {self._compiler.text(self._tokens)}" if self._tokens else ""
+        return f"sampling.grammar: {self._grammar.kind}{after}"
+
+
+def packed(tokens: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, " W"]:
+    """Set of tokens in bits."""
+    bits = np.zeros(-(-vocab_size // WORD) * WORD, bool)
+    bits[np.asarray([token for token in tokens if token < vocab_size], np.int64)] = True
+    return np.packbits(bits, bitorder="little").view("<u4")
+
+
+def bytes_of_tokens(tokenizer: Tokenizer) -> list[bytes]:
+    """Bytes that each token id adds to a text that stands before it; none for ids without a token.
+
+    Tokens of a byte-level vocabulary and of the byte fallback are bytes; the others are what the decoder adds with them
+    to a letter.
+    """
+    backend, vocabulary = tokenizer.hf.backend_tokenizer, tokenizer.hf.get_vocab()
+    if '"ByteLevel"' in str(backend.decoder.__getstate__() if backend.decoder is not None else ""):
+        byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+        found = {
+            number: bytes(byte_of[c] for c in text) if byte_of.keys() >= {*text} else text.encode()
+            for text, number in vocabulary.items()
+        }
+        return [found.get(number, b"") for number in range(tokenizer.num_ids)]
+    numbers = sorted(vocabulary.values())
+    letter = next(
+        n for n, text in zip(numbers, backend.decode_batch([[n] for n in numbers]), strict=True) if _is_letter(text)
+    )
+    before = backend.decode([letter])
+    texts = backend.decode_batch([[letter, number] for number in numbers], skip_special_tokens=False)
+    added = {
+        n: text.removeprefix(before).encode() for n, text in zip(numbers, texts, strict=True) if text.startswith(before)
+    }
+    added |= {token: bytes([byte]) for token, byte in tokenizer.byte_of.items()}
+    return [added.get(number, b"") for number in range(tokenizer.num_ids)]
+
+
+def _is_letter(text: str) -> bool:
+    return text.isascii() and text.isalpha()
