@@ -15,9 +15,11 @@ from posttrain.errors import ConfigError
 if TYPE_CHECKING:
     from posttrain.data.tokenizer import Tokenizer
     from posttrain.generation import Generated
-    from posttrain.models.decoder import Decoder
 
 
+GeneratorName = Annotated[
+    str, typer.Argument(metavar="MODEL|RUN", help="A folder in Hugging Face layout, a hub id, or a run's folder.")
+]
 MaxTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Maximum number of new tokens; by default 128, or what the context allows."),
@@ -25,7 +27,10 @@ MaxTokens = Annotated[
 FrequencyPenalty = Annotated[float, typer.Option(help="Subtracted from logits, times the token's count in the text.")]
 LogitBias = Annotated[list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; may be repeated.")]
 AllowedToken = Annotated[list[int] | None, typer.Option(help="Token id that may be sampled; may be repeated.")]
-Chat = Annotated[bool | None, typer.Option(help="Use the chat template; by default if the tokenizer has one.")]
+Chat = Annotated[
+    bool | None,
+    typer.Option(help="Use the chat template; by default as the run's data, else if the tokenizer has one."),
+]
 TemplateArgs = Annotated[
     str | None, typer.Option(help="Variables of the chat template as JSON, such as '{\"enable_thinking\": false}'.")
 ]
@@ -39,7 +44,7 @@ PromptLogprobs = Annotated[
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A folder in Hugging Face layout or a hub id.")],
+    model: GeneratorName,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
     adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
     family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
@@ -67,12 +72,14 @@ def generate(
 ) -> None:
     """Print completions of each prompt; without a chat template (or with `--no-chat`) after the prompt itself."""
     from posttrain.generation import complete
+    from posttrain.runs.finished import load_generator
 
-    loaded, tokenizer = _load(model, adapter, family)
+    loaded = load_generator(model, adapter=adapter, family=family)
+    chat = (messages or loaded.chats) if chat is None else chat
     texts = prompts or [line.rstrip("\n") for line in sys.stdin]
     answers = complete(
-        loaded,
-        tokenizer,
+        loaded.model,
+        loaded.tokenizer,
         _conversations(texts) if messages else texts,
         max_new_tokens=max_tokens,
         temperature=temperature,
@@ -95,39 +102,14 @@ def generate(
         top_logps=logprobs or 0,
         prompt_logps=prompt_logprobs,
     )
-    templated = chat is not False and tokenizer.chat_template is not None
-    before = [""] * len(answers) if messages or templated else [text for text in texts for _ in range(n)]
-    _print(answers, before, tokenizer, recorded=prompt_logprobs or logprobs is not None)
+    before = [""] * len(answers) if chat else [text for text in texts for _ in range(n)]
+    _print(answers, before, loaded.tokenizer, recorded=prompt_logprobs or logprobs is not None)
 
 
 def _print(answers: Sequence[Generated], before: Sequence[str], tokenizer: Tokenizer, *, recorded: bool) -> None:
     """Print each answer after the text before it, or as JSON with its probabilities."""
     for answer, text in zip(answers, before, strict=True):
         print(json.dumps(answer.record(tokenizer.decode)) if recorded else f"{text}{answer.text}")
-
-
-def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder, Tokenizer]:
-    """Load model and tokenizer. ConfigError also for a path without a folder."""
-    if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
-        from posttrain.config.locator import Locator
-
-        raise ConfigError(f"model {model}: no such folder{Locator(model).suggestion}")
-    from posttrain.data.tokenizer import load_tokenizer
-    from posttrain.data.tokenizer_files import model_end_ids
-    from posttrain.models.hf import add_family
-    from posttrain.weights.load import load_model, vocabulary_of
-    from posttrain.weights.locate import check_added_tokens, own_tokenizer
-
-    if family is not None:
-        add_family(family)
-    own = None if adapter is None else own_tokenizer(adapter)
-    tokenizer = load_tokenizer(own or model)
-    if own is not None:
-        tokenizer = tokenizer.with_stop_ids(model_end_ids(model))
-    loaded = load_model(model, adapter=adapter)
-    if adapter is not None and loaded.config.resized:
-        check_added_tokens(tokenizer, adapter, vocabulary_of(model), loaded.config.vocab_size, named=False)
-    return loaded, tokenizer
 
 
 def _template_args(text: str | None) -> dict[str, Any]:

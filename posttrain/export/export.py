@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from posttrain.config.yaml_file import load_recorded
@@ -20,18 +19,15 @@ from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import ProofError, Reader, compare_tokenizers, default_reader
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
-from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
+from posttrain.runs.finished import find_stage, open_stage, tokenizer_of, trained_model
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runtime.files import check_local
-from posttrain.stages.context import StageRun
-from posttrain.stages.table import stage_kind
-from posttrain.train.checkpoint import Checkpointer, DamagedCheckpoint
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.locate import add_family_file
 from posttrain.weights.lora import has_lora
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.save import save_model
-from posttrain.weights.state import ModelWeights, is_quantized
+from posttrain.weights.state import is_quantized
 
 Target = Literal["hf", "peft", "merged"]
 
@@ -66,7 +62,7 @@ def export(
     if to == "peft" and quantized != "none":
         # PEFT applies the adapter to the base that it loads: verified with the base in full precision.
         stage = replace(stage, model=stage.model.model_copy(update={"quantize": "none"}))
-    model = _trained_model(stage, step)
+    model = trained_model(stage, step)
     _check_target(model, to)
     base = str(stage.path) if to == "peft" and stage.path is not None else None
     if to == "peft" and base is None:
@@ -112,28 +108,6 @@ def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
             if read_json(adapter / "adapter_config.json")["use_dora"]:
                 return "not compared with the source, to which DoRA adds no plain product"
         return compare_with_source(folder, source, adapter, trained=adapter is None)
-
-
-def _trained_model(stage: StageRun, step: int | None) -> Decoder:
-    """Model of the stage at a checkpoint: its initial model with the trained parameters."""
-    model = stage_kind(stage.kind).load_model(stage)
-    weights = ModelWeights(model)
-    with Checkpointer(stage.folder / "checkpoints", read_only=True) as checkpointer:
-        if not (steps := checkpointer.steps()):
-            raise ConfigError(f"{stage.folder}: has no checkpoint yet")
-        chosen = steps[0] if step is None else step
-        like = {"params": jax.tree.map(_shape, weights.read(weights.trainable().__contains__))}
-        try:
-            state, _ = checkpointer.restore(chosen, like, partial=True)
-        except DamagedCheckpoint as error:
-            others = [one for one in steps if one != chosen]
-            raise ConfigError(f"{error}; {f'give --step {others[0]}' if others else 'it is the only one'}") from error
-    weights.write(state["params"])
-    return model
-
-
-def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _check_target(model: Decoder, to: Target) -> None:

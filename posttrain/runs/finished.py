@@ -1,21 +1,39 @@
-"""Stages of runs that have begun: their folder, tokenizer and model."""
+"""Stages of runs that have begun: their folder, tokenizer and model; models of runs, folders and hubs that generate."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
 from posttrain.config import RunConfig, trains_on_samples
+from posttrain.config.locator import Locator
 from posttrain.config.yaml_file import load_recorded
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.tokenizer_files import model_end_ids
 from posttrain.errors import ConfigError
+from posttrain.mesh import single_device_mesh
+from posttrain.models.decoder import Decoder
+from posttrain.models.hf import add_family
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runs.prepare import run_clock
 from posttrain.stages.context import RoleDevices, StageRun, read_source
-from posttrain.stages.table import stage_names
+from posttrain.stages.table import stage_kind, stage_names
+from posttrain.train.checkpoint import Checkpointer, DamagedCheckpoint
 from posttrain.train.loop import StopRequest
-from posttrain.weights.locate import own_tokenizer, run_tokenizer, tokenizer_name
+from posttrain.weights.load import load_model, vocabulary_of
+from posttrain.weights.locate import (
+    add_family_file,
+    check_added_tokens,
+    own_tokenizer,
+    run_tokenizer,
+    tokenizer_name,
+)
+from posttrain.weights.state import ModelWeights
 
 
 def find_stage(run: Path) -> tuple[Path, str]:
@@ -69,3 +87,93 @@ def open_stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer,
         profile=None,
         stop=StopRequest(),
     )
+
+
+def trained_model(stage: StageRun, step: int | None) -> Decoder:
+    """Model of the stage at a checkpoint: its initial model with the trained parameters. `step`: None: the newest."""
+    model = stage_kind(stage.kind).load_model(stage)
+    weights = ModelWeights(model)
+    with Checkpointer(stage.folder / "checkpoints", read_only=True) as checkpointer:
+        if not (steps := checkpointer.steps()):
+            raise ConfigError(f"{stage.folder}: has no checkpoint yet")
+        chosen = steps[0] if step is None else step
+        like = {"params": jax.tree.map(_shape, weights.read(weights.trainable().__contains__))}
+        try:
+            state, _ = checkpointer.restore(chosen, like, partial=True)
+        except DamagedCheckpoint as error:
+            others = [one for one in steps if one != chosen]
+            raise ConfigError(f"{error}; {f'give --step {others[0]}' if others else 'it is the only one'}") from error
+    weights.write(state["params"])
+    return model
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """Model that generates, its tokenizer, and the form of the prompts that it was trained on."""
+
+    name: str
+    model: Decoder
+    tokenizer: Tokenizer
+    chat: bool | None = None
+    """Chat rendering of the run's data; None: not told, so with a chat template if the tokenizer has one."""
+    system: str | None = None
+    """System message before every prompt of the run's data."""
+
+    @property
+    def chats(self) -> bool:
+        """True if prompts are rendered with the chat template."""
+        return self.tokenizer.chat_template is not None if self.chat is None else self.chat
+
+
+def load_generator(name: str, *, adapter: str | None = None, family: str | None = None) -> Generator:
+    """Load a model that generates. `name`: a folder in Hugging Face layout, a hub id, or the folder of a run or of one
+    of its stages, of which it is the final model, or that of the newest checkpoint.
+
+    `adapter`: PEFT's adapter of a model; `family`: a file with its family. ConfigError for a path without a model, and
+    for a model that scores and does not generate.
+    """
+    folder = Path(name).expanduser()
+    if any((place / CONFIG_NAME).is_file() for place in (folder, folder.resolve().parent)):
+        for option, value in {"adapter": adapter, "family": family}.items():
+            if value is not None:
+                raise ConfigError(f"--{option} is for a model, and {name} is a run, which has its own; remove it")
+        found = _of_run(*find_stage(folder), name)
+    else:
+        found = _of_model(name, adapter, family)
+    if found.model.config.scalar_head:
+        raise ConfigError(f"model {name}: is a reward model, which scores texts and generates none; give another")
+    return found
+
+
+def _of_run(output: Path, stage_name: str, name: str) -> Generator:
+    config = load_recorded(output / CONFIG_NAME)
+    add_family_file(config.model)
+    tokenizer = tokenizer_of(output, stage_name, config)
+    section, saved = config.stages[stage_names(config).index(stage_name)], output / stage_name / "model"
+    if saved.is_dir():
+        model = load_model(saved)
+    else:
+        # Standard output is that of the answers.
+        with redirect_stdout(sys.stderr):
+            model = trained_model(open_stage(output, stage_name, config, tokenizer, single_device_mesh()), None)
+    data = section.datasets[0]
+    return Generator(name=name, model=model, tokenizer=tokenizer, chat=data.chat, system=data.system)
+
+
+def _of_model(name: str, adapter: str | None, family: str | None) -> Generator:
+    if not Path(name).expanduser().exists() and name.startswith(("/", ".", "~")):
+        raise ConfigError(f"model {name}: no such folder{Locator(name).suggestion}")
+    if family is not None:
+        add_family(family)
+    own = None if adapter is None else own_tokenizer(adapter)
+    tokenizer = load_tokenizer(own or name)
+    if own is not None:
+        tokenizer = tokenizer.with_stop_ids(model_end_ids(name))
+    model = load_model(name, adapter=adapter)
+    if adapter is not None and model.config.resized:
+        check_added_tokens(tokenizer, adapter, vocabulary_of(name), model.config.vocab_size, named=False)
+    return Generator(name=name, model=model, tokenizer=tokenizer)

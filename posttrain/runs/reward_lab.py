@@ -13,7 +13,6 @@ from posttrain.config import DatasetSection, Locator, OnlineSection, RewardSecti
 from posttrain.config.yaml_file import load_config
 from posttrain.data.format import fill, prompt_is_text, prompt_messages
 from posttrain.data.sources import load_rows, with_all_columns
-from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.generation import complete
 from posttrain.reward.function import Reward, accepted, missing_arguments, rewards_of
@@ -26,8 +25,8 @@ from posttrain.reward.lab.snapshot import write_tests
 from posttrain.reward.model import ModelReward
 from posttrain.reward.rubric import Rubric
 from posttrain.rollout.trajectory import Group
+from posttrain.runs.finished import load_generator
 from posttrain.runtime.event_loop import run_async
-from posttrain.weights.load import load_model
 
 SAMPLED_PROMPTS, GROUP_SIZE, SAMPLED_TOKENS = 8, 8, 256
 """Prompts and samples of each with a model, and their maximum length."""
@@ -47,7 +46,7 @@ class LabSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of the functions, each for those that take it."""
     model: str | None = None
-    """Folder or hub id of a model whose samples are scored too."""
+    """Folder or hub id of a model, or folder of a run, whose samples are scored too."""
     write: Path | None = None
     """Test file to write."""
 
@@ -168,12 +167,14 @@ def _sampled(groups: Sequence[Group], rewards: Sequence[Reward], findings: dict[
 
 
 def _groups(model: str, rows: Sequence[LabRow], skip_special_tokens: bool) -> list[Group]:
-    tokenizer = load_tokenizer(model)
-    prompts: list[Any] = [row.prompt if tokenizer.chat_template is None else row.messages for row in rows]
+    loaded = load_generator(model)
+    tokenizer = loaded.tokenizer
+    prompts: list[Any] = [row.messages if loaded.chats else row.prompt for row in rows]
     done = complete(
-        load_model(model),
+        loaded.model,
         tokenizer,
         prompts,
+        chat=loaded.chats,
         n=GROUP_SIZE,
         temperature=1.0,
         seed=0,

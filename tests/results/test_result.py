@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import posttrain as pt
+from posttrain.runs.finished import load_generator
 from posttrain.tracking.history import read_metrics
-from tests.stages.runs import INIT, ROWS, few_devices, inside
+from posttrain.weights.state import ModelWeights
+from tests.stages.runs import INIT, ROWS, few_devices, inside, posttrain
 
 
 def low(completion_tokens: Any, **_: Any) -> list[float]:
@@ -74,6 +77,17 @@ def test_answers_and_export(done: tuple[pt.RunResult, Any], monkeypatch: pytest.
     assert (result.export("hf", reader="posttrain") / "config.json").exists()
 
 
+def test_a_run_generates_as_its_data_was_rendered(done: tuple[pt.RunResult, Any]) -> None:
+    """Red if a run on plain prompts were given the chat template that its tokenizer has."""
+    result = done[0]
+    model, tokenizer = result.load_model(), result.load_tokenizer()
+    assert tokenizer.chat_template is not None
+    (plain,) = pt.generate(model, tokenizer, "1+1=", max_new_tokens=4, chat=False)
+    said = posttrain("generate", "done/0-rl", "1+1=", "--max-tokens", "4", "--logprobs", "0")
+    assert json.loads(said.out)["text"] == plain, said.err
+    assert "--adapter is for a model, and done is a run" in posttrain("generate", "done", "1", "--adapter", "a").error
+
+
 def test_attach_reads_a_folder(done: tuple[pt.RunResult, Any], folder: Path) -> None:
     again = pt.attach("done")
     assert again.finished and list(again.trained) == [] and again.metrics == done[0].metrics
@@ -101,9 +115,17 @@ def test_the_stop_button(folder: Path, monkeypatch: pytest.MonkeyPatch, interact
         return
     stopped = run.fit(on_step=stop)
     assert not stopped.finished and "stopped after step 1" in repr(stopped) and stopped.results == []
+    newest = load_generator(str(stopped.output))
+    assert newest.chat is False and not same_weights(newest.model, load_generator("done").model)
     with pytest.raises(pt.RunError, match="is not finished, so it has no final model; call fit"):
         stopped.model_path  # noqa: B018
     assert run.fit().finished
+    assert same_weights(load_generator(str(run.fit().output)).model, run.fit().load_model())
+
+
+def same_weights(one: pt.Decoder, other: pt.Decoder) -> bool:
+    first, second = (ModelWeights(model).read() for model in (one, other))
+    return all(np.array_equal(first[path], second[path]) for path in first)
 
 
 def test_a_growing_file_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
