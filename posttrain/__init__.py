@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from posttrain.results.result import RunResult as RunResult
     from posttrain.results.result import attach as attach
     from posttrain.reward.rubric import Rubric as Rubric
+    from posttrain.rollout.adapters import AdapterSlots as AdapterSlots
     from posttrain.rollout.engine import NativeEngine as NativeEngine
     from posttrain.rollout.programs import Expected as Expected
     from posttrain.rollout.trajectory import Example as Example
@@ -87,6 +88,7 @@ _MODULES = {
     "ReinforcePlusPlusBaseline": "posttrain.config",
     "SAPO": "posttrain.config",
     "VESPO": "posttrain.config",
+    "AdapterSlots": "posttrain.rollout.adapters",
     "AdamW": "posttrain.config",
     "Batch": "posttrain.batch",
     "Checkpointer": "posttrain.train.checkpoint",

@@ -14,6 +14,7 @@ import yaml
 import posttrain as pt
 from posttrain.config.yaml_file import build_config
 from posttrain.errors import ConfigError
+from posttrain.weights.lora import attach_lora
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,11 +110,14 @@ def titled(documents: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 
 def write_folder(folder: Path, documents: Sequence[Path] = DOCUMENTS) -> Path:
-    """What the documents take for granted: the models of the quick start, tiny here, and the files they spell out."""
+    """What the documents take for granted: the models of the quick start, tiny here, with an adapter of the last, and
+    the files they spell out."""
     tokenizer = pt.load_tokenizer("bytes")
     for stage, seed in (("0-sft", 0), ("1-rl", 1)):
         model = tiny_model(seed, num_layers=2, windows=(None,), max_positions=4096, intermediate_size=256)
         pt.save_model(model, folder / "runs" / "quickstart" / stage / "model", tokenizer=tokenizer)
+    attach_lora(model, pt.LoRA(rank=4, targets=("q_proj",)), seed=0)
+    pt.save_adapter(model, folder / "adapters" / "sums")
     for name, text in titled(documents):
         if name.endswith((".yaml", ".py")) and not (ROOT / name).exists():
             (folder / name).write_text(text)

@@ -57,6 +57,10 @@ class Adapter(nnx.Module):
             x = jnp.where(mask, x / (1.0 - self.dropout), jnp.zeros((), x.dtype))
         return product(x, self.lora_a[...].astype(x.dtype))
 
+    def own(self, low: Float[Array, "*B r"]) -> Float[Array, "*B r"]:
+        """All of it: every row has this adapter."""
+        return low
+
     def added(
         self,
         y: Float[Array, "*B out"],
@@ -121,6 +125,59 @@ class Adapter(nnx.Module):
             assert self.fixed_gain is not None
             wide = wide / self.fixed_gain[...][..., None, :]
         return (wide - self.delta()).astype(kernel.dtype)
+
+
+class RowSlots(nnx.Variable[Array]):
+    """Slot of each row of a batch, set for one forward pass; not a weight."""
+
+
+class AdapterStack(nnx.Module):
+    """LoRA adapters of one matrix in `count` slots, of which each row of a batch uses one or none: y + m(x A) B.
+
+    A [in, count * r] and B [count * r, out] have the adapters side by side, B times its scale, lower ranks padded with
+    zeros; the mask m keeps the columns of the row's own slot. One product reads all of them once, however many rows
+    there are: fewer bytes than A and B of every row as soon as there are as many rows as slots.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array], dims: Mapping[str, tuple[str, ...]], *, count: int):
+        self.count = count
+        self.lora_a = nnx.Param(arrays["lora_a"], dims=dims["lora_a"])
+        self.lora_b = nnx.Param(arrays["lora_b"], dims=dims["lora_b"])
+        self.rows: Any = nnx.data(None)
+
+    reads_kernel = False
+
+    def fix_gain(self, kernel: Float[Array, "*L in out"]) -> None:
+        """None of these adapters has a gain."""
+
+    def down(self, x: Float[Array, "B *T in"], product: Product = matmul) -> Float[Array, "B *T r"]:
+        """m(x A)"""
+        return self.own(product(x, self.lora_a[...].astype(x.dtype)))
+
+    def added(
+        self, y: Float[Array, "B *T out"], low: Float[Array, "B *T r"], kernel: Any, product: Product = matmul
+    ) -> Float[Array, "B *T out"]:
+        """Adapted output from y = x W and low = m(x A), without the kernel."""
+        return y + product(low.astype(y.dtype), self.scaled_b(y.dtype))
+
+    def scaled_b(self, dtype: DTypeLike) -> Float[Array, "*L r out"]:
+        return self.lora_b[...].astype(dtype)
+
+    def own(self, low: Float[Array, "B *T r"]) -> Float[Array, "B *T r"]:
+        """Columns of each row's own slot; 0 elsewhere, whatever the adapter there gives."""
+        assert self.rows is not None, "choose_slots comes first"
+        slots = jax.lax.broadcasted_iota(jnp.int32, low.shape, low.ndim - 1) // (low.shape[-1] // self.count)
+        rows = self.rows[...].reshape(-1, *[1] * (low.ndim - 1))
+        return jnp.where(slots == rows, low, jnp.zeros((), low.dtype))
+
+
+def choose_slots(model: nnx.Module, slots: Int[Array, " B"] | None) -> None:
+    """Give each row of the next forward pass the adapters of its slot; -1: none. None where the model has no slots."""
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, AdapterStack):
+            assert slots is not None, "the model has adapters in slots"
+            lead = node.lora_a.shape[:-2]
+            node.rows = RowSlots(jnp.broadcast_to(slots, (*lead, *slots.shape)), dims=())
 
 
 def column_norms(kernel: Float[Array, "*L in out"]) -> Float[Array, "*L out"]:

@@ -194,8 +194,16 @@ class LatentAttention(nnx.Module):
         assert isinstance(stored, StoredKeys), "ragged paged attention does not support latent attention"
         stored = stored._replace(values=stored.keys[..., : c.kv_rank])
         q_latent = jnp.einsum("btnh,rnh->btnr", q_nope, up[..., : c.nope_dim])
+        if (stack := self.kv.stack) is not None:
+            a, b = stack.lora_a[...].astype(q_nope.dtype), stack.scaled_b(q_nope.dtype).reshape(-1, *up.shape[1:])
+            low = stack.own(jnp.einsum("btnh,ynh->btny", q_nope, b[..., : c.nope_dim]))
+            q_latent = q_latent + jnp.einsum("btny,ry->btnr", low, a)
         out = self._attend(jnp.concatenate([q_latent, q_rope], axis=-1), stored, context, state)
-        return jnp.einsum("btnr,rnh->btnh", out, up[..., c.nope_dim :])
+        heads = jnp.einsum("btnr,rnh->btnh", out, up[..., c.nope_dim :])
+        if stack is not None:
+            low = stack.own(jnp.einsum("btnr,ry->btny", out, a))
+            heads = heads + jnp.einsum("btny,ynh->btnh", low, b[..., c.nope_dim :])
+        return heads
 
     def _cached(self, latent: Float[Array, "B T R"], k_rope: Float[Array, "B T Hr"]) -> Float[Array, "B 1 T H"]:
         return jnp.concatenate([latent, k_rope], axis=-1)[:, None]

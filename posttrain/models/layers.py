@@ -20,7 +20,7 @@ from jaxtyping import Float, Int, Shaped
 from posttrain.kernels.platform import matmul, platform_of, written, written_gradients
 from posttrain.mesh import TOKEN_AXIS, row_axes, row_shards, split_axes
 from posttrain.models.activations import GATE, UP
-from posttrain.models.adapter import Adapter
+from posttrain.models.adapter import Adapter, AdapterStack
 from posttrain.models.config import Activation, LayerInputsConfig, MLPConfig, ModelConfig
 from posttrain.models.quant import Quantized
 
@@ -63,8 +63,8 @@ def normal(init: Init, shape: tuple[int, ...]) -> Array:
 class Adaptable(nnx.Module):
     """Layer with weight matrices that accept adapters."""
 
-    adapters: nnx.Dict[Adapter]
-    """Adapters by matrix name."""
+    adapters: nnx.Dict[Adapter | AdapterStack]
+    """Adapters by matrix name; stacks of several only where an engine decodes with them."""
 
     def matrices(self) -> Mapping[str, Any]:
         """Parameters [*leading, in, out] by name; a quantized matrix reads like a parameter."""
@@ -78,6 +78,7 @@ class Adaptable(nnx.Module):
     def merged(self, name: str) -> Float[Array, "*L in out"]:
         """Matrix with its adapter merged, in the matrix's dtype."""
         matrix, adapter = self.matrices()[name][...], self.adapters.get(name)
+        assert not isinstance(adapter, AdapterStack), "one matrix cannot hold several adapters"
         return matrix if adapter is None else adapter.merged(matrix)
 
 
@@ -102,9 +103,17 @@ class Linear(Adaptable):
         return self.kernel[...].astype(dtype)
 
     def weight(self, dtype: np.dtype) -> Float[Array, "in out"]:
-        """Kernel of the current layer with the adapter merged."""
+        """Kernel of the current layer with the adapter merged, but for a stack of several."""
         adapter = self.adapters.get("kernel")
-        return self.frozen(dtype) if adapter is None else adapter.merged(self.frozen(jnp.float32)).astype(dtype)
+        if not isinstance(adapter, Adapter):
+            return self.frozen(dtype)
+        return adapter.merged(self.frozen(jnp.float32)).astype(dtype)
+
+    @property
+    def stack(self) -> AdapterStack | None:
+        """Adapters of several requests."""
+        adapter = self.adapters.get("kernel")
+        return adapter if isinstance(adapter, AdapterStack) else None
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
         return self.completed(x, _product(self.kernel, x))
@@ -213,7 +222,7 @@ class Embedding(Adaptable):
     def __call__(self, tokens: Int[Array, "B T"], dtype: np.dtype, mesh: Mesh | None) -> Float[Array, "B T D"]:
         x = lookup(self.embedding[...], tokens, dtype, mesh)
         if adapter := self.adapters.get("embedding"):
-            low = jnp.take(adapter.lora_a[...], tokens, axis=0).astype(dtype)
+            low = adapter.own(jnp.take(adapter.lora_a[...], tokens, axis=0).astype(dtype))
             x = adapter.added(x, low, self.embedding[...])
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, dtype)
 
@@ -222,9 +231,9 @@ class Embedding(Adaptable):
         table, adapter = self.embedding[...], self.adapters.get("embedding")
         if adapter is None:
             return _transposed_product(hidden, table)
-        if adapter.lora_magnitude is not None:
+        if isinstance(adapter, Adapter) and adapter.lora_magnitude is not None:
             hidden = hidden * adapter.gain(table).astype(hidden.dtype)[None, None]
-        low = _transposed_product(hidden, adapter.scaled_b(jnp.float32))
+        low = adapter.own(_transposed_product(hidden, adapter.scaled_b(jnp.float32)))
         return _transposed_product(hidden, table) + _transposed_product(low, adapter.lora_a[...])
 
 

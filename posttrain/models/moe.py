@@ -21,6 +21,7 @@ from posttrain.kernels.grouped_matmul import grouped_matmul, reads_stacks, stack
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import TOKEN_AXIS, param_sharding, row_axes, row_shards, token_shards
 from posttrain.models.activations import rematerialized
+from posttrain.models.adapter import Adapter
 from posttrain.models.config import Compute, MLPConfig, MoEConfig
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex
 from posttrain.models.layers import MLP, Adaptable, Init, Linear, gated, normal, param
@@ -223,6 +224,7 @@ class Experts(Adaptable):
                 w = matrix[...]
                 out = grouped(y, w.astype(y.dtype))
             if adapter := self.adapters.get(name):
+                assert isinstance(adapter, Adapter), "rows of experts are in another order"
                 out = adapter.added(out, adapter.down(y, grouped), w, grouped, rows.expert)
             if bias is not None:
                 out = out + bias[...].astype(y.dtype).at[rows.expert].get(mode="fill", fill_value=0)

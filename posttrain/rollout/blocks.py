@@ -25,6 +25,8 @@ class Node:
     tokens: Tokens
     """At most a block of tokens; later positions of the block are private to its owner."""
     parent: Node | None
+    space: int = 0
+    """See `Chain.space`."""
     children: dict[int, list[Node]] = field(default_factory=dict)
     """Child entries by first token; only full blocks have any."""
     routing: Int[np.ndarray, "T M k"] | None = None
@@ -57,6 +59,8 @@ class Chain:
     """Prefix-cache entries of the first blocks, which other requests can share."""
     generation: int = 0
     """Version of the weights that computed it; only blocks of the current version are shared."""
+    space: int = 0
+    """Prefix cache that it shares blocks with: equal tokens of different spaces have different keys and values."""
 
 
 class BlockPool:
@@ -74,7 +78,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Without users, the least recently used first. A node stands before its parent: whoever uses it uses both."""
         self._nodes: dict[int, Node] = {}
-        self._roots: dict[int, list[Node]] = {}
+        self._roots: dict[int, dict[int, list[Node]]] = {}
+        """First entries of each space by first token."""
         self._pending: list[Node] = []
 
     @property
@@ -86,10 +91,10 @@ class BlockPool:
     def used(self) -> int:
         return self.number - self.available
 
-    def match(self, tokens: Sequence[int], limit: int) -> Match:
-        """Longest cached prefix of the first `limit` tokens."""
+    def match(self, tokens: Sequence[int], limit: int, space: int = 0) -> Match:
+        """Longest cached prefix of the first `limit` tokens in a space."""
         full: list[Node] = []
-        children = self._roots
+        children = self._roots.get(space, {})
         length = 0
         while length < limit:
             rest = tuple(tokens[length : min(length + BLOCK, limit)])
@@ -114,8 +119,8 @@ class BlockPool:
             unused += 1
         return blocks_for(positions) - len(match.full) + unused
 
-    def start(self, match: Match) -> Chain:
-        """Start a chain with the matched prefix."""
+    def start(self, match: Match, space: int = 0) -> Chain:
+        """Start a chain with the prefix that was matched in its space."""
         for node in match.full:
             self._use(node.block)
         if match.partial is not None:
@@ -125,6 +130,7 @@ class BlockPool:
             source=match.partial,
             nodes=list(match.full),
             generation=self.generation,
+            space=space,
         )
 
     def extend(self, chain: Chain, positions: int) -> bool:
@@ -203,13 +209,13 @@ class BlockPool:
             node.level = 0
         self._pending.clear()
 
-    def _children(self, parent: Node | None) -> dict[int, list[Node]]:
-        return self._roots if parent is None else parent.children
+    def _children(self, parent: Node | None, space: int) -> dict[int, list[Node]]:
+        return self._roots.setdefault(space, {}) if parent is None else parent.children
 
     def _add(self, chain: Chain, part: Tokens, routing: np.ndarray | None, level: int) -> bool:
         """Add or reuse the cache entry of the first block without one. Returns False after the last block."""
         parent = chain.nodes[-1] if chain.nodes else None
-        siblings = self._children(parent).setdefault(part[0], [])
+        siblings = self._children(parent, chain.space).setdefault(part[0], [])
         index = len(chain.nodes)
         twin = next((node for node in siblings if node.tokens[: len(part)] == part), None)
         if twin is not None:
@@ -221,7 +227,7 @@ class BlockPool:
             chain.nodes.append(twin)
             return True
         own_routing = None if routing is None else routing.copy()
-        node = Node(chain.blocks[index], part, parent, routing=own_routing, level=level)
+        node = Node(chain.blocks[index], part, parent, chain.space, routing=own_routing, level=level)
         if level:
             self._pending.append(node)
         siblings.append(node)
@@ -250,11 +256,13 @@ class BlockPool:
         self._free.append(block)
 
     def _unlink(self, node: Node) -> None:
-        children = self._children(node.parent)
+        children = self._children(node.parent, node.space)
         siblings = children[node.tokens[0]]
         siblings.remove(node)
         if not siblings:
             del children[node.tokens[0]]
+        if node.parent is None and not children:
+            del self._roots[node.space]
         del self._nodes[node.block]
 
 

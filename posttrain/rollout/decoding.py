@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from posttrain.mesh import by_rows, by_rows_and_vocab, on_each_shard
+from posttrain.models.adapter import choose_slots
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.forward_state import Routing
@@ -38,6 +39,8 @@ class DecodeRows:
     sampling: Sampling
     stop_ids: Int[Array, "R E"]
     """-1 where there are fewer than E."""
+    adapters: Int[Array, " R"] | None
+    """See `PromptPieces`."""
 
 
 @pytree
@@ -108,6 +111,7 @@ def decode(
     Works on the rows' blocks, or on a copy of them that is read whole at every token: as the pool's layout has it.
     """
     rows = by_rows(rows, mesh)
+    choose_slots(model, rows.adapters)
     ones = jnp.ones((rows.tokens.shape[0], 1), jnp.int32)
     draw = on_each_shard(sample, mesh)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jax import Array
@@ -18,6 +19,7 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.models.config import check_recording
 from posttrain.models.decoder import Decoder
+from posttrain.rollout.adapters import Adapters, AdapterSlots
 from posttrain.rollout.decode_weights import Loaded, choose_placement, device_memory
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.request import Request
@@ -42,6 +44,7 @@ class NativeEngine:
     is not in use keeps prefixes for later requests. Where decoding works on rows, as on CPU, a copy of what they hold
     comes on top, and one of the layers' weights where they are cut out of stacks, both only while samples run. So does
     a copy of the weights that are split otherwise than `tensor` says (`rollout.tensor` of the configuration).
+    `adapters`: room for LoRA adapters, one for each request that names one, see `load_adapter`.
     Programs are compiled at the first request of each shape, or by `warm_up`.
 
     `tokenizer`: of grammars, one token of which is drawn per dispatch, of all rows beside them too.
@@ -65,15 +68,9 @@ class NativeEngine:
         merge_lora: bool = False,
         cache_tokens: int | None = None,
         tensor: SamplerTensor = "auto",
+        adapters: AdapterSlots | None = None,
     ):
-        for name, value in {"slots": slots, "decode_steps": decode_steps}.items():
-            if value < 1:
-                raise ValueError(f"rollout: {name}={value} must be at least 1")
-        if max_length > model.config.max_positions:
-            raise ValueError(
-                f"rollout: max_length={max_length} must not exceed the model's "
-                f"max_positions={model.config.max_positions}"
-            )
+        _check_sizes(model, slots=slots, max_length=max_length, decode_steps=decode_steps)
         if record_routing:
             check_recording(model.config)
         self.max_length = max_length
@@ -83,6 +80,7 @@ class NativeEngine:
         if merge_lora and not any(ADAPTER in path for path in ModelWeights(model).dims()):
             raise ConfigError("rollout.merge_lora: the model has no adapter to merge; remove the option")
         self._copies = Copies(quantize) if quantize != "none" or merge_lora else None
+        self._adapters = Adapters(adapters) if adapters is not None else None
         weights = self._weights_of(model)
         self._placement = choose_placement(tensor, *weights, device_memory(), slots=slots)
         self._loaded = Loaded.of(*weights, version, self._placement)
@@ -93,6 +91,7 @@ class NativeEngine:
             steps=decode_steps,
             record=record_routing,
             cache_tokens=cache_tokens,
+            adapters=adapters is not None,
         )
         shapes = self._runner.shapes
         self.slots = shapes.slots * shapes.lanes
@@ -215,6 +214,35 @@ class NativeEngine:
         self._loaded = Loaded.of(*self._weights_of(model), version, self._placement)
         self._scheduler.forget()
 
+    def load_adapter(
+        self, name: str, folder: str | Path, *, text_name: Callable[[str], str | None] | None = None
+    ) -> None:
+        """Load a PEFT adapter for requests that name it (`SamplingParams.adapter`), also while others run.
+
+        `text_name`: of a multimodal family's `Wrapper`. ConfigError for an adapter that the engine cannot have beside
+        others, ValueError for a name that is taken, and where no slot is free or there are none.
+        """
+        busy = {request.adapter.slot for request in self._scheduler.requests() if request.adapter is not None}
+        arrays: Any = self._loaded.arrays
+        loaded = arrays | self._with_adapters.load(name, folder, arrays, busy, text_name)
+        self._loaded = replace(self._loaded, arrays=loaded)
+
+    def drop_adapter(self, name: str) -> None:
+        """Start no more requests of an adapter; those that have come end with it, and free its slot. ValueError for a
+        name that is not loaded."""
+        self._with_adapters.drop(name)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return () if self._adapters is None else self._adapters.names
+
+    @property
+    def _with_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise ValueError("the engine has no slots for adapters; make it with adapters=AdapterSlots(...)")
+        return self._adapters
+
     def forget_prompts(self) -> None:
         """Clear the prefix cache and the counts of `metrics`: later samples are those of an engine that has sampled
         nothing under its weights."""
@@ -334,10 +362,9 @@ class NativeEngine:
         return self._scheduler.num_used_blocks
 
     def _weights_of(self, model: Decoder) -> tuple[ModelWeights, Weights]:
-        if self._copies is not None:
-            return self._copies(model)
         source = ModelWeights(model)
-        return source, source.read()
+        weights = (source, source.read()) if self._copies is None else self._copies(model)
+        return weights if self._adapters is None else self._adapters.attached(*weights)
 
     def _submit(self, call: Call) -> Request:
         prompt, params, partial = call
@@ -360,7 +387,9 @@ class NativeEngine:
             )
         if params.stop and self._decode_text is None:
             raise ValueError(f"generate: stop={params.stop!r} needs an engine with tokenizer_decode")
-        request = Request(prompt=tuple(prompt), params=params, constraint=self._constraint(prompt, params))
+        adapter = None if params.adapter is None else self._with_adapters.of(params.adapter)
+        constraint = self._constraint(prompt, params)
+        request = Request(prompt=tuple(prompt), params=params, constraint=constraint, adapter=adapter)
         if partial is not None:
             request.resume(partial)
         self._scheduler.submit(request)
@@ -405,6 +434,16 @@ class NativeEngine:
         finally:
             self._driver = None
             self.programs.rest()
+
+
+def _check_sizes(model: Decoder, *, slots: int, max_length: int, decode_steps: int) -> None:
+    for name, value in {"slots": slots, "decode_steps": decode_steps}.items():
+        if value < 1:
+            raise ValueError(f"rollout: {name}={value} must be at least 1")
+    if max_length > model.config.max_positions:
+        raise ValueError(
+            f"rollout: max_length={max_length} must not exceed the model's max_positions={model.config.max_positions}"
+        )
 
 
 EngineFactory = Callable[[Decoder, Tokenizer, RolloutSection], Any]

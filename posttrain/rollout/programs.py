@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 
 from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.mesh import by_rows, devices_of, mesh_of_arrays
+from posttrain.models.adapter import choose_slots
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.blocks import BLOCK, blocks_for
@@ -49,6 +50,8 @@ class PromptPieces:
     """The blocks that get the keys and values; out of range where there is none to write."""
     scored: ScoredPrompts | None
     """None where no request wants log-probabilities of its prompt."""
+    adapters: Int[Array, " N"] | None
+    """Adapter slot of each row; -1: none. None in an engine without adapters."""
 
 
 @pytree
@@ -80,6 +83,7 @@ def prefill(
     """
     rows, length = prompts.tokens.shape
     prompts = by_rows(prompts, mesh)
+    choose_slots(model, prompts.adapters)
     offsets = jnp.arange(length, dtype=jnp.int32)[None]
     positions = prompts.starts[:, None] + offsets
     segments = (offsets < prompts.lengths[:, None]).astype(jnp.int32)

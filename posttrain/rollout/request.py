@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from posttrain.data.grammar import Constraint
+from posttrain.rollout.adapters import LoadedAdapter
 from posttrain.rollout.types import Completion, NewTokens, SamplingParams, StopReason, TokenLogp
 
 
@@ -23,6 +24,7 @@ class Request:
     params: SamplingParams
     number: int = 0
     """Arrival number."""
+    adapter: LoadedAdapter | None = None
     future: Future[Completion] = field(default_factory=Future)
     tokens: MutableSequence[int] = field(default_factory=lambda: array("i"))
     logps: MutableSequence[float] = field(default_factory=lambda: array("f"))
@@ -47,6 +49,16 @@ class Request:
 
     def __lt__(self, other: Request) -> bool:
         return self.number < other.number
+
+    @property
+    def space(self) -> int:
+        """Prefix cache of its adapter."""
+        return 0 if self.adapter is None else self.adapter.number
+
+    @property
+    def slot(self) -> int:
+        """Slot of its adapter; -1: none."""
+        return -1 if self.adapter is None else self.adapter.slot
 
     @property
     def end(self) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from posttrain.mesh import replicated
 from posttrain.models.decoder import decoding_config
@@ -74,11 +74,12 @@ class DispatchOutcome:
 class Runner:
     """Owns the pool and the compiled programs. `prepare` is for the thread of the scheduler, `run` for any other."""
 
-    def __init__(self, shapes: Shapes, *, blocks: int, record: bool, vocab_size: int):
+    def __init__(self, shapes: Shapes, *, blocks: int, record: bool, vocab_size: int, adapters: bool = False):
         self.shapes = shapes
         self.blocks = blocks
         self.programs = Programs(steps=shapes.steps, record=record)
         self._tables = Tables(vocab_size)
+        self._adapters = adapters
         self._pool: Pool | None = None
         self._stop_ids = MIN_STOP_IDS
         # The thread of a cancelled driver may still be on the device when the next one starts.
@@ -87,10 +88,18 @@ class Runner:
 
     @classmethod
     def of(
-        cls, loaded: Loaded, *, slots: int, max_length: int, steps: int, record: bool, cache_tokens: int | None
+        cls,
+        loaded: Loaded,
+        *,
+        slots: int,
+        max_length: int,
+        steps: int,
+        record: bool,
+        cache_tokens: int | None,
+        adapters: bool = False,
     ) -> Runner:
         """Runner for weights that may be shapes. `slots` is rounded up to a multiple of the lanes; `cache_tokens`: see
-        `NativeEngine`."""
+        `NativeEngine`; `adapters`: the model has slots for them."""
         lanes = num_lanes(loaded.placement.mesh)
         slots = lanes * -(-slots // lanes)
         blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
@@ -99,6 +108,7 @@ class Runner:
             blocks=blocks // lanes,
             record=record,
             vocab_size=loaded.source.model.config.vocab_size,
+            adapters=adapters,
         )
 
     def prepare(self, plan: Plan, loaded: Loaded) -> Dispatch:
@@ -231,6 +241,7 @@ class Runner:
             **jax.device_put(arrays | {"targets": targets.reshape(lanes, shape.rows, -1)}),
             context=jax.device_put(context.reshape(lanes, shape.rows, -1)) if shape.context else None,
             scored=ScoredPrompts(**jax.device_put(wanted), top=top) if scored else None,
+            adapters=self._slots_of({row: piece.row for row, piece in places.items()}, rows),
         )
 
     def _decode_call(self, plan: Plan) -> DecodeCall:
@@ -291,7 +302,15 @@ class Runner:
                 tables=self._tables,
                 allowed={row: r.constraint.allowed for row, r in enumerate(requests) if r.constraint is not None},
             ),
+            adapters=self._slots_of(places, rows),
         )
+
+    def _slots_of(self, places: Mapping[int, Row], rows: int) -> Int[Array, " N"] | None:
+        """Adapter slots of a call's rows."""
+        if not self._adapters:
+            return None
+        slots = [places[row].request.slot if row in places else -1 for row in range(rows)]
+        return jax.device_put(np.asarray(slots, np.int32))
 
     def _fit_stop_ids(self, params: Sequence[SamplingParams]) -> None:
         while self._stop_ids < max(len(p.ends) for p in params):

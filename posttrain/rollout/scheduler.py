@@ -257,7 +257,7 @@ class Scheduler:
         blocks = self.lanes[row.lane].blocks
         if row.chain.generation != blocks.generation and not (row.ready and row.request.started):
             blocks.leave(row.chain)
-            row.chain, row.computed, row.counted = blocks.start(NOTHING), 0, False
+            row.chain, row.computed, row.counted = blocks.start(NOTHING, row.request.space), 0, False
             row.request.forget_prompt()
 
     def _make_room(self, row: Row) -> None:
@@ -284,7 +284,7 @@ class Scheduler:
         match = _found(blocks, row.request)
         if match.length > row.computed:
             old = row.chain
-            row.chain = blocks.start(match)
+            row.chain = blocks.start(match, row.request.space)
             blocks.leave(old)
             self.counts.shared_tokens += (match.length - row.computed) * row.counted
             row.computed, row.fresh = match.length, True
@@ -301,7 +301,8 @@ class Scheduler:
             self._take(request)
             lane, match = place
             blocks = self.lanes[lane].blocks
-            row = Row(request, lane, blocks.start(match), match.length, counted=not request.admitted)
+            chain = blocks.start(match, request.space)
+            row = Row(request, lane, chain, match.length, counted=not request.admitted)
             enough = blocks.extend(row.chain, row.positions(self.steps))
             assert enough, "counted by `cost`"
             if row.counted:
@@ -377,7 +378,7 @@ def _found(blocks: BlockPool, request: Request) -> Match:
     """Match a request against the prefix cache: its whole prefix, or full blocks of at least `MIN_SHARED` tokens."""
     if request.unscored:
         return NOTHING
-    match = blocks.match(request.history, request.position)
+    match = blocks.match(request.history, request.position, request.space)
     if match.length == request.position:
         return match
     length = BLOCK * len(match.full)

@@ -69,6 +69,8 @@ class SamplingParams:
     """Number of most probable tokens returned with each sampled one, and with `prompt_logps` each of the prompt."""
     prompt_logps: bool = False
     """Return the log-probabilities of the prompt."""
+    adapter: str | None = None
+    """Name of a loaded adapter; None: the base."""
 
     def __post_init__(self) -> None:
         rules = {

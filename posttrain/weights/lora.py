@@ -50,7 +50,8 @@ class Site:
 
     @property
     def adapter(self) -> Adapter | None:
-        return self.owner.adapters.get(self.name)
+        adapter = self.owner.adapters.get(self.name)
+        return adapter if isinstance(adapter, Adapter) else None
 
     @property
     def drops(self) -> bool:
@@ -160,7 +161,7 @@ def _plans(lora: LoRA, all_sites: Mapping[str, Site], num_layers: int) -> dict[s
         site, ranks, scales = all_sites[path], [], []
         for index, modules in enumerate(site.modules):
             here = site.layers is None or lora.layers is None or site.layers[index] in lora.layers
-            if not here or not any(_targeted(target, path, site, modules) for target in lora.targets):
+            if not here or not any(targeted(target, path, site, modules) for target in lora.targets):
                 ranks.append(0)
                 scales.append(0.0)
                 continue
@@ -179,7 +180,8 @@ def _plans(lora: LoRA, all_sites: Mapping[str, Site], num_layers: int) -> dict[s
     return plans
 
 
-def _targeted(target: str, path: str, site: Site, modules: Iterable[str]) -> bool:
+def targeted(target: str, path: str, site: Site, modules: Iterable[str]) -> bool:
+    """Return True for a target that names a layer of the site."""
     return site.layers is not None if target == ALL_LINEAR else _matches(target, path, modules)
 
 
@@ -187,7 +189,7 @@ def _named(target: str, all_sites: Mapping[str, Site]) -> list[str]:
     """Sites matched by a target. Raises ConfigError if there is none."""
     _check_pattern("targets", target)
     matched = [
-        p for p, site in all_sites.items() if any(_targeted(target, p, site, modules) for modules in site.modules)
+        p for p, site in all_sites.items() if any(targeted(target, p, site, modules) for modules in site.modules)
     ]
     if not matched:
         raise ConfigError(

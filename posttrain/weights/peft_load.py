@@ -46,6 +46,9 @@ SILENT |= {"megatron_core", "qalora_group_size", "layers_pattern", "layers_to_tr
 
 KEY = re.compile(r"(.+)\.lora_(?:(embedding_)?([AB])(?:\.weight)?|(magnitude_vector)(?:\.weight)?)")
 
+MORE = ("use_dora", "modules_to_save")
+"""Fields of adapters that are more than low-rank products of single matrices."""
+
 TABLES = ("embed.embedding", "head.kernel")
 """Parameters with a row for every token."""
 
@@ -78,10 +81,37 @@ def load_adapter(
     files = _match_files(model, path, text_name, mesh=mesh)
     _attach(model, files, mesh)
     weights, placed = ModelWeights(model), ModelWeights(model).read()
-    new = _adapter_arrays(model, files.modules, files.tensors) | _whole_arrays(model, files.whole)
+    new = _adapter_arrays(model, files) | _whole_arrays(model, files.whole)
     arrays = {p: array.astype(placed[p].dtype) for p, array in new.items()}
     weights.write(processes.on_devices(arrays, {p: placed[p].sharding for p in new}))
     weights.set_saved(_saved_params(model, files))
+
+
+def read_pairs(
+    model: Decoder, path: str | Path, *, text_name: Callable[[str], str | None] | None = None
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A and B with its scale of a PEFT adapter, by the path of their matrix; the model is left as it is.
+
+    ConfigError, by name, for what is more than such pairs or does not fit the model.
+    """
+    folder = find_folder(path)
+    config = read_json(folder / CONFIG)
+    if more := [name for name in MORE if config.get(name)] or ["task_type"] * (config.get("task_type") == CLASSIFIER):
+        raise ConfigError(
+            f"{folder / CONFIG}: {more[0]}={config[more[0]]!r} changes more than low-rank products, which is all that "
+            "an engine can have beside other adapters; merge it into a model of its own"
+        )
+    if adapted_config(model, folder, text_name) != model.config:
+        raise ConfigError(f"{folder}: added tokens changed the embedding; merge it into a model of its own")
+    files, by_path = _match_files(model, folder, text_name), sites(model)
+    arrays, pairs = _adapter_arrays(model, files), {}
+    for at, plan in files.plans.items():
+        site = by_path[at]
+        base, _, name = site.param.rpartition(".")
+        a, b = (arrays[f"{base}.adapters.{name}.{key}"] for key in ("lora_a", "lora_b"))
+        by_layer = [-1, *[1] * (b.ndim - 1)] if b.ndim > 2 else [1, 1]
+        pairs[site.param] = a, b * np.reshape(np.asarray(plan.scales, np.float32), by_layer)
+    return pairs
 
 
 def is_table(tensor: CheckpointTensor) -> bool:
@@ -391,23 +421,21 @@ def _plans(
     return {path: AdapterPlan(ranks=tuple(ranks[path]), scales=tuple(scales[path])) for path in ranks}
 
 
-def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Mapping[str, CheckpointTensor]) -> Arrays:
-    """Arrays of the attached adapters: stacked, in our layout, with the B of fused modules split."""
-    by_param = {site.param: site for site in sites(model).values()}
-    by_path: dict[str, Arrays] = {}
-    for name, module in modules.items():
-        for part in tensors[name].parts:
-            site, rank = by_param[part.param], module.a.shape[-2]
-            if part.param not in by_path:
-                by_path[part.param] = _empty(site)
-            arrays = by_path[part.param]
+def _adapter_arrays(model: Decoder, files: _AdapterFiles) -> Arrays:
+    """Arrays of the planned adapters by path: stacked, in our layout, with the B of fused modules split."""
+    every = sites(model)
+    by_param = {
+        every[path].param: (every[path], _empty(every[path], plan, files)) for path, plan in files.plans.items()
+    }
+    for name, module in files.modules.items():
+        for part in files.tensors[name].parts:
+            arrays, rank = by_param[part.param][1], module.a.shape[-2]
             arrays["lora_a"][part.index][..., :rank] = module.a.swapaxes(-1, -2)
             arrays["lora_b"][part.index][..., :rank, :] = module.b.swapaxes(-1, -2)[..., part.columns]
             if module.magnitude is not None:
                 arrays["lora_magnitude"][part.index] = module.magnitude[part.columns]
     result: Arrays = {}
-    for param, arrays in by_path.items():
-        site = by_param[param]
+    for param, (site, arrays) in by_param.items():
         base, _, name = param.rpartition(".")
         if "lora_magnitude" in arrays:
             # Layers without an adapter have no magnitude in the file, and it has no effect there.
@@ -416,14 +444,12 @@ def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Map
     return result
 
 
-def _empty(site: Site) -> Arrays:
-    assert site.adapter is not None
-    variables = {
-        "lora_a": site.adapter.lora_a,
-        "lora_b": site.adapter.lora_b,
-        "lora_magnitude": site.adapter.lora_magnitude,
-    }
-    return {name: np.zeros(array.shape, np.float32) for name, array in variables.items() if array is not None}
+def _empty(site: Site, plan: AdapterPlan, files: _AdapterFiles) -> Arrays:
+    *lead, before, after = site.matrix.shape
+    rank = max(plan.ranks)
+    shapes = {"lora_a": (*lead, before, rank), "lora_b": (*lead, rank, after)}
+    shapes |= {"lora_magnitude": (*lead, after)} if files.config.get("use_dora") else {}
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
 
 def _whole_arrays(model: Decoder, whole: Arrays) -> Arrays:

@@ -111,3 +111,16 @@ def test_new_weights_make_everything_unknown_but_take_nothing_away() -> None:
     blocks.leave(new)
     assert blocks.available == 8
     assert blocks.match(WORDS[5:], 40).length == 40
+
+
+def test_blocks_of_one_space_serve_no_other() -> None:
+    blocks, tokens = BlockPool(8), WORDS[:40]
+    for space in (0, 1):
+        chain = blocks.start(blocks.match(tokens, 40, space), space)
+        assert not chain.blocks and blocks.extend(chain, 40)
+        blocks.record(chain, tokens, 40, partial=True)
+        assert blocks.match(tokens, 40, space).length == 40
+        blocks.leave(chain)
+    chain = blocks.start(blocks.match(tokens, 40, 1), 1)
+    assert blocks.extend(chain, 7 * BLOCK)  # takes all of the other space
+    assert [blocks.match(tokens, 40, space).length for space in (0, 1)] == [0, 40]
