@@ -314,6 +314,33 @@ def split_axes(dim: str, size: int, sizes: Mapping[str, int]) -> tuple[str, ...]
     return taken
 
 
+# Inside `jax.shard_map`, where each device has its part of an array.
+
+
+def whole_array(part: Array, spec: PartitionSpec, mesh: Mesh) -> Array:
+    """Gather an array of which each device has its part."""
+    for dim, axes in _split_dims(spec, mesh):
+        part = jax.lax.all_gather(part, axes, axis=dim, tiled=True)
+    return part
+
+
+def part_of_sum(x: Array, spec: PartitionSpec, mesh: Mesh) -> Array:
+    """Sum the arrays of all devices; each keeps its part."""
+    split = _split_dims(spec, mesh)
+    for dim, axes in split:
+        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    taken = {axis for _, axes in split for axis in axes}
+    rest = tuple(axis for axis in mesh.axis_names if axis not in taken and mesh.shape[axis] > 1)
+    return jax.lax.psum(x, rest) if rest else x
+
+
+def _split_dims(spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, tuple[str, ...]]]:
+    """Dimensions that several devices split, with their axes."""
+    named = [(dim, (axes,) if isinstance(axes, str) else tuple(axes or ())) for dim, axes in enumerate(spec)]
+    many = [(dim, tuple(axis for axis in axes if mesh.shape[axis] > 1)) for dim, axes in named]
+    return [(dim, axes) for dim, axes in many if axes]
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 

@@ -19,9 +19,8 @@ from posttrain.losses.reward_model import reward_pairs
 from posttrain.metrics import merge, to_host
 from posttrain.statistics import Interval, difference_of_ratios, mean_interval, ratio_interval
 from posttrain.tracking.console import progress_bar
-from posttrain.train.objective import concatenated
 from posttrain.train.trainer import Trainer
-from posttrain.tree import Mean, replace
+from posttrain.tree import Mean, concatenated, replace
 
 Record = dict[str, Any]
 Stats = TokenStats | ScoreStats

@@ -161,10 +161,9 @@ def training_size(
     optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, 1, seed=0)
     states = state_bytes(optimizer, {path: arrays[path] for path in trainable})
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
-    once = used_once(weights, jnp.dtype(config.model.compute_dtype or config.model.dtype))
-    gradient = {
-        path: arrays[path].size * (arrays[path].dtype.itemsize if path in once else FLOAT32_BYTES) for path in trainable
-    }
+    once, dtype = used_once(weights), jnp.dtype(config.model.compute_dtype or config.model.dtype)
+    narrow = {path for path in once if arrays[path].dtype == dtype}
+    gradient = {path: arrays[path].size * (dtype.itemsize if path in narrow else FLOAT32_BYTES) for path in trainable}
     each = sum((held[path] + gradient.get(path, 0) + states.get(path, 0)) // parts[path] for path in arrays)
     return TrainingSize(
         total=sum(p.size for path, p in arrays.items() if not path.endswith((".lora_scale", ".scales"))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -32,12 +33,12 @@ from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, router_means, weight_of
-from posttrain.mesh import BATCH_SPEC, param_sharding
+from posttrain.mesh import BATCH_SPEC, param_sharding, part_of_sum, whole_array
 from posttrain.models.activations import Features
 from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.train.layer_matching import Matching
-from posttrain.tree import Mean, Metric, added, added_over, replace
+from posttrain.tree import Mean, Metric, Micro, added_over, flatten_micro, num_micro, replace, stack_over, sum_over
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
 UNROLLED_LAYERS_ON_CPU = 8
@@ -88,6 +89,9 @@ class TrainSettings:
     """Seed of dropout and noise; ValueError without it where there is one of them."""
     skip_update: SkipUpdate | None = None
     """Veto on an update by the step's metrics, inside its program; its memory is checkpointed."""
+    gather_once: bool = False
+    """On a mesh of `data` and `fsdp` alone, gather the weights and reduce the gradients once an update, not in each
+    micro-batch."""
     offload_optimizer: bool = False
     """`Trainer.offload_optimizer()` moves the optimizer state to the host's memory, and the next step brings it
     back."""
@@ -167,7 +171,7 @@ class Objective:
 
     @functools.cached_property
     def _used_once(self) -> frozenset[str]:
-        return used_once(self.student, self.student.model.compute.dtype)
+        return used_once(self.student)
 
     @functools.cached_property
     def _unrolled(self) -> bool:
@@ -283,9 +287,18 @@ class Objective:
         arrays = params, frozen, teacher_params, router_weight
         if not self.needs_whole_batch or num_micro(inputs) == 1:
             return self._total_gradient(arrays, inputs, None, count)
-        stats = stack_over(
-            lambda one: self.forward({**frozen, **params}, one[0], teacher_params, one[1]).stats, inputs, count
-        )
+
+        def statistics(objective: Objective, arrays: Arrays, inputs: Micro, count: Array) -> Any:
+            params, frozen, teachers, _ = arrays
+            return stack_over(
+                lambda one: objective.forward({**frozen, **params}, one[0], teachers, one[1]).stats, inputs, count
+            )
+
+        if self.gathers_once:
+            rows = PartitionSpec(None, *BATCH_SPEC)
+            stats = self._on_each_device(statistics, arrays, rows)(arrays, inputs, count)
+        else:
+            stats = statistics(self, arrays, inputs, count)
 
         def whole(stats: Any) -> tuple[Array, LossOutput]:
             output = self.loss(flatten_micro(stats), flatten_micro(inputs[0]))
@@ -304,15 +317,27 @@ class Objective:
             return mesh
         return Mesh(mesh.devices.reshape(-1)[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
 
+    @functools.cached_property
+    def gathers_once(self) -> bool:
+        """True if each device gathers all weights once an update, and computes with its own rows alone."""
+        return self.settings.gather_once and self._splits_rows_alone("data", "fsdp")
+
+    def _splits_rows_alone(self, *axes: str) -> bool:
+        """True on several devices that these axes split; not with adapter dropout, whose masks are drawn for all rows
+        of a micro-batch."""
+        mesh = self.mesh
+        if mesh is None or mesh.size == 1 or self._dropout:
+            return False
+        return mesh.size == math.prod(mesh.shape[axis] for axis in axes)
+
     def _total_gradient(
         self, arrays: Arrays, inputs: tuple[Batch, Keys], cotangents: Any, count: Array
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         """Sum of `_gradient` over micro-batches, of the loss or, with `cotangents`, of the statistics.
 
-        On a mesh of `data` alone each device adds up those of its own rows, and all devices' once, except with adapter
-        dropout, whose masks are drawn for all rows of a micro-batch.
+        On a mesh of `data` alone, and where weights are gathered once, each device adds up those of its own rows, and
+        all devices' once.
         """
-        mesh, micro = self.mesh, (inputs, cotangents)
 
         def total(objective: Objective, arrays: Arrays, micro: Micro, count: Array) -> Any:
             def one(micro: Any) -> Any:
@@ -321,16 +346,50 @@ class Objective:
 
             return sum_over(one, micro, count)
 
-        if mesh is None or mesh.size == 1 or mesh.shape["data"] < mesh.size or self._dropout or num_micro(inputs) == 1:
+        mesh, micro = self.mesh, (inputs, cotangents)
+        if not self.gathers_once and (num_micro(inputs) == 1 or not self._splits_rows_alone("data")):
             return total(self, arrays, micro, count)
+        assert mesh is not None
+        specs = self._specs(mesh, self.student, arrays[0])
 
-        def local(*given: Any) -> Any:
-            return added_over(total(dataclasses.replace(self, alone=True), *given), mesh.axis_names)
+        def summed(*given: Any) -> Any:
+            gradient, outputs = total(*given)
+            parts = {path: part_of_sum(g.astype(jnp.float32), specs[path], mesh) for path, g in gradient.items()}
+            return parts, added_over(outputs, mesh.axis_names)
+
+        return self._on_each_device(summed, arrays, (specs, PartitionSpec()))(arrays, micro, count)
+
+    def _on_each_device(self, function: Callable[..., Any], arrays: Arrays, outputs: Any) -> Callable[..., Any]:
+        """Map a function of an objective, of whole `arrays`, micro-batches and their number over the devices, each with
+        its own rows. `outputs`: specs of what it returns."""
+        mesh, alone, dtype = self.mesh, dataclasses.replace(self, alone=True), self.student.model.compute.dtype
+        assert mesh is not None
+        params, frozen, teachers, _ = arrays
+        structures = [self.student, self.student, *self.teachers]
+        specs = [self._specs(mesh, *one) for one in zip(structures, [params, frozen, *teachers], strict=True)]
+        # Gathered in the type in which their one product reads them.
+        narrow = {path for path in params if path in self._used_once and dtype.itemsize < params[path].dtype.itemsize}
+
+        def local(arrays: list[Weights], weight: Array, *rest: Any) -> Any:
+            trained = {path: w.astype(dtype) if path in narrow else w for path, w in arrays[0].items()}
+            params, frozen, *teachers = (
+                {path: whole_array(w, spec[path], mesh) for path, w in weights.items()}
+                for spec, weights in zip(specs, [trained, *arrays[1:]], strict=True)
+            )
+            return function(alone, (params, frozen, teachers, weight), *rest)
 
         whole, rows = PartitionSpec(), PartitionSpec(None, *BATCH_SPEC)
-        return jax.shard_map(local, mesh=mesh, in_specs=(whole, rows, whole), out_specs=whole, check_vma=False)(
-            arrays, micro, count
+        split = jax.shard_map(
+            local, mesh=mesh, in_specs=(specs, whole, rows, whole), out_specs=outputs, check_vma=False
         )
+        return lambda arrays, *rest: split([*arrays[:2], *arrays[2]], arrays[3], *rest)
+
+    def _specs(self, mesh: Mesh, structure: ModelWeights, weights: Weights) -> dict[str, PartitionSpec]:
+        """Specs of parameters as the mesh has them, projections included."""
+        dims = structure.dims()
+        if self.settings.matching is not None:
+            dims = {**{path: own for path, (own, _) in self.settings.matching.shapes().items()}, **dims}
+        return {path: param_sharding(mesh, path, dims[path], w.shape).spec for path, w in weights.items()}
 
     def _gradient(
         self, arrays: Arrays, inputs: tuple[Batch, Keys], loss: AnyLoss
@@ -349,7 +408,8 @@ class Objective:
         cotangents = known_cotangents(loss, batch) if self.settings.terms.unshared is None else None
 
         # Differentiate by float32 copies, so that sums over chunks and tokens are accumulated in float32.
-        wide = {path: p if path in self._used_once else p.astype(jnp.float32) for path, p in params.items()}
+        once, dtype = self._used_once, self.student.model.compute.dtype
+        wide = {path: p if path in once and p.dtype == dtype else p.astype(jnp.float32) for path, p in params.items()}
         return jax.grad(total, has_aux=True)(wide)
 
     def _head(self, model: Decoder, weights: Weights) -> Decoder:
@@ -393,15 +453,14 @@ class Objective:
         return jnp.where(router_weight > 0, loss_weight / jnp.maximum(router_weight, 1.0), 0.0)
 
 
-def used_once(weights: ModelWeights, compute_dtype: np.dtype) -> frozenset[str]:
-    """Matrices of layers, stored in the type in which their one product reads them and gives its gradient: a float32
-    gradient of the whole stack would hold the same numbers in twice the memory."""
-    stored = weights.structs()
+def used_once(weights: ModelWeights) -> frozenset[str]:
+    """Matrices of layers, which one product reads in the computation's type and gives a gradient of that type. Of those
+    stored in it a float32 gradient of the whole stack would hold the same numbers in twice the memory."""
     return frozenset(
         path
         for path, dims in weights.dims().items()
         if path.startswith("stages.") and ADAPTER not in path and path.endswith((".kernel", *EXPERTS))
-        if "router" not in dims and stored[path].dtype == compute_dtype
+        if "router" not in dims
     )
 
 
@@ -424,56 +483,6 @@ def num_tokens(batch: Batch) -> Float[Array, ""]:
     return jnp.sum(jnp.asarray(batch.segments) > 0, dtype=jnp.float32)
 
 
-Micro = Any
-"""Pytree of arrays [M, ...]: M micro-batches."""
-
-
-def sum_over(function: Callable[[Any], Any], micro: Micro, count: Array) -> Any:
-    """Sum a pytree-valued function over the first `count` micro-batches; `Max` metrics keep the largest.
-
-    Sums of several are float32, also of bfloat16 values.
-    """
-    if num_micro(micro) == 1:
-        return function(_at(micro, 0))
-    function = jax.jit(function)
-    start = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s.dtype)), jax.eval_shape(function, _at(micro, 0)))
-
-    def body(index: Array, total: Any) -> Any:
-        return added(total, function(_at(micro, index)))
-
-    return jax.lax.fori_loop(0, count, body, start)
-
-
-def stack_over(function: Callable[[Any], Any], micro: Micro, count: Array) -> Any:
-    """Stack the values of a pytree-valued function into arrays [M, ...]; 0 beyond the first `count` micro-batches."""
-    function = jax.jit(function)
-    shapes = jax.eval_shape(function, _at(micro, 0))
-    start = jax.tree.map(lambda s: jnp.zeros((num_micro(micro), *s.shape), s.dtype), shapes)
-
-    def body(index: Array, out: Any) -> Any:
-        return jax.tree.map(lambda all, one: all.at[index].set(one), out, function(_at(micro, index)))
-
-    return jax.lax.fori_loop(0, count, body, start)
-
-
-def _wide(dtype: np.dtype) -> np.dtype:
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def num_micro(micro: Micro) -> int:
-    return int(jax.tree.leaves(micro)[0].shape[0])
-
-
-def flatten_micro(micro: Micro) -> Any:
-    """Reshape [M, rows, ...] to one batch [M * rows, ...]."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), micro)
-
-
-def concatenated(parts: Sequence[Any]) -> Any:
-    """Concatenate pytrees of host rows, in order."""
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-
-
 @dataclass(frozen=True)
 class CotangentLoss:
     """Linear loss sum(statistics * cotangents), given the gradient with respect to the statistics.
@@ -487,7 +496,3 @@ class CotangentLoss:
     def __call__(self, stats: Any, batch: Batch) -> LossOutput:
         products = jax.tree.map(lambda s, c: jnp.sum(s * c), stats, self.cotangents)
         return LossOutput(loss=Mean(total=sum(jax.tree.leaves(products)), weight=jnp.zeros(())), metrics={})
-
-
-def _at(micro: Micro, index: int | Array) -> Any:
-    return jax.tree.map(lambda x: x[index], micro)

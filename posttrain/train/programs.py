@@ -22,9 +22,9 @@ from posttrain.models.config import check_router
 from posttrain.models.decoder import Decoder
 from posttrain.runtime.xla import fast_compile_options, gc_disabled
 from posttrain.train.layer_matching import Matching
-from posttrain.train.objective import Objective, TrainSettings, stack_over
+from posttrain.train.objective import Objective, TrainSettings
 from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm, parameter_of
-from posttrain.tree import added_up
+from posttrain.tree import added_up, stack_over
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes, is_quantized
 

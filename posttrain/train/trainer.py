@@ -31,10 +31,10 @@ from posttrain.runtime import processes
 from posttrain.runtime.profiler import span
 from posttrain.runtime.xla import gc_disabled, trim_host_memory
 from posttrain.tracking.console import progress_bar
-from posttrain.train.objective import TrainSettings, concatenated, flatten_micro
+from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import Optimizer
 from posttrain.train.programs import TrainPrograms, placed_shapes
-from posttrain.tree import Metric, replace
+from posttrain.tree import Metric, concatenated, flatten_micro, replace
 from posttrain.weights.state import ModelWeights, Weights
 
 StatsT = TypeVar("StatsT", TokenStats, ScoreStats)

@@ -12,8 +12,7 @@ from numpy.testing import assert_array_equal
 
 from posttrain.config import MeshSection
 from posttrain.mesh import make_mesh
-from posttrain.train.objective import stack_over, sum_over
-from posttrain.tree import Max, Mean, added_over
+from posttrain.tree import Max, Mean, added_over, stack_over, sum_over
 
 pytestmark = pytest.mark.fast
 
