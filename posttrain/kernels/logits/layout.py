@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from posttrain.batch import HostArray
 from posttrain.kernels.logits.softmax import NO_LOGIT
-from posttrain.kernels.platform import platform_of
+from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.mesh import row_axes
 
 # Logits of a chunk are split over V, so that collectives carry tokens and sums, never the head: chunks of hidden states
@@ -141,8 +141,7 @@ class VocabSharding(NamedTuple):
             values, ids = jax.lax.top_k(part, min(k, size))
             return values, ids + size * jax.lax.axis_index(self.axes)
 
-        assert self.mesh is not None
-        values, ids = jax.shard_map(of_part, mesh=self.mesh, in_specs=spec, out_specs=(spec, spec))(padded)
+        values, ids = self._on_each_device(of_part, spec, (spec, spec))(padded)
         values, ids = (self._constrained(found, self.group_axes) for found in (values, ids))
         values, places = jax.lax.top_k(values, k)
         return values, jnp.take_along_axis(ids, places, axis=-1)
@@ -176,8 +175,14 @@ class VocabSharding(NamedTuple):
             return jax.lax.dynamic_slice_in_dim(jnp.concatenate(joined, axis=-1), start, wanted, axis=2)
 
         padded = _cut_or_padded(logits, size * self.shards)
-        parts = jax.shard_map(local, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(padded)
+        parts = self._on_each_device(local, spec, spec)(padded)
         return _cut_or_padded(parts, vocab_size)
+
+    def _on_each_device(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+        """Map a function over devices; the mesh may be another than that of the program around it."""
+        assert self.mesh is not None
+        split = jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return traced_for(self.mesh, split)
 
     def _constrained(self, x: Array, *spec: str | tuple[str, ...] | None) -> Array:
         if self.mesh is None or not self.splits:

@@ -24,6 +24,7 @@ from posttrain.kernels.logits.layout import VocabSharding, chunk_length, head_fu
 from posttrain.kernels.logits.softmax import NO_LOGIT
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.logits.top_k import top_k
+from posttrain.kernels.platform import traced_for
 from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.quant import Quantized, quantized
@@ -145,7 +146,7 @@ def program(kind: str, mesh: Mesh | None, arguments: tuple[int, ...] = (0, 1)) -
         paths = (False, True) if kind in COTANGENTS else (False,)
         return [gradient(arrays["hidden"], arrays["head"], pulled) for pulled in paths]
 
-    return jax.jit(run)
+    return jax.jit(traced_for(mesh, run))
 
 
 @functools.cache
@@ -213,7 +214,9 @@ def test_best_ids(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> Non
         options: dict[str, Any] = {"k": 9, "temperature": 2.0, "vocab_size": vocab, "only": arrays["only"]}
         return top_k(lambda x: x @ arrays["head"], *given, **options, mesh=mesh)
 
-    ids = jax.jit(best, static_argnums=1)
+    def ids(arrays: dict[str, Any], mesh: Mesh | None) -> TopK:
+        return jax.jit(traced_for(mesh, lambda arrays: best(arrays, mesh)))(arrays)
+
     found, expected = ids(on_mesh(arrays, mesh), mesh), ids(arrays, None)
     np.testing.assert_array_equal(found.ids, expected.ids)
     assert_same(found, expected)
