@@ -149,6 +149,10 @@ class Objective:
             raise ValueError(f"Trainer: matching needs exactly one in-step teacher, got {len(self.teachers)}")
         if (self._dropout or self.settings.noise_alpha) and self.settings.dropout_seed is None:
             raise ValueError("Trainer: adapter dropout and noise_alpha need dropout_seed")
+        if self.settings.gather_once and not (self.alone or self._splits_rows_alone("data", "fsdp")):
+            raise ValueError(
+                "Trainer: gather_once needs a mesh of data and fsdp alone, of several devices, and no adapter dropout"
+            )
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -294,7 +298,7 @@ class Objective:
                 lambda one: objective.forward({**frozen, **params}, one[0], teachers, one[1]).stats, inputs, count
             )
 
-        if self.gathers_once:
+        if self.settings.gather_once:
             rows = PartitionSpec(None, *BATCH_SPEC)
             stats = self._on_each_device(statistics, arrays, rows)(arrays, inputs, count)
         else:
@@ -316,11 +320,6 @@ class Objective:
         if mesh is None or not self.alone:
             return mesh
         return Mesh(mesh.devices.reshape(-1)[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
-
-    @functools.cached_property
-    def gathers_once(self) -> bool:
-        """True if each device gathers all weights once an update, and computes with its own rows alone."""
-        return self.settings.gather_once and self._splits_rows_alone("data", "fsdp")
 
     def _splits_rows_alone(self, *axes: str) -> bool:
         """True on several devices that these axes split; not with adapter dropout, whose masks are drawn for all rows
@@ -347,7 +346,7 @@ class Objective:
             return sum_over(one, micro, count)
 
         mesh, micro = self.mesh, (inputs, cotangents)
-        if not self.gathers_once and (num_micro(inputs) == 1 or not self._splits_rows_alone("data")):
+        if not self.settings.gather_once and (num_micro(inputs) == 1 or not self._splits_rows_alone("data")):
             return total(self, arrays, micro, count)
         assert mesh is not None
         specs = self._specs(mesh, self.student, arrays[0])

@@ -180,7 +180,13 @@ def stepped(
         model,
         case.loss,
         optax.sgd(1e3),
-        TrainSettings(temperature=1.3, max_grad_norm=1e9, micro_batch_rows=micro, terms=case.terms),
+        TrainSettings(
+            temperature=1.3,
+            max_grad_norm=1e9,
+            micro_batch_rows=micro,
+            terms=case.terms,
+            gather_once=mesh is not None,
+        ),
         mesh=mesh,
         teachers=[tiny_model(num_layers=1, seed=5 + number) for number in range(case.teachers)],
     )
@@ -199,10 +205,11 @@ def test_neither_packing_nor_micro_batches_matter(name: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
 @pytest.mark.parametrize("name", CASES)
-def test_nor_do_devices_that_add_up_their_own_gradients(name: str) -> None:
+def test_nor_do_devices_that_add_up_their_own_gradients(name: str, axis: str) -> None:
     """Two micro-batches of two rows, of which each device has one."""
-    mesh = make_mesh(MeshSection(data=2, fsdp=1), jax.devices()[:2])
+    mesh = make_mesh(MeshSection(**({"fsdp": 1} | {axis: 2})), jax.devices()[:2])
     assert_same_step(stepped(name, APART, 2, mesh), stepped(name, APART, None))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.cluster.reference import FrozenModel, Reference
 from posttrain.config import AdamW, LoRA, MeshSection
 from posttrain.kernels.logits import layout
+from posttrain.losses.router import RouterLoss
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import CompileCounter, to_host
@@ -27,6 +30,7 @@ from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer, check_finite
 from posttrain.tree import Mean, replace
 from posttrain.weights.lora import attach_lora
+from tests.mixtures import mixture_config, mixture_model
 from tests.often import often
 from tests.tiny import WINDOW, shake, tiny_model
 
@@ -116,14 +120,65 @@ def test_eight_devices_give_the_update_of_one(
     assert single.logps.shape == (ROWS, LENGTH)
 
 
-def test_gradients_are_reduced_once_an_update(update: dict[str, np.ndarray]) -> None:
+BOTH = {"data": 2, "fsdp": 2}
+
+
+@pytest.mark.parametrize("sizes", often(({"data": 2, "fsdp": 1}, BOTH), BOTH))
+def test_gradients_are_reduced_once_an_update(sizes: dict[str, int], update: dict[str, np.ndarray]) -> None:
     """Each device adds up those of its own rows over the micro-batches, in whose loop is no collective."""
-    t = trainer(mesh=make_mesh(MeshSection(data=2, fsdp=1), jax.devices()[:2]), micro_batch_rows=2)
+    mesh = make_mesh(MeshSection(**sizes), jax.devices()[: math.prod(sizes.values())])
+    t = trainer(mesh=mesh, micro_batch_rows=4, gather_once=True)
     compiled = t._lower(t._arguments(rows(0))).compile()
-    found = read_program(compiled.as_text() or "", 2).collectives
+    found = read_program(compiled.as_text() or "", mesh.size).collectives
     assert [str(c) for c in found if c.in_dynamic_loop] == []
-    assert sum(c.size for c in found if c.kind == "all-reduce") >= sum(w.nbytes for w in t.params.values())
+    reduced = {"all-reduce": 1, "reduce-scatter": sizes["fsdp"]}
+    assert sum(c.size * reduced.get(c.kind, 0) for c in found) >= sum(w.nbytes for w in t.params.values())
     assert_same_update(update, moved(t, rows(0)), 5e-6)
+
+
+def with_adapter() -> Decoder:
+    model = small()
+    attach_lora(model, LoRA(rank=4), seed=0)
+    shake(model, 1)
+    return model
+
+
+GATHERED: dict[str, tuple[Callable[[], Decoder], dict[str, Any]]] = {
+    "untied": (partial(small, tie_embeddings=False), {}),
+    "adapter": (with_adapter, {}),
+    "clipped": (small, {"max_grad_norm": 2.0}),
+    "noise": (small, {"noise_alpha": 5.0, "dropout_seed": 1}),
+    "experts": (
+        lambda: mixture_model(mixture_config(num_dense=0, num_layers=2, windows=(WINDOW,))),
+        {"router_loss": RouterLoss(balance_coef=0.1, z_coef=0.01)},
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", GATHERED)
+def test_weights_gathered_once_give_the_update_of_one_device(name: str) -> None:
+    make, settings = GATHERED[name]
+    mesh = make_mesh(MeshSection(**BOTH), jax.devices()[:4])
+    once = moved(trainer(model=make(), mesh=mesh, micro_batch_rows=4, gather_once=True, **settings), rows(0))
+    assert_same_update(moved(trainer(model=make(), **settings), rows(0)), once, 5e-6)
+
+
+@pytest.mark.thorough
+def test_gathered_in_the_type_of_the_computation() -> None:
+    """Matrices of layers, whose gradients still are those of the same numbers, added up in float32."""
+    mesh = make_mesh(MeshSection(**BOTH), jax.devices()[:4])
+    given = {"micro_batch_rows": 4, "mesh": mesh}
+    once, apart = (trainer(model=small(compute_dtype=jnp.bfloat16), gather_once=one, **given) for one in (True, False))
+    text = once._lower(once._arguments(rows(0))).as_text()
+    gathered = re.findall(r'"stablehlo.all_gather".*-> tensor<([^>]*)>', text)
+    assert any(x.endswith("bf16") for x in gathered) and any(x.endswith("f32") for x in gathered)
+    assert_same_update(moved(once, rows(0)), moved(apart, rows(0)), 1e-2)
+
+
+def test_what_cannot_gather_once() -> None:
+    with pytest.raises(ValueError, match="gather_once needs a mesh of data and fsdp alone, of several devices"):
+        trainer(mesh=make_mesh(MeshSection(fsdp=2, tensor=2), jax.devices()[:4]), gather_once=True)
 
 
 def test_only_the_adapter_is_trained() -> None:
