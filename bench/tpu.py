@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from posttrain.config import AdamW, LoRA, MeshSection, Remat, RematName, SamplerTensor, SavedActivations
+from posttrain.config import AdamW, LoRA, MeshSection, Remat, RematName, RolloutSection, SamplerTensor, SavedActivations
 from posttrain.kernels.platform import CHIPS, traced_for
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
@@ -268,7 +268,8 @@ def decode(split: SamplerTensor, fields: dict[str, Any], length: int, **axes: in
     """Figures of decoding 64 slots of `length` positions; `split`: `rollout.tensor`."""
     mesh = mesh_of(**axes)
     sizes: dict[str, Any] = {"slots": 64, "max_length": length, "steps": 32, "max_tokens": length // 2}
-    rollout = RolloutShapes(model(fields, mesh), mesh, **sizes, memory=CHIPS["v5e"].memory, tensor=split)
+    settings = RolloutSection(tensor=split)
+    rollout = RolloutShapes(model(fields, mesh), mesh, **sizes, memory=CHIPS["v5e"].memory, settings=settings)
     found, seconds = compiled(rollout.lower_decode, mesh.size)
     if isinstance(found, str):
         return f"does not fit: {found}"

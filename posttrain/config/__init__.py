@@ -23,6 +23,7 @@ from posttrain.config.algorithm import (
 )
 from posttrain.config.base import (
     AttentionKernel,
+    CacheDtype,
     DecodeAttention,
     Flag,
     Fraction,
@@ -83,6 +84,7 @@ __all__ = [
     "AsyncSection",
     "AttentionFeatures",
     "AttentionKernel",
+    "CacheDtype",
     "DatasetSection",
     "DecodeAttention",
     "DistillSection",

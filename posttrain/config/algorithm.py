@@ -24,7 +24,7 @@ class ImportanceSection(Section):
 
     apply: Literal["auto", "always", "never"] = "auto"
     """Condition for weights. `auto`: if the sampler's distribution differs from the trainer's: top-k, top-p, min-p,
-    penalties, logit bias, allowed tokens, `rollout.quantize` or `asynchronous`."""
+    penalties, logit bias, allowed tokens, `rollout.quantize`, `rollout.cache_dtype` or `asynchronous`."""
     level: Level = "token"
     """Level of the weights: per token, or per sequence as exp of the mean (geometric) or sum of its log-ratios."""
     bound: Literal["truncate", "mask", "reject"] = "truncate"

@@ -74,6 +74,7 @@ RematName = Literal["qkv", "attention", "projection", "gate", "up", "down", "blo
 MomentType = Literal["float32", "bfloat16", "int8"]
 Quantize = Literal["none", "int8", "fp8", "int4", "nf4"]
 RolloutQuantize = Literal["none", "int8", "fp8"]
+CacheDtype = Literal["compute", "int8", "fp8"]
 SamplerTensor = Literal["auto", "trained"] | PositiveInt
 
 

@@ -287,7 +287,7 @@ class RLSection(OnlineSection):
     def samples_off_policy(self) -> bool:
         """True if tokens are sampled from another distribution than the trainer's, so that importance weights have an
         effect."""
-        return self.sampling.changes_distribution or self.rollout.quantize != "none" or self.samples_ahead
+        return self.sampling.changes_distribution or self.rollout.rounds is not None or self.samples_ahead
 
     @property
     def samples_ahead(self) -> bool:
@@ -365,8 +365,8 @@ class RLSection(OnlineSection):
         """Source of the log-probabilities of pi_old, with the default resolved."""
         if self.algorithm.old_logps != "auto":
             return self.algorithm.old_logps
-        quantized = bool(self.teachers) and self.rollout.quantize != "none"
-        return "trainer" if self.updates_per_batch > 1 or quantized or self.samples_ahead else "self"
+        rounded = bool(self.teachers) and self.rollout.rounds is not None
+        return "trainer" if self.updates_per_batch > 1 or rounded or self.samples_ahead else "self"
 
     @property
     def updates_per_batch(self) -> int:
@@ -429,9 +429,9 @@ class RLSection(OnlineSection):
                 models_refill=self.refill is not None and any(reward.model is not None for reward in self.rewards),
                 record_routing=self.rollout.record_routing,
             )
-        others = self.rollout.quantize != "none" or self.samples_ahead
+        others = self.rollout.rounds is not None or self.samples_ahead
         if self.teachers and others and self.proximal_logps != "trainer":
-            name = "asynchronous" if self.samples_ahead else f"rollout.quantize={self.rollout.quantize}"
+            name = "asynchronous" if self.samples_ahead else self.rollout.rounds
             yield (
                 f"teachers with {name} need old_logps: trainer: the advantage is log(teacher / student), and the "
                 "sampler's log-probabilities are not the student's"

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 from pydantic import Field
 
 from posttrain.config.base import (
+    CacheDtype,
     Flag,
     Fraction,
     ListOf,
@@ -53,9 +54,22 @@ class RolloutSection(Section):
     warm_up: Flag = True
     """Compile all programs that the dataset's prompts can need before the first step; otherwise each when first used.
     """
+    cache_dtype: CacheDtype = "compute"
+    """Type of the KV cache: `compute`, that of activations, or `int8` or `fp8`, 8 bits of each number and 32 bits for
+    each key and value of a head. Samples are then of rounded keys and values, as if of other weights, with the error
+    measure and the corrections of `quantize`. On CPU a dispatch works on rows in `compute` beside it. Not for latent
+    attention, and not for TPU's kernels, which read `compute` only: there `model.decode_attention: gather`, which is
+    slower."""
     engine: Locator | None = None
     """Custom rollout engine: `module:Engine` or `file.py:Engine`, called with (model, tokenizer, this section), with
     the methods of `posttrain.rollout.types.RolloutEngine`. The fields above apply to the built-in engine only."""
+
+    @property
+    def rounds(self) -> str | None:
+        """Option by which the sampler computes with other numbers than the trainer; None without any."""
+        if self.quantize != "none":
+            return f"rollout.quantize={self.quantize}"
+        return f"rollout.cache_dtype={self.cache_dtype}" if self.cache_dtype != "compute" else None
 
     def _mistakes(self) -> Iterator[str]:
         plain = RolloutSection.model_construct()

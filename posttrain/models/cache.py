@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
-from posttrain.config import ROW_AXES
+from posttrain.config import ROW_AXES, CacheDtype
 from posttrain.kernels.attention.paged import ragged_refusal
 from posttrain.models.config import AttentionConfig, BlockConfig, LatentAttentionConfig, ModelConfig
+from posttrain.models.quant import packed, unpacked
 from posttrain.tree import pytree, replace, static
 
 
@@ -30,9 +31,20 @@ class KVCache:
 
     keys: tuple[Float[Array, "_R B _K _1 _2"] | None, ...]
     values: tuple[Float[Array, "_R B _K S _H"] | None, ...]
+    kind: CacheDtype = static(default="compute")
+    """Numbers that keys and values are rounded to; they are stored as they are computed with."""
     fresh: bool = static(default=False)
     """Prefill from position 0 in every row: attention uses the new keys and values only, and padding may be written,
     since each position is overwritten before it is read."""
+
+    def rounded(
+        self, keys: Float[Array, "B K T H"], values: Float[Array, "B K T Hv"]
+    ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T Hv"]]:
+        """New keys and values as a pool keeps them, so that those of this dispatch are as those of the ones before."""
+        if self.kind == "compute":
+            return keys, values
+        rounded = [unpacked(packed(x, self.kind), self.kind, x.dtype) for x in (keys, values)]
+        return rounded[0], rounded[1]
 
     @property
     def width(self) -> int:
@@ -112,8 +124,8 @@ class PagedCache:
     and value of a head interleaved, as ragged paged attention reads them; or [R, D, P, K, page, 2, H], heads apart.
     """
 
-    keys: tuple[Float[Array, "_R D P *_page"] | None, ...]
-    values: tuple[Float[Array, "_R D P S _K _H"] | None, ...]
+    keys: tuple[Shaped[Array, "_R D P *_page"] | None, ...]
+    values: tuple[Shaped[Array, "_R D P S _K _H"] | None, ...]
     table: Int[Array, "D n W"]
     """Page table of each row, from its start."""
     first: Int[Array, "D n"]
@@ -121,8 +133,12 @@ class PagedCache:
     targets: Int[Array, "D n M"]
     """Writable pages from `first` on; P: none."""
     together: bool = static()
+    kind: CacheDtype = static(default="compute")
+    """Type of the numbers in the pages, see `packed`."""
     mesh: Mesh | None = static()
     """Mesh that the pool is sharded over."""
+    dtype: np.dtype = static()
+    """Type of the keys and values that are read."""
 
     @property
     def page(self) -> int:
@@ -160,6 +176,8 @@ class PagedCache:
         array = stored[slot]
         assert array is not None
         lanes, rows, _ = self.targets.shape
+        if self.kind != "compute":
+            new = packed(new, self.kind)
         pages, size, head_dim = array.shape[2], self.page, array.shape[-1]
         places = positions.reshape(lanes, rows, -1)
         index = places // size - self.first[:, :, None]
@@ -204,7 +222,8 @@ class PagedCache:
             return array[repeat, table]
 
         pages = jax.vmap(lane, in_axes=(1, 0))(array, self.table)
-        return pages.reshape(-1, self.width, *array.shape[4:]).swapaxes(1, 2)
+        rows = pages.reshape(-1, self.width, *array.shape[4:]).swapaxes(1, 2)
+        return rows if self.kind == "compute" else unpacked(rows, self.kind, self.dtype)
 
 
 def page_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, *, together: bool) -> PartitionSpec:

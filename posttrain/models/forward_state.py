@@ -149,6 +149,8 @@ def store_keys(
     Without `values` the cache holds keys only.
     """
     cache = state.cache
+    if isinstance(cache, KVCache) and values is not None:
+        keys, values = cache.rounded(keys, values)
     if cache is not None:
         # Padding is written out of range, where it is dropped.
         places = jnp.where(context.segments > 0, context.positions, cache.width)

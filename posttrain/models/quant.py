@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Shaped, UInt8
+from jaxtyping import Float, Int, Int8, Shaped, UInt8
 
-from posttrain.config import Quantize
+from posttrain.config import CacheDtype, Quantize
 from posttrain.errors import ConfigError
 from posttrain.mesh import TILES
 
@@ -25,6 +25,12 @@ TILE = 64
 TYPES: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.int4, "nf4": "nf4"}
 PER_OUTPUT = ("int8", "fp8")
 """Kinds with one scale per output."""
+
+CACHE_LIMITS = {"int8": (127.0, 7), "fp8": (448.0, 9)}
+"""Largest number of the codes of a vector, and the exponent of the power of two above it."""
+
+EXPONENT_BYTES = 4
+"""Bytes of a vector's exponent after its codes, so that vectors begin at whole words."""
 
 # fmt: off
 NF4 = (
@@ -191,3 +197,31 @@ def _plain(path: str, dims: tuple[str, ...], shape: tuple[int, ...]) -> Shape:
         return path, dims, shape
     *lead, rows, outputs = shape
     return path, (*dims[:-2], dims[-2].removesuffix(TILES), dims[-1]), (*lead, 2 * rows, outputs)
+
+
+def packed(x: Float[Array, "*B H"], kind: CacheDtype) -> Int8[Array, "*B P"]:
+    """Codes of each vector in 8 bits, and the exponent of its scale behind them: the least power of two with which the
+    largest number fits, so that packing what was unpacked changes nothing, in bfloat16 neither."""
+    largest, half = CACHE_LIMITS[kind]
+    wide = x.astype(jnp.float32)
+    mantissa, exponent = jnp.frexp(jnp.max(jnp.abs(wide), axis=-1, keepdims=True))
+    exponent = jnp.clip(exponent - half + (mantissa > largest / 2.0**half), -100, 100)
+    scaled = wide * _power_of_two(-exponent)
+    if kind == "int8":
+        codes = jnp.round(scaled).astype(jnp.int8)
+    else:
+        codes = jax.lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.int8)
+    exponents = jnp.broadcast_to(exponent.astype(jnp.int8), (*x.shape[:-1], EXPONENT_BYTES))
+    return jnp.concatenate([codes, exponents], axis=-1)
+
+
+def unpacked(stored: Int8[Array, "*B P"], kind: CacheDtype, dtype: DTypeLike) -> Float[Array, "*B H"]:
+    """Vectors of `packed`, exact in `dtype`."""
+    codes, exponent = stored[..., :-EXPONENT_BYTES], stored[..., -1:].astype(jnp.int32)
+    values = codes if kind == "int8" else jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    return values.astype(dtype) * _power_of_two(exponent).astype(dtype)
+
+
+def _power_of_two(exponent: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """2^exponent, exactly, from -126 to 127."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

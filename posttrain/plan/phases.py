@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from posttrain.batch import Batch, ScoreLoss, TokenLoss, rows_per_pass
 from posttrain.cluster.reference import FrozenModel
-from posttrain.config import DistillSection, PreferenceSection, RLSection, SamplerTensor, SFTSection, TrainSection
+from posttrain.config import DistillSection, PreferenceSection, RLSection, RolloutSection, SFTSection, TrainSection
 from posttrain.config.algorithm import PPO
 from posttrain.distill.features import distill_loss
 from posttrain.errors import ConfigError
@@ -412,6 +412,7 @@ def vocabulary_trips(mesh: Mesh, rows: int, length: int, vocab_size: int) -> int
 
 
 POLICY_ARRAYS = ("old_logps", "sampler_logps", "behaviour_logps", "ref_logps", "advantages", "sample_shares")
+DEFAULTS = RolloutSection()
 """Float arrays of a batch of samples."""
 
 
@@ -446,16 +447,15 @@ class RolloutShapes:
         steps: int,
         max_tokens: int,
         memory: int,
-        tensor: SamplerTensor = "auto",
-        cache_tokens: int | None = None,
+        settings: RolloutSection = DEFAULTS,
     ):
-        """`memory`: bytes of a device; `tensor`: see `NativeEngine`."""
+        """`memory`: bytes of a device; `settings`: split of the weights, cache."""
         source, self.mesh = ModelWeights(model), mesh
         arrays = placed_shapes(source, mesh)
-        self.loaded = Loaded.of(source, arrays, 0, choose_placement(tensor, source, arrays, memory, slots=slots))
-        self.runner = Runner.of(
-            self.loaded, slots=slots, max_length=max_length, steps=steps, record=False, cache_tokens=cache_tokens
-        )
+        placement = choose_placement(settings.tensor, source, arrays, memory, slots=slots)
+        self.loaded = Loaded.of(source, arrays, 0, placement)
+        cache: dict[str, Any] = {"cache_tokens": settings.cache_tokens, "kind": settings.cache_dtype}
+        self.runner = Runner.of(self.loaded, slots=slots, max_length=max_length, steps=steps, record=False, **cache)
         params = SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_token_ids=(), key=(0, 0))
         longest = max_length - max_tokens
         calls = self.runner.examples([Expected(params=params, shortest=longest, longest=longest)], rereads=False)
@@ -480,8 +480,7 @@ class RolloutShapes:
             steps=section.rollout.decode_steps,
             max_tokens=section.sampling.max_tokens,
             memory=memory,
-            tensor=section.rollout.tensor,
-            cache_tokens=section.rollout.cache_tokens,
+            settings=section.rollout,
         )
 
     @property

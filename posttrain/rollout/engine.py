@@ -11,7 +11,7 @@ from typing import Any
 
 from jax import Array
 
-from posttrain.config import RolloutQuantize, RolloutSection, SamplerTensor
+from posttrain.config import CacheDtype, RolloutQuantize, RolloutSection, SamplerTensor
 from posttrain.config.locator import callable_of
 from posttrain.data.grammar import Constraint, GrammarCompiler
 from posttrain.data.tokenizer import Tokenizer
@@ -69,6 +69,7 @@ class NativeEngine:
         cache_tokens: int | None = None,
         tensor: SamplerTensor = "auto",
         adapters: AdapterSlots | None = None,
+        cache_dtype: CacheDtype = "compute",
     ):
         _check_sizes(model, slots=slots, max_length=max_length, decode_steps=decode_steps)
         if record_routing:
@@ -92,6 +93,7 @@ class NativeEngine:
             record=record_routing,
             cache_tokens=cache_tokens,
             adapters=adapters is not None,
+            kind=cache_dtype,
         )
         shapes = self._runner.shapes
         self.slots = shapes.slots * shapes.lanes
@@ -128,6 +130,7 @@ class NativeEngine:
             merge_lora=section.merge_lora,
             cache_tokens=section.cache_tokens,
             tensor=section.tensor,
+            cache_dtype=section.cache_dtype,
         )
 
     def step(self) -> bool:

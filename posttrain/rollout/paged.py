@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
-from posttrain.config import ROW_AXES, DecodeAttention
+from posttrain.config import ROW_AXES, CacheDtype, DecodeAttention
 from posttrain.errors import ConfigError
 from posttrain.kernels.attention.paged import heads_apart, padded_head
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, PagedCache, empty_cache, interleaved, page_spec, refusal_of_ragged
-from posttrain.models.config import Compute, ModelConfig
+from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
+from posttrain.models.quant import EXPONENT_BYTES, packed, unpacked
 from posttrain.rollout.blocks import BLOCK
 from posttrain.tree import pytree, replace, static
 
@@ -37,11 +38,15 @@ class Pool:
     Other fields as in `KVCache`.
     """
 
-    keys: tuple[Float[Array, "_R D P *_block"] | None, ...]
-    values: tuple[Float[Array, "_R D P _1 _2 _H"] | None, ...]
+    keys: tuple[Shaped[Array, "_R D P *_block"] | None, ...]
+    values: tuple[Shaped[Array, "_R D P _1 _2 _H"] | None, ...]
     layout: Layout = static()
     head_dims: tuple[int | None, ...] = static()
     """Head size of the keys, without padding."""
+    kind: CacheDtype = static()
+    """Type of the numbers in the blocks, see `packed`."""
+    dtype: jnp.dtype = static()
+    """Type of the keys and values of rows."""
 
     @property
     def num_blocks(self) -> int:
@@ -57,13 +62,16 @@ class Pool:
                 return self._rows(blocks[:, table], last=last)
 
             rows = jax.vmap(lane, in_axes=(1, 0), out_axes=1)(stored, table)
-            return rows.reshape(stored.shape[0], -1, *rows.shape[3:])
+            rows = rows.reshape(stored.shape[0], -1, *rows.shape[3:])
+            if self.kind == "compute":
+                return rows
+            return _along(-2 if last else -1, lambda x: unpacked(x, self.kind, self.dtype), rows)
 
         if self.layout == "ragged":
             pairs = jax.tree.map(lambda both, size: _apart(gathered(both), size), self.keys, self.head_dims)
             return KVCache(keys=tuple(keys for keys, _ in pairs), values=tuple(values for _, values in pairs))
         keys = jax.tree.map(gathered, self.keys, self._last)
-        return KVCache(keys=keys, values=jax.tree.map(gathered, self.values))
+        return KVCache(keys=keys, values=jax.tree.map(gathered, self.values), kind=self.kind)
 
     @property
     def _last(self) -> tuple[bool | None, ...]:
@@ -82,7 +90,10 @@ class Pool:
                 split = rows.reshape(*rows.shape[:axis], -1, BLOCK, *rows.shape[axis + 1 :])
                 places = jnp.minimum(indices, split.shape[axis] - 1)
                 take = jax.vmap(lambda row, places: jnp.take(row, places, axis=axis - 1), in_axes=(1, 0), out_axes=1)
-                new = self._blocks(take(split, places), last=last)
+                chosen = take(split, places)
+                if self.kind != "compute":
+                    chosen = _along(-3 if last else -1, lambda x: packed(x, self.kind), chosen)
+                new = self._blocks(chosen, last=last)
                 if stored.ndim == 7:  # heads apart
                     new = new.reshape(*new.shape[:4], -1, 2, new.shape[-1]).swapaxes(3, 4)
                 return new
@@ -129,6 +140,8 @@ class Pool:
             first=first,
             targets=targets,
             together=self.layout == "ragged",
+            kind=self.kind,
+            dtype=self.dtype,
             mesh=mesh,
         )
 
@@ -173,7 +186,7 @@ class Pool:
             return self.scatter(cache, first, targets, None)
         return replace(self, keys=cache.keys, values=cache.values)
 
-    def _rows(self, blocks: Float[Array, "R n W *_block"], *, last: bool) -> Float[Array, "R n K _4 _5"]:
+    def _rows(self, blocks: Shaped[Array, "R n W *_block"], *, last: bool) -> Shaped[Array, "R n K _4 _5"]:
         """Blocks side by side: [K, S, H], or with positions `last` [K, H, S]."""
         if blocks.ndim == 7:
             blocks = blocks.swapaxes(3, 4).reshape(*blocks.shape[:3], blocks.shape[4], -1, blocks.shape[-1])
@@ -185,7 +198,7 @@ class Pool:
             return jnp.moveaxis(blocks, 2, 4).reshape(repeats, rows, *block[:2], -1)
         return blocks.swapaxes(2, 3).reshape(repeats, rows, block[0], -1, block[2])
 
-    def _blocks(self, split: Float[Array, "R n K _1 _2 _3"], *, last: bool) -> Float[Array, "R n M _4 _5 _6"]:
+    def _blocks(self, split: Shaped[Array, "R n K _1 _2 _3"], *, last: bool) -> Shaped[Array, "R n M _4 _5 _6"]:
         """Split rows into blocks, from [K, M, BLOCK, H], or with positions `last` from [K, H, M, BLOCK]."""
         if self.layout == "rows":
             return jnp.moveaxis(split, 4 if last else 3, 2)
@@ -230,8 +243,27 @@ def _start(block: Int[Array, ""], stored: Array) -> tuple[Array | int, ...]:
     return (0, 0, block, *[0] * (stored.ndim - 3))
 
 
-def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None) -> Layout:
+def _along(axis: int, function: Callable[[Array], Array], x: Array) -> Array:
+    """Apply a function of vectors along an axis."""
+    return jnp.moveaxis(function(jnp.moveaxis(x, axis, -1)), -1, axis)
+
+
+def choose_layout(
+    wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None, kind: CacheDtype = "compute"
+) -> Layout:
     """The fastest that serves the model on the platform, or the one that was asked for: ConfigError if it cannot."""
+    layout = _layout(wanted, config, compute, mesh)
+    if kind != "compute" and any(isinstance(block.attention, LatentAttentionConfig) for block in config.blocks):
+        raise ConfigError(f"rollout.cache_dtype={kind}: latent attention keeps latents in compute only; remove it")
+    if kind != "compute" and layout == "ragged":
+        raise ConfigError(
+            f"rollout.cache_dtype={kind}: TPU's kernels read keys and values in compute only; remove it, or set "
+            "model.decode_attention: gather"
+        )
+    return layout
+
+
+def _layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None) -> Layout:
     refusal = refusal_of_ragged(config, compute.dtype)
     if wanted == "ragged" and refusal is not None:
         raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
@@ -250,13 +282,20 @@ def empty_pool(shapes: Pool) -> Pool:
 
 
 def pool_shapes(
-    config: ModelConfig, dtype: jnp.dtype, placement: Sharding, *, layout: Layout, lanes: int, blocks: int
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    placement: Sharding,
+    *,
+    layout: Layout,
+    lanes: int,
+    blocks: int,
+    kind: CacheDtype = "compute",
 ) -> Pool:
     """Shapes of a pool where the weights are: lanes over the data axes, heads over `tensor` where they divide."""
     like = jax.eval_shape(lambda: empty_cache(config, lanes * blocks, BLOCK, dtype))
     mesh = placement.mesh if isinstance(placement, NamedSharding) else None
 
-    def placed(rows: jax.ShapeDtypeStruct, head_dim: int) -> jax.ShapeDtypeStruct:
+    def placed(rows: jax.ShapeDtypeStruct, head_dim: int, last: bool = False) -> jax.ShapeDtypeStruct:
         repeats, heads = rows.shape[0], rows.shape[2]
         apart = heads_apart(heads, head_dim, rows.dtype.itemsize, 1 if mesh is None else mesh.shape["tensor"])
         block = {
@@ -264,18 +303,21 @@ def pool_shapes(
             "gather": (BLOCK, heads, head_dim),
             "ragged": (heads, BLOCK, 2, padded_head(head_dim)) if apart else (BLOCK, 2 * heads, padded_head(head_dim)),
         }[layout]
+        if kind != "compute":
+            at = 1 if last and layout == "rows" else 2
+            block = (*block[:at], block[at] + EXPONENT_BYTES, *block[at + 1 :])
         shape = (repeats, lanes, blocks, *block)
         place = placement if mesh is None else NamedSharding(mesh, _pool_spec(shape, mesh, layout))
-        return jax.ShapeDtypeStruct(shape, rows.dtype, sharding=place)
+        return jax.ShapeDtypeStruct(shape, rows.dtype if kind == "compute" else jnp.int8, sharding=place)
 
     none = (None,) * len(like.keys)
     head_dims = tuple(None if keys is None else math.prod(keys.shape[3:]) // BLOCK for keys in like.keys)
-    keys = jax.tree.map(placed, like.keys, head_dims)
+    keys = jax.tree.map(lambda rows, size: placed(rows, size, last=True), like.keys, head_dims)
     values = none if layout == "ragged" else jax.tree.map(lambda rows: placed(rows, rows.shape[4]), like.values)
 
     def zeros() -> Pool:
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (keys, values))
-        return Pool(keys=blank[0], values=blank[1], layout=layout, head_dims=head_dims)
+        return Pool(keys=blank[0], values=blank[1], layout=layout, head_dims=head_dims, kind=kind, dtype=dtype)
 
     pool: Pool = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(zeros)), jax.tree.leaves((keys, values)))
     return pool

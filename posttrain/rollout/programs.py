@@ -30,7 +30,7 @@ from posttrain.rollout.sampling import TopLogps, score
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.xla import compile_options
-from posttrain.tree import pytree, static
+from posttrain.tree import pytree, replace, static
 
 MAX_COMPILERS = 8
 """Programs that are compiled at once; each takes host memory meanwhile."""
@@ -88,7 +88,8 @@ def prefill(
     positions = prompts.starts[:, None] + offsets
     segments = (offsets < prompts.lengths[:, None]).astype(jnp.int32)
     if prompts.context is None:
-        near = by_rows(empty_cache(model.config, rows, length, model.compute.dtype, fresh=True), mesh, dim=1)
+        empty = empty_cache(model.config, rows, length, model.compute.dtype, fresh=True)
+        near = by_rows(replace(empty, kind=pool.kind), mesh, dim=1)
     else:
         near = pool.gather(prompts.context)
     hidden, filled, routing = model.forward(prompts.tokens, positions, segments, near)

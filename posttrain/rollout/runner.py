@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int
 
+from posttrain.config import CacheDtype
 from posttrain.mesh import replicated
 from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain, Node, blocks_for
@@ -74,12 +75,22 @@ class DispatchOutcome:
 class Runner:
     """Owns the pool and the compiled programs. `prepare` is for the thread of the scheduler, `run` for any other."""
 
-    def __init__(self, shapes: Shapes, *, blocks: int, record: bool, vocab_size: int, adapters: bool = False):
+    def __init__(
+        self,
+        shapes: Shapes,
+        *,
+        blocks: int,
+        record: bool,
+        vocab_size: int,
+        adapters: bool = False,
+        kind: CacheDtype = "compute",
+    ):
         self.shapes = shapes
         self.blocks = blocks
         self.programs = Programs(steps=shapes.steps, record=record)
         self._tables = Tables(vocab_size)
         self._adapters = adapters
+        self._kind = kind
         self._pool: Pool | None = None
         self._stop_ids = MIN_STOP_IDS
         # The thread of a cancelled driver may still be on the device when the next one starts.
@@ -97,19 +108,24 @@ class Runner:
         record: bool,
         cache_tokens: int | None,
         adapters: bool = False,
+        kind: CacheDtype = "compute",
     ) -> Runner:
         """Runner for weights that may be shapes. `slots` is rounded up to a multiple of the lanes; `cache_tokens`: see
-        `NativeEngine`; `adapters`: the model has slots for them."""
+        `NativeEngine`; `adapters`: the model has slots for them; `kind`: type of the cache. ConfigError for one that
+        the layout cannot have."""
         lanes = num_lanes(loaded.placement.mesh)
         slots = lanes * -(-slots // lanes)
         blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
-        return cls(
+        runner = cls(
             Shapes(slots // lanes, lanes, max_length, steps),
             blocks=blocks // lanes,
             record=record,
             vocab_size=loaded.source.model.config.vocab_size,
             adapters=adapters,
+            kind=kind,
         )
+        runner.pool_shapes(loaded)
+        return runner
 
     def prepare(self, plan: Plan, loaded: Loaded) -> Dispatch:
         """The arrays of a plan; later changes of its rows do not matter."""
@@ -192,9 +208,11 @@ class Runner:
         """Shapes of the pool beside these weights."""
         model, mesh = loaded.source.model, loaded.placement.mesh
         compute, config = model.compute, decoding_config(model.config, model.compute.mesh)
-        layout = choose_layout(compute.decode_attention, config, compute, compute.mesh if mesh is None else mesh)
+        wanted, on = compute.decode_attention, compute.mesh if mesh is None else mesh
+        layout = choose_layout(wanted, config, compute, on, self._kind)
         sharding = loaded.sharding if mesh is None else replicated(mesh)
-        return pool_shapes(config, compute.dtype, sharding, layout=layout, lanes=self.shapes.lanes, blocks=self.blocks)
+        blocks: dict[str, Any] = {"lanes": self.shapes.lanes, "blocks": self.blocks}
+        return pool_shapes(config, compute.dtype, sharding, layout=layout, kind=self._kind, **blocks)
 
     def _prompt_calls(self, pieces: Sequence[PromptPiece]) -> Iterator[PromptCall]:
         """By level, and within it by shape, as many pieces to a call as it has rows."""

@@ -189,7 +189,7 @@ def sampler_gate(model: Decoder, section: RolloutSection) -> SamplerGate:
 
     A mixture of experts counts as rounded: rounding may send a token to another expert.
     """
-    plain = section.quantize == "none" and not is_quantized(model) and model.compute.dtype == jnp.float32
+    plain = section.rounds is None and not is_quantized(model) and model.compute.dtype == jnp.float32
     mixture = any(isinstance(block.mlp, MoEConfig) for stage in model.config.stages for block in stage.blocks)
     # Accelerators multiply float32 in lower precision by default.
     exact = plain and not mixture and jax.default_backend() == "cpu"

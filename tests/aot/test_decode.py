@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from posttrain.config import RolloutSection
 from posttrain.kernels.platform import CHIPS
 from posttrain.models.moe import Experts
 from posttrain.plan.hlo import Collective
@@ -70,7 +71,7 @@ def test_laying_weights_out_takes_no_second_copy() -> None:
     """Beside the trainer's weights and those for sampling the program needs less than the table on one device."""
     mesh = mesh_of("v5e", "2x4", fsdp=8)
     sizes = {"slots": 8, "max_length": 128, "steps": 4, "max_tokens": 64, "memory": CHIPS["v5e"].memory}
-    rollout = RolloutShapes(model(QWEN3, mesh), mesh, **sizes, tensor=2)  # type: ignore[arg-type]
+    rollout = RolloutShapes(model(QWEN3, mesh), mesh, **sizes, settings=RolloutSection(tensor=2))  # type: ignore[arg-type]
     found = compile_program(rollout.layout.lowered, mesh.size)
     assert found.arguments >= bytes_on_device(rollout.loaded.arrays)
     assert (found.made - bytes_on_device(rollout.weights.derived)) / MIB <= LAYOUT_MIB < 148

@@ -10,17 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import DecodeAttention, MeshSection
+from posttrain.config import CacheDtype, DecodeAttention, MeshSection
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, param_sharding
+from posttrain.models import attention
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
+from posttrain.models.quant import packed, unpacked
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.paged import _placed, choose_layout
 from posttrain.weights.state import ModelWeights
 from tests.often import often
-from tests.rollout.engines import assert_same, make_engine, params, requests
-from tests.tiny import tiny_config, tiny_model
+from tests.random_families import random_family_model
+from tests.rollout.engines import LENGTH, assert_same, make_engine, params, requests
+from tests.tiny import forward, tiny_config, tiny_model
 
 
 def paged_model(layout: DecodeAttention, **changes: Any) -> Decoder:
@@ -43,6 +46,66 @@ def test_samples_do_not_depend_on_the_layout(layout: DecodeAttention, engine: Na
     assert paged.num_used_blocks == 0
     pool = paged._runner._pool
     assert pool is not None and pool.layout == layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), often([("rows", "int8"), ("gather", "int8"), ("gather", "fp8")], ("rows", "int8"))
+)
+def test_a_cache_in_8_bits(layout: DecodeAttention, kind: CacheDtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities are those of a forward pass that attends to rounded keys and values, whatever is shared, copied
+    or read again. A number in the middle of two codes may be rounded either way: less than a fifth of the gap."""
+    model = paged_model(layout, num_layers=1)
+    engine = make_engine(model, cache_tokens=112, cache_dtype=kind)
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, 512, size).tolist() for size in (20, 22, 25, 31)]
+    prompts, parameters = [*prompts, *[prompts[3]] * 3], [params(i) for i in range(7)]
+    done = engine.generate_all(prompts, parameters)
+    assert {array.dtype for array in engine._runner.arrays()} == {jnp.dtype(jnp.int8)}
+    texts = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, done, strict=True)]
+    rows = np.stack([np.pad(text, (0, LENGTH - len(text))) for text in texts])
+
+    def gap() -> float:
+        logps = np.asarray(jax.nn.log_softmax(forward(model, rows)))
+        told = zip(prompts, done, rows, logps, strict=True)
+        wide = [
+            np.abs(of[at - 1, row[at]] - logp)
+            for prompt, completion, row, of in told
+            for at, logp in enumerate(completion.logps, len(prompt))
+        ]
+        return float(np.mean(wide))
+
+    plain, store = gap(), attention.store_keys
+
+    def rounding(keys: jax.Array, values: jax.Array, *args: Any, **settings: Any) -> Any:
+        return store(*(unpacked(packed(x, kind), kind, x.dtype) for x in (keys, values)), *args, **settings)
+
+    monkeypatch.setattr(attention, "store_keys", rounding)
+    assert gap() < 0.2 * plain and 1e-4 < plain < 0.2
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_was_rounded_stays_as_it_is(kind: CacheDtype, dtype: Any) -> None:
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.normal(size=(500, 64)) * 10.0 ** draw.integers(-4, 3, (500, 1)), dtype)
+    x = x.at[0].set(0).at[1:3, 0].set(jnp.asarray([127.0, 448.0], dtype))
+    once = unpacked(packed(x, kind), kind, dtype)
+    assert (once == unpacked(packed(once, kind), kind, dtype)).all()
+    wide, rounded = np.asarray(x, np.float64), np.asarray(once, np.float64)
+    largest = np.abs(wide).max(axis=-1, keepdims=True)
+    # Half a step of the largest power of two below the largest number, or of each number's own.
+    bound = largest / 127 if kind == "int8" else np.maximum(np.abs(wide) / 16, largest * 2.0**-16)
+    assert (np.abs(rounded - wide) <= bound * 1.001).all()
+
+
+@pytest.mark.fast
+def test_where_a_cache_in_8_bits_cannot_be() -> None:
+    compute = Compute(dtype=jnp.dtype(jnp.float32), remat="none", decode_attention="ragged")
+    with pytest.raises(ConfigError, match="rollout.cache_dtype=int8: TPU's kernels read keys and values in compute"):
+        choose_layout("ragged", tiny_config(), compute, None, "int8")
+    latent = random_family_model("deepseek_v3", 0).config
+    with pytest.raises(ConfigError, match="rollout.cache_dtype=fp8: latent attention keeps latents in compute only"):
+        choose_layout("gather", latent, compute, None, "fp8")
 
 
 @pytest.mark.thorough

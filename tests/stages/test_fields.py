@@ -185,7 +185,12 @@ def test_importance_sampling(folder: Path) -> None:
     penalties = ("repetition_penalty=1.1", "presence_penalty=0.1", "frequency_penalty=0.1")
     others = ("top_k=3", "top_p=0.9", "min_p=0.1", "logit_bias={5: 1.0}", "allowed_token_ids=[5, 6]")
     changes = (*penalties, *others)
-    for override in (*(f"sampling.{change}" for change in changes), "rollout.quantize=int8", "asynchronous={}"):
+    for override in (
+        *(f"sampling.{change}" for change in changes),
+        "rollout.quantize=int8",
+        "rollout.cache_dtype=fp8",
+        "asynchronous={}",
+    ):
         assert rl(folder, override).algorithm.loss.importance == ImportanceSampling(), override
     never = rl(folder, "sampling.top_k=3", "algorithm.importance_sampling.apply=never")
     assert never.algorithm.loss.importance is None
