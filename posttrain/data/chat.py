@@ -113,10 +113,11 @@ class Renderer:
 
     def reply(self, text: str) -> str:
         """Content of a sampled reply: its text without the spaces that the template itself writes before contents."""
-        return text.removeprefix(self._spaces_before_content) if self.chat and text[:1].isspace() else text
+        return text.removeprefix(self.spaces_before_content) if self.chat and text[:1].isspace() else text
 
     @cached_property
-    def _spaces_before_content(self) -> str:
+    def spaces_before_content(self) -> str:
+        """Spaces that the template writes between the beginning of a turn and its content."""
         asked: list[Message] = [{"role": "user", "content": "?"}]
         try:
             begin = self.rendered(asked, reply=True)
@@ -310,7 +311,7 @@ class Renderer:
         marks = marks_generation(template)
         try:
             texts, spans = import_transformers("utils.chat_template_utils").render_jinja_template(
-                [conversation.messages[:length]],
+                [self._form(conversation.tools).joined(conversation.messages[:length])],
                 tools=conversation.tools,
                 chat_template=at_time(self.tokenizer.clock, template),
                 return_assistant_tokens_mask=marks,

@@ -3,6 +3,7 @@ writes what messages hold."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from posttrain.errors import ConfigError, did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+INSTRUCTING = ("system", "developer")
 SHAREGPT_ROLES = {
     **{role: role for role in ROLES},
     "human": "user",
@@ -253,6 +255,8 @@ class TemplateForm:
     render: Callable[[list[Any]], str]
     """Render messages. ConfigError if the template refuses them."""
     _written: set[tuple[Any, ...]] = field(default_factory=set)
+    _joins: dict[tuple[str, ...], bool] = field(default_factory=dict)
+    """By the roles of messages at the beginning."""
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """Messages with roles and keys that the template reads. ConfigError for what it would leave out."""
@@ -260,15 +264,24 @@ class TemplateForm:
         fitted: list[Message] = []
         for message in messages:
             role = message["role"]
-            if role == "developer" and not self._writes_developer:
-                if any(one["role"] == "system" for one in fitted):
-                    raise ConfigError(
-                        f"chat template of {self.name} leaves out messages of role developer, and a system message "
-                        "is there already; make one system message of both"
-                    )
-                role = "system"
+            role = "system" if role == "developer" and not self._writes_developer else role
             fitted.append(cast(Message, {self._key(key): value for key, value in message.items()} | {"role": role}))
         return fitted
+
+    def joined(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Messages of which those of roles system and developer at the beginning are one, of the first one's role and
+        with empty lines between their texts, where the template does not write each of them."""
+        first = list(itertools.takewhile(lambda one: one["role"] in INSTRUCTING, messages))
+        roles = tuple(one["role"] for one in first)
+        if len(roles) > 1 and roles not in self._joins:
+            self._joins[roles] = False  # while it is tried
+            tried = [{"role": role, "content": f"{STAND_IN}_{number}_"} for number, role in enumerate(roles)]
+            text = self._tried([*tried, {"role": "user", "content": "?"}])
+            self._joins[roles] = any(one["content"] not in text for one in tried)
+        if not self._joins.get(roles):
+            return list(messages)
+        content = "\n\n".join(filter(None, (one.get("content", "").strip() for one in first)))
+        return [{**first[0], "content": content}, *messages[len(first) :]]
 
     def with_arguments(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages with arguments of tool calls as the template takes them: mappings, or JSON text."""

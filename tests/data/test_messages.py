@@ -13,6 +13,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.format import tokenize_example
 from posttrain.data.messages import Message, checked_messages, checked_tools
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.tokenizer_files import shipped_templates
 from posttrain.errors import ConfigError
 from posttrain.stages.inputs import rows_and_renderer
 from tests.environments.helpers import template_names
@@ -214,11 +215,36 @@ def test_developer_messages_are_system_messages_where_templates_drop_them() -> N
     assert drops.rendered([developer, USER], reply=False).startswith("<|im_start|>system\nBe brief.<|im_end|>")
     keeps = Renderer(chat("{{ m.content }}"), True)
     assert keeps.rendered([developer, USER], reply=False).startswith("<|im_start|>developer\nBe brief.")
-    with pytest.raises(ConfigError, match="leaves out messages of role developer, and a system message is there"):
-        drops.prompt([{"role": "system", "content": "s"}, developer, USER])
+    system: Message = {"role": "system", "content": "Be kind."}
+    both = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>"
+    assert drops.rendered([system, developer, USER], reply=False).startswith(both)
     neither = Renderer(chat("{{ m.content if m.role in ('user', 'assistant') }}"), True)
     with pytest.raises(ConfigError, match=r"leaves out the content of message 0 \(role developer\)"):
         neither.prompt([developer, USER])
+
+
+@pytest.mark.parametrize("role", ["developer", "system"])
+def test_instructions_of_templates_with_one_place_for_them_are_one_message(role: str) -> None:
+    """Red without: the second is refused, or vanishes."""
+    first = "{{ m.content if loop.first or m.role in ('user', 'assistant') }}"
+    messages: list[Message] = [{"role": "system", "content": "Be kind. "}, {"role": role, "content": "Be brief."}, USER]  # type: ignore[misc]
+    renderer = Renderer(chat(first), True)
+    expected = "<|im_start|>system\nBe kind.\n\nBe brief.<|im_end|>\n<|im_start|>user"
+    assert renderer.rendered(messages, reply=False).startswith(expected)
+    answer: Message = {"role": "assistant", "content": "Hey"}
+    masked = renderer.conversation([*messages, answer])
+    assert bytes(t for t, m in zip(masked.tokens, masked.mask, strict=True) if m and t < 256) == b"Hey"
+    assert bytes(t for t in masked.tokens if t < 256).startswith(b"system\nBe kind.\n\nBe brief.")
+    with pytest.raises(ConfigError, match=r"leaves out the content of message 1 \(role system\)"):
+        renderer.prompt([USER, messages[0], USER])
+
+
+@pytest.mark.parametrize("name", shipped_templates())
+def test_instructions_in_shipped_templates(name: str) -> None:
+    tokenizer = load_tokenizer("bytes").with_chat_template(shipped_templates()[name])
+    messages: list[Message] = [{"role": "system", "content": "Be kind."}, {"role": "developer", "content": "Be brief."}]
+    text = Renderer(tokenizer, True).rendered([*messages, USER], reply=True)
+    assert 0 <= text.find("Be kind.") < text.find("Be brief.") < text.find("Hi")
 
 
 def test_real_templates(shared: Path) -> None:
@@ -233,6 +259,9 @@ def test_real_templates(shared: Path) -> None:
         assert "Well" in trained(tokenizer, *parts)
         prompt = tokenizer.decode(Renderer(tokenizer, True).prompt(checked_messages([developer, parts[0]], "m")))
         assert "Be brief." in prompt and "Hi there" in prompt, name
+        asked = checked_messages([{"role": "system", "content": "Be kind."}, developer, parts[0]], "m")
+        prompt = tokenizer.decode(Renderer(tokenizer, True).prompt(asked))
+        assert 0 <= prompt.find("Be kind.") < prompt.find("Be brief.") and "Hi there" in prompt, name
         if name in silent:
             with pytest.raises(ConfigError, match="leaves out a call of look_up"):
                 trained(tokenizer, parts[0], {"role": "assistant", "tool_calls": [call]})
