@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from posttrain.config import OnPolicyDistill as OnPolicyDistill
     from posttrain.config import ReinforcePlusPlus as ReinforcePlusPlus
     from posttrain.config import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
+    from posttrain.data.grammar import Grammar as Grammar
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
     from posttrain.errors import ConfigError as ConfigError
     from posttrain.errors import RunError as RunError
@@ -97,6 +98,7 @@ _MODULES = {
     "Distill": "posttrain.api",
     "Example": "posttrain.rollout.trajectory",
     "Expected": "posttrain.rollout.programs",
+    "Grammar": "posttrain.data.grammar",
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 from posttrain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from posttrain.data.grammar import Grammar
     from posttrain.data.tokenizer import Tokenizer
     from posttrain.generation import Generated
 
@@ -27,6 +28,13 @@ MaxTokens = Annotated[
 FrequencyPenalty = Annotated[float, typer.Option(help="Subtracted from logits, times the token's count in the text.")]
 LogitBias = Annotated[list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; may be repeated.")]
 AllowedToken = Annotated[list[int] | None, typer.Option(help="Token id that may be sampled; may be repeated.")]
+GrammarText = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KIND[=VALUE]",
+        help="Structured output: json_object, json_schema=FILE (or JSON), regex=PATTERN, or choice=TEXT, repeatable.",
+    ),
+]
 Chat = Annotated[
     bool | None,
     typer.Option(help="Use the chat template; by default as the run's data, else if the tokenizer has one."),
@@ -62,6 +70,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence tokens.")] = False,
     logit_bias: LogitBias = None,
     allowed_token: AllowedToken = None,
+    grammar: GrammarText = None,
     n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
     chat: Chat = None,
@@ -91,6 +100,7 @@ def generate(
         frequency_penalty=frequency_penalty,
         logit_bias=_biases(logit_bias or []),
         allowed_token_ids=allowed_token or None,
+        grammar=_grammar(grammar or []),
         stop=stop or [],
         stop_token_ids=stop_token or [],
         skip_special_tokens=not special_tokens,
@@ -102,13 +112,13 @@ def generate(
         top_logps=logprobs or 0,
         prompt_logps=prompt_logprobs,
     )
-    before = [""] * len(answers) if chat else [text for text in texts for _ in range(n)]
-    _print(answers, before, loaded.tokenizer, recorded=prompt_logprobs or logprobs is not None)
+    _print(answers, [""] if chat else texts, loaded.tokenizer, recorded=prompt_logprobs or logprobs is not None)
 
 
 def _print(answers: Sequence[Generated], before: Sequence[str], tokenizer: Tokenizer, *, recorded: bool) -> None:
-    """Print each answer after the text before it, or as JSON with its probabilities."""
-    for answer, text in zip(answers, before, strict=True):
+    """Print each answer after its share of the texts before, or as JSON with its probabilities."""
+    for number, answer in enumerate(answers):
+        text = before[number * len(before) // len(answers)]
         print(json.dumps(answer.record(tokenizer.decode)) if recorded else f"{text}{answer.text}")
 
 
@@ -121,6 +131,36 @@ def _template_args(text: str | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"--chat-template-args: {text!r} must be a JSON object")
     return found
+
+
+def _grammar(texts: list[str]) -> Grammar | None:
+    """Make the grammar of `--grammar`. ConfigError for several kinds, and for a grammar that is not understood."""
+    from posttrain.config import GrammarSection
+    from posttrain.data.grammar import Grammar
+
+    pairs = [text.partition("=")[::2] for text in texts]
+    kinds, values = {kind for kind, _ in pairs}, [value for _, value in pairs]
+    if not pairs:
+        return None
+    if len(kinds) > 1 or (kinds != {"choice"} and len(pairs) > 1):
+        raise ConfigError(f"--grammar: {', '.join(texts)}: use one of them; only choice=TEXT may be repeated")
+    readers: dict[str, Callable[[str], Any]] = {"json_object": lambda _: True, "json_schema": _schema}
+    (kind,) = kinds
+    value = values if kind == "choice" else readers.get(kind, str)(values[0])
+    try:
+        return Grammar.of(GrammarSection(**{kind: value}))
+    except ValueError as error:
+        raise ConfigError(f"--grammar: {str(error).removeprefix('sampling.grammar: ')}") from error
+
+
+def _schema(text: str) -> Any:
+    """Parse a JSON schema or read it from its file. ConfigError for what is neither."""
+    try:
+        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--grammar: json_schema={text[:60]} is neither JSON of an object nor its file ({error})"
+        ) from error
 
 
 def _conversations(texts: list[str]) -> list[Any]:

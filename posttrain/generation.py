@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 from posttrain.data.chat import Renderer
+from posttrain.data.grammar import Grammar, GrammarError
 from posttrain.data.messages import Message, checked_messages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.types import Completion, Decode, SamplingParams, reply_of, samples_of
+from posttrain.rollout.types import Completion, Decode, SamplingParams, grammar_of, reply_of, samples_of
 from posttrain.weights.load import with_tokens
 from posttrain.weights.state import ModelWeights
 
@@ -35,6 +36,8 @@ class Settings(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int] | None
+    grammar: Grammar | None
+    """Structured output, such as `pt.Grammar.json_schema({...})`."""
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     """Stop token ids in addition to the tokenizer's."""
@@ -129,7 +132,12 @@ def complete(
         model, tokenizer, settings, max_new_tokens, temperature, top_logps=top_logps, prompt_logps=prompt_logps
     )
     seed = secrets.randbits(31) if seed is None else seed
-    params = [p for index in range(len(rendered)) for p in samples_of(common, n=n, seed=seed, prompt=index)]
+    grammars = [grammar_of(renderer, common.grammar) for renderer in renderers]
+    params = [
+        p
+        for index, grammar in enumerate(grammars)
+        for p in samples_of(replace(common, grammar=grammar), n=n, seed=seed, prompt=index)
+    ]
     engine = NativeEngine(
         _without_padding(model, tokenizer),
         slots=min(len(params), MAX_SLOTS),
@@ -142,6 +150,8 @@ def complete(
     several = [tuple(prompt) for prompt in rendered for _ in range(n)]
     try:
         completions = engine.generate_all(several, params)
+    except GrammarError as error:
+        raise ConfigError(f"generate: {str(error).removeprefix('sampling.')}") from error
     finally:
         engine.close()
     return [

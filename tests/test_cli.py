@@ -231,6 +231,14 @@ def test_generate_says_how_likely_and_draws_from_what_may_come(finished: tuple[P
     assert {token["text"] for token in line["tokens"]} <= {"1", "2"} and len(line["tokens"][0]["top"]) == 2
     assert line["stop"] == ("stop" if line["tokens"][-1]["id"] == 49 else "length")
     assert "".join(token["text"] for token in line["prompt_tokens"]) == "1+1="
+    chosen = posttrain(
+        "generate", model_of(finished), "1+1=", "--grammar", "choice=10", "--grammar=choice=21", "--no-chat"
+    ).out
+    assert chosen in ("1+1=10\n", "1+1=21\n")
+    mistake = posttrain("generate", model_of(finished), "1+1=", "--grammar", "regex=a", "--grammar", "choice=b").error
+    assert "--grammar: regex=a, choice=b: use one of them" in mistake
+    mistake = posttrain("generate", model_of(finished), "1+1=", "--grammar", 'json_schema={"not": {}}').error
+    assert '--grammar: json_schema: keywords that are not supported: ["not"]' in mistake
     mistake = posttrain("generate", model_of(finished), "1+1=", "--logit-bias", "13")
     assert "--logit-bias" in mistake.error and "write it as TOKEN=NUMBER" in mistake.error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,25 @@ def test_which_tokens_may_come(parts: tuple[Decoder, Tokenizer]) -> None:
     assert stopped == text.partition(text[2])[0]
     with pytest.raises(ConfigError, match=r"generate: logit_bias: token ids from 900 to 900"):
         texts(parts, logit_bias={900: 1.0})
+
+
+def test_structured_output(parts: tuple[Decoder, Tokenizer]) -> None:
+    """Of messages, whose template writes a space before contents, and of plain text."""
+    model, tokenizer = parts
+    spaced = tokenizer.hf.chat_template.replace("message['content']", "' ' + message['content']")
+    grammar = pt.Grammar.regex("[a-c]{2,4}")
+    replies = texts(
+        (model, tokenizer._with_templates(spaced)), chat=True, grammar=grammar, n=6, temperature=1.0, seed=0
+    )
+    assert all(re.fullmatch("[a-c]{2,4}", text) for text in replies + texts(parts, grammar=grammar))
+    (plain,) = pt.complete(*parts, "12+", max_new_tokens=16, chat=False, grammar=pt.Grammar.choice(["yes"]))
+    assert plain.text == "yes" and plain.completion.stop == "stop"
+    with pytest.raises(
+        ConfigError, match=r"generate: grammar=Grammar\(kind='regex'\): must be None, or come with stop"
+    ):
+        texts(parts, grammar=grammar, ignore_eos=True)
+    with pytest.raises(ConfigError, match="generate: grammar: choice: allowed_token_ids and logit_bias leave no token"):
+        texts(parts, grammar=pt.Grammar.choice(["yes"]), allowed_token_ids=[97])
 
 
 def test_log_probabilities(parts: tuple[Decoder, Tokenizer], naive: NaiveEngine) -> None:

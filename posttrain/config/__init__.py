@@ -47,7 +47,14 @@ from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, Model
 from posttrain.config.preference import OnlinePreferenceSection, PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.reward import EvaluateSection, HeldOutSection, MonitorSection, RecordSection, RewardSection
 from posttrain.config.rl import AsyncSection, OnlineSection, RLSection
-from posttrain.config.rollout import PlacementSection, ReferenceSection, RolloutSection, SamplingSection, answer_tokens
+from posttrain.config.rollout import (
+    GrammarSection,
+    PlacementSection,
+    ReferenceSection,
+    RolloutSection,
+    SamplingSection,
+    answer_tokens,
+)
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
@@ -95,6 +102,7 @@ __all__ = [
     "Flag",
     "Fraction",
     "GSPOToken",
+    "GrammarSection",
     "GroupedKernel",
     "HeldOutSection",
     "HiddenFeatures",

@@ -154,7 +154,7 @@ class DistillSection(SequenceSection):
         if self.sampling is None:
             yield f"on_policy={self.on_policy} needs sampling: {{max_tokens: ...}}"
             return
-        check_sampling(self.sampling, self.row_tokens)
+        check_sampling(self.sampling, self.row_tokens, self.rollout)
         if self.cache is not None:
             yield ("cache: it holds the teachers' top-k on the dataset, not on samples; remove it or on_policy")
         if self.mix:

@@ -113,4 +113,4 @@ class OnlinePreferenceSection(OnlineSection):
                 f"sampling.max_tokens={self.sampling.max_tokens} must be less than half of row_tokens="
                 f"{self.row_tokens}: a row holds two completions, each behind its prompt"
             )
-        check_sampling(self.sampling, self.row_tokens)
+        check_sampling(self.sampling, self.row_tokens, self.rollout, self.eval_sampling)

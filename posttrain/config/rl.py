@@ -420,7 +420,7 @@ class RLSection(OnlineSection):
             )
 
     def _fits(self) -> Iterator[str]:
-        check_sampling(self.sampling, self.row_tokens)
+        check_sampling(self.sampling, self.row_tokens, self.rollout, self.eval_sampling)
         check_selection(self.refill, self.curriculum, rewards=self.scored, shuffle=self.dataset.shuffle)
         if self.asynchronous is not None:
             check_async(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 from pydantic import Field
 
 from posttrain.config.base import (
+    Arguments,
     CacheDtype,
     Flag,
     Fraction,
@@ -81,6 +82,24 @@ class RolloutSection(Section):
 S = TypeVar("S", bound=Section)
 
 
+class GrammarSection(Section):
+    """Structured output: the language of a completion's text, one of these; needs `pip install posttrain[grammar]`."""
+
+    json_object: Flag = False
+    """Any JSON object."""
+    json_schema: Arguments | None = None
+    """JSON that fits this schema, its properties in the schema's order. A keyword that is not supported is an error."""
+    regex: Text | None = None
+    """Text that a regular expression matches as a whole."""
+    choice: ListOf[Text] = ()
+    """One of these texts."""
+
+    def _mistakes(self) -> Iterator[str]:
+        given = [name for name in GrammarSection.model_fields if getattr(self, name) not in (False, None, ())]
+        if len(given) != 1:
+            yield f"set one of {', '.join(GrammarSection.model_fields)}; got {' and '.join(given) or 'none of them'}"
+
+
 class SamplingSection(Section):
     """Sampling of completions."""
 
@@ -103,6 +122,9 @@ class SamplingSection(Section):
     """Numbers added to logits, by token id; `-.inf` forbids the token."""
     allowed_token_ids: ListOf[int] | None = None
     """Token ids that may be sampled; by default all."""
+    grammar: GrammarSection | None = None
+    """Structured output: each token is sampled among those that go on in a grammar, and end-of-sequence where it may
+    end; each turn by itself. With it a dispatch samples one token (`rollout.decode_steps`)."""
     stop: ListOf[Text] = ()
     """Stop strings; they are not part of the text. One that is a special token stops at that token."""
     stop_token_ids: ListOf[int] = ()
@@ -125,11 +147,16 @@ class SamplingSection(Section):
         names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         plain = SamplingSection.model_construct(max_tokens=self.max_tokens)
         changed = any(getattr(self, name) != getattr(plain, name) for name in names)
-        return changed or bool(self.logit_bias) or self.allowed_token_ids is not None
+        return changed or bool(self.logit_bias) or self.allowed_token_ids is not None or self.grammar is not None
 
 
-def check_sampling(sampling: SamplingSection, row_tokens: int) -> None:
-    """Check the sampling of training samples. ValueError if they would be equal, or too long for a row."""
+def check_sampling(
+    sampling: SamplingSection, row_tokens: int, rollout: RolloutSection, evaluation: SamplingSection | None = None
+) -> None:
+    """Check the sampling of training samples. ValueError if they would be equal, or too long for a row, and for what
+    the engine cannot do, in evaluations too."""
+    if rollout.engine is not None and any(s is not None and s.grammar is not None for s in (sampling, evaluation)):
+        raise ValueError(f"sampling.grammar: supported by the built-in engine, not by {rollout.engine}; remove it")
     if sampling.temperature == 0:
         raise ValueError("sampling.temperature=0 gives equal samples, without a training signal; use 1.0")
     if sampling.max_tokens >= row_tokens:

@@ -9,13 +9,14 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt32
 
+from posttrain.config import GrammarSection
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.tokenizer_files import byte_characters
 from posttrain.errors import ConfigError
@@ -23,10 +24,16 @@ from posttrain.errors import ConfigError
 WORD = 32
 HEADER = '%llguidance {"no_forcing": true}\n'
 """Without it the only text that fits would be allowed in one tokenization alone."""
+SPACES = r"( |\r?\n[ \t]{0,32})?"
+"""Space between the parts of JSON: with any, a model that knows little JSON writes nothing else."""
 MAX_COMPILED = 256
 """Grammars that stay compiled; each takes up to some megabytes with what it has met."""
 MAX_CHARACTERS = 1 << 20
 """Longest grammar."""
+
+
+class GrammarError(ValueError):
+    """Error of a grammar that cannot be read, or that the tokens of a vocabulary cannot go on in."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +45,10 @@ class Grammar:
 
     kind: str
     """Name in messages."""
-    start: str
+    start: str = field(repr=False)
     """Right side of the rule `start`."""
-    rules: str = ""
-    lead: str = ""
+    rules: str = field(default="", repr=False)
+    lead: str = field(default="", repr=False)
     """Spaces that may stand before the text: a template writes them, and replies do without them."""
 
     @property
@@ -54,23 +61,28 @@ class Grammar:
         return replace(self, lead=spaces)
 
     @classmethod
+    def of(cls, section: GrammarSection) -> Grammar:
+        """Make the grammar of a section."""
+        if section.json_object:
+            return cls.json_object()
+        if section.json_schema is not None:
+            return cls.json_schema(section.json_schema)
+        return cls.choice(section.choice) if section.regex is None else cls.regex(section.regex)
+
+    @classmethod
     def json_object(cls) -> Grammar:
         """Any JSON object."""
-        return cls("json_object", '%json {"type": "object"}')
+        return cls("json_object", json_rule({"type": "object"}))
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
-        """JSON that fits a schema, its properties in the schema's order. ValueError for a schema that nothing fits, and
-        for a keyword that is not supported."""
-        try:
-            text = json.dumps(schema, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"sampling.grammar: json_schema: it is no JSON ({error})") from error
-        return cls("json_schema", f"%json {text}").checked()
+        """JSON that fits a schema, its properties in the schema's order. GrammarError for a schema that nothing fits,
+        and for a keyword that is not supported."""
+        return cls("json_schema", json_rule(schema)).checked()
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that a regular expression matches as a whole. ValueError for look-around, back-references and \\b."""
+        """Text that a regular expression matches as a whole. GrammarError for look-around, back-references and \\b."""
         import_llguidance()
         from llguidance import regex_to_lark
 
@@ -80,16 +92,27 @@ class Grammar:
     def choice(cls, texts: Sequence[str]) -> Grammar:
         """One of several texts."""
         if not texts or not all(isinstance(text, str) and text for text in texts):
-            raise ValueError(f"sampling.grammar: choice={str(texts)[:60]}: give at least one text, none of them empty")
+            raise GrammarError(f"sampling.grammar: choice={str(texts)[:60]}: give texts that are not empty")
         return cls("choice", "CHOICE", f"CHOICE: {' | '.join(map(json.dumps, texts))}\n").checked()
 
     def checked(self) -> Grammar:
-        """Return the grammar. ValueError for one that llguidance cannot read."""
+        """Return the grammar. GrammarError for one that llguidance cannot read."""
         if len(self.lark) > MAX_CHARACTERS:
-            raise ValueError(f"sampling.grammar: {self.kind}: longer than {MAX_CHARACTERS} characters; make it smaller")
+            raise GrammarError(f"sampling.grammar: {self.kind}: longer than {MAX_CHARACTERS} characters")
         if fault := _fault(self.lark):
-            raise ValueError(f"sampling.grammar: {self.kind}: {fault}")
+            raise GrammarError(f"sampling.grammar: {self.kind}: {fault}")
         return self
+
+
+def json_rule(schema: Any) -> str:
+    """Right side of a rule: JSON that fits a schema."""
+    given = {} if schema is True else schema
+    if isinstance(given, Mapping):
+        given = {**given, "x-guidance": {"whitespace_pattern": SPACES, **given.get("x-guidance", {})}}
+    try:
+        return f"%json {json.dumps(given, allow_nan=False)}"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GrammarError(f"sampling.grammar: json_schema: it is no JSON ({error})") from error
 
 
 def import_llguidance() -> Any:
@@ -136,13 +159,13 @@ class GrammarCompiler:
         within: UInt32[np.ndarray, " W"] | None = None,
     ) -> Constraint:
         """Constraint of a sample after its prompt. `ends`: tokens that end it; `within`: tokens that it may have
-        otherwise, in bits. ValueError for a grammar that no token of the vocabulary begins."""
+        otherwise, in bits. GrammarError for a grammar that no token of the vocabulary begins."""
         with self._lock:
             matcher = self._compiled.get(grammar)
             if matcher is None:
                 matcher = import_llguidance().LLMatcher(self._vocabulary, grammar.lark, log_level=0)
                 if matcher.is_error():
-                    raise ValueError(f"sampling.grammar: {grammar.kind}: {_one_line(matcher.get_error())}")
+                    raise GrammarError(f"sampling.grammar: {grammar.kind}: {_one_line(matcher.get_error())}")
                 self._compiled[grammar] = matcher
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
@@ -222,20 +245,20 @@ class Constraint:
         """Tokens that may be drawn next, in bits: bit t % 32 of word t // 32 is token t."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Go on by sampled tokens, an end only as the last. ValueError where no token may follow."""
+        """Go on by sampled tokens, an end only as the last. GrammarError where no token may follow."""
         for token in tokens:
             if self._ends[token // WORD] >> token % WORD & 1:
                 return
             self._tokens.append(token)
             if self._matcher.try_consume_tokens([token]) != 1:
-                raise ValueError(f"{self._where()}: token {token} is not allowed there")
+                raise GrammarError(f"{self._where()}: token {token} is not allowed there")
         self.allowed = self._next()
 
     def _next(self) -> UInt32[np.ndarray, " W"]:
         self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
         if self._matcher.is_error():
             fault = _one_line(self._matcher.get_error())
-            raise ValueError(
+            raise GrammarError(
                 f"{self._where()}: "
                 + (f"no token of {self._compiler.tokenizer.name} goes on" if fault == "NoExtensionBias" else fault)
             )
@@ -251,7 +274,7 @@ class Constraint:
             allowed &= self._within
         if not allowed.any():
             why = "allowed_token_ids and logit_bias leave" if self._within is not None else "there is"
-            raise ValueError(f"{self._where()}: {why} no token of {self._compiler.tokenizer.name} that goes on")
+            raise GrammarError(f"{self._where()}: {why} no token of {self._compiler.tokenizer.name} that goes on")
         return allowed
 
     def _where(self) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,12 +14,13 @@ from jaxtyping import Float, Int
 
 from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
+from posttrain.data.grammar import Grammar
 from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError
 from posttrain.rollout.trajectory import Example, Group, Trajectory
-from posttrain.rollout.types import Completion, RolloutEngine, SamplingParams, reply_of, sample_key
+from posttrain.rollout.types import Completion, RolloutEngine, SamplingParams, grammar_of, reply_of, sample_key
 
 
 class RolloutAborted(RuntimeError):
@@ -67,7 +68,8 @@ class Sampler:
     def params(self, group: int, sample: int, request: int = 0) -> SamplingParams:
         """Settings of a sample. `request`: number among its requests with the same prompt."""
         key = sample_key(self.seed, self.stream, group, sample + (request << 32))
-        return sampling_params(self.sampling, self.renderer.tokenizer, key)
+        params = sampling_params(self.sampling, self.renderer.tokenizer, key)
+        return replace(params, grammar=grammar_of(self.renderer, params.grammar))
 
     async def rollout(self, group: IssuedGroup, sample: int) -> Trajectory:
         """Sample one trajectory. ConfigError for a prompt that is too long, `RolloutAborted` for an aborted
@@ -139,7 +141,8 @@ class PendingRollout:
 
 def sampling_params(section: SamplingSection, tokenizer: Tokenizer, key: tuple[int, int]) -> SamplingParams:
     """Sampling parameters of one completion. ValueError for settings out of range."""
-    fields = section.model_dump(exclude={"stop", "stop_token_ids", "ignore_eos"})
+    fields = section.model_dump(exclude={"stop", "stop_token_ids", "ignore_eos", "grammar"})
+    fields["grammar"] = None if section.grammar is None else Grammar.of(section.grammar)
     ends = () if section.ignore_eos else tokenizer.stop_ids
     params = SamplingParams(**fields, stop_token_ids=(*ends, *section.stop_token_ids), key=key)
     return params.stopped_at(section.stop, tokenizer)

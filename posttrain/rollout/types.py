@@ -302,6 +302,11 @@ def reply_of(renderer: Renderer, prompt: Sequence[int], tokens: Sequence[int], p
     return renderer.reply(text_of(renderer.tokenizer.decode, prompt, tokens, params))
 
 
+def grammar_of(renderer: Renderer, grammar: Grammar | None) -> Grammar | None:
+    """Grammar of the text of a sample whose content is in a grammar, see `reply_of`."""
+    return grammar if grammar is None or not renderer.chat else grammar.led_by(renderer.spaces_before_content)
+
+
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """The text before the first stop string in it.
 

@@ -92,7 +92,7 @@ def _tagged_call(name: str, text: str, start: int, schemas: Schemas) -> tuple[Wr
 def _typed(text: str, schema: Any) -> Any:
     """Read a bare value as the schema's type: text stays text, unless only another type fits; without a schema JSON
     where it is JSON."""
-    types = _types(schema)
+    types = value_types(schema)
     if "string" in types:
         return None if text in ("None", "null") and ("null" in types) else text
     if text in WORDS:
@@ -103,14 +103,14 @@ def _typed(text: str, schema: Any) -> Any:
         return text
 
 
-def _types(schema: Any) -> set[str]:
+def value_types(schema: Any) -> set[str]:
     """Types that a schema allows; empty if it does not tell."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
     types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
     for key in ("anyOf", "oneOf"):
-        types = types.union(*(_types(option) for option in schema.get(key, ())))
+        types = types.union(*(value_types(option) for option in schema.get(key, ())))
     return types | ({"null"} if schema.get("nullable") else set())
 
 

@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from posttrain.config import GrammarSection, RLSection, SamplingSection
 from posttrain.data.grammar import Grammar, GrammarCompiler
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
+from posttrain.rl.sampler import sampling_params
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams
 from tests.rollout.engines import VOCABULARY, NaiveEngine, _Draws, assert_same, make_engine, params
@@ -246,7 +249,7 @@ def test_an_engine_without_a_tokenizer_refuses(model: Decoder) -> None:
         (lambda: Grammar.regex("(a"), "unclosed group"),
         (lambda: Grammar.regex(r"\bword"), "lookarounds not supported"),
         (lambda: Grammar.regex(r"(a)\1"), "backreferences are not supported"),
-        (lambda: Grammar.choice(["a", ""]), "none of them empty"),
+        (lambda: Grammar.choice(["a", ""]), "give texts that are not empty"),
     ],
 )
 def test_refused_grammars(make: Callable[[], Grammar], message: str) -> None:
@@ -286,7 +289,11 @@ FITS_NOT = [
     [
         (Grammar.json_schema(SCHEMA), FITS, FITS_NOT),
         (Grammar.json_schema({"type": "object", "minProperties": 1}), ['{"a": 1}'], ["{}"]),
-        (Grammar.json_object(), ["{}", '{"a": [1, {"b": "\\n"}]}'], ["[]", "1", " {}"]),
+        (
+            Grammar.json_object(),
+            ["{}", '{"a": [1, {"b": "\\n"}]}', '{\r\n\t"a":1}'],
+            ["[]", "1", " {}", '{"a":  1}', '{"a":\n\n1}'],
+        ),
         (Grammar.regex(r"^\d{2}/[a-z]+$"), ["12/ab"], ["1/a", "12/", "^12/ab$"]),
         (Grammar.regex("a\nb|"), ["a\nb", ""], ["a"]),
     ],
@@ -323,3 +330,19 @@ def test_real_tokenizers(shared: Any, name: str) -> None:
     for token in [*tokenizer.encode_spans(text, continues=True)[0], end]:
         assert token in allowed_in(constraint.allowed)
         constraint.advance([token])
+
+
+def test_grammars_of_a_configuration() -> None:
+    section = SamplingSection(grammar={"json_schema": {"enum": [1, 2]}})  # type: ignore[arg-type]
+    made = sampling_params(section, load_tokenizer("bytes"), key=(0, 0))
+    assert made.grammar == Grammar.json_schema({"enum": [1, 2]}) and section.changes_distribution
+    kinds: list[tuple[dict[str, Any], Grammar]] = [({"json_object": True}, Grammar.json_object())]
+    kinds += [({"regex": "a"}, Grammar.regex("a")), ({"choice": ("a", "b")}, Grammar.choice(["a", "b"]))]
+    assert [Grammar.of(GrammarSection(**kind)) for kind, _ in kinds] == [grammar for _, grammar in kinds]
+    for given, message in (({"regex": "a", "choice": ("b",)}, "got regex and choice"), ({}, "got none of them")):
+        with pytest.raises(ConfigError, match=f"set one of json_object, json_schema, regex, choice; {message}"):
+            GrammarSection(**given)
+    ask: dict[str, Any] = {"dataset": {"path": "x"}, "num_steps": 1, "rewards": [{"fn": "a.py:f"}]}
+    held_out = {"grammar": {"json_object": True}}
+    with pytest.raises(ConfigError, match="sampling.grammar: supported by the built-in engine, not by my.py:Engine"):
+        RLSection(**ask, rollout={"engine": "my.py:Engine"}, eval_sampling=held_out)
