@@ -1,4 +1,4 @@
-"""Commands `generate` and `reward` of the command line, and completion of its words in a shell."""
+"""Commands `generate`, `serve` and `reward` of the command line, and completion of its words in a shell."""
 
 from __future__ import annotations
 
@@ -120,6 +120,62 @@ def _print(answers: Sequence[Generated], before: Sequence[str], tokenizer: Token
     for number, answer in enumerate(answers):
         text = before[number * len(before) // len(answers)]
         print(json.dumps(answer.record(tokenizer.decode)) if recorded else f"{text}{answer.text}")
+
+
+def serve(
+    model: GeneratorName,
+    adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
+    family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="POSTTRAIN_API_KEY", help="Key that requests send.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests; by default MODEL|RUN.")] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Samples that are decoded at once.")] = 32,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of prompt and answer; by default the model's, at most 4096.")
+    ] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in the cache; by default enough for all slots.")
+    ] = None,
+    decode_steps: Annotated[int, typer.Option(min=1, help="Tokens of a sample between two looks at requests.")] = 8,
+    max_queue: Annotated[int, typer.Option(min=0, help="Samples that wait for a slot; more are refused.")] = 1024,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for an answer.")] = 600.0,
+    chat_template: Annotated[str | None, typer.Option(help="A file or a name, as model.chat_template.")] = None,
+    tool_format: Annotated[str, typer.Option(help="Format of tool calls, as tool_format of RL.")] = "auto",
+    warm_up: Annotated[bool, typer.Option(help="Compile all programs first, not each when it is needed.")] = True,
+) -> None:
+    """Serve a model by the OpenAI API: completions, chats, responses, with streaming and tools, until interrupted."""
+    from posttrain.config.locator import Locator
+    from posttrain.generation import without_padding
+    from posttrain.runs.finished import load_generator
+    from posttrain.runtime.xla import enable_compile_cache
+    from posttrain.serve import app
+    from posttrain.serve.model import Limits, Served
+    from posttrain.weights.locate import with_template
+
+    enable_compile_cache()
+    app.check_installed("serve", "serve")
+    if api_key is None and host not in app.LOOPBACK:
+        raise ConfigError(f"serve: --host {host} lets others ask; give --api-key, or POSTTRAIN_API_KEY, as well")
+    listener = app.listen(host, port, "serve")
+    loaded = load_generator(model, adapter=adapter, family=family)
+    tokenizer = loaded.tokenizer
+    if chat_template is not None:
+        tokenizer = with_template(tokenizer, Locator(chat_template), "serve: --chat-template")
+    served = Served.of(
+        without_padding(loaded.model, tokenizer),
+        tokenizer,
+        name=name or model,
+        slots=slots,
+        max_length=max_length,
+        cache_tokens=cache_tokens,
+        decode_steps=decode_steps,
+        tool_format=tool_format,
+        limits=Limits(queue=max_queue, timeout_s=timeout),
+    )
+    if warm_up:
+        served.warm_up()
+    app.serve(served, listener, api_key)
 
 
 def _template_args(text: str | None) -> dict[str, Any]:

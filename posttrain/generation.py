@@ -139,7 +139,7 @@ def complete(
         for p in samples_of(replace(common, grammar=grammar), n=n, seed=seed, prompt=index)
     ]
     engine = NativeEngine(
-        _without_padding(model, tokenizer),
+        without_padding(model, tokenizer),
         slots=min(len(params), MAX_SLOTS),
         max_length=max(map(len, rendered)) + max_new_tokens,
         decode_steps=32,
@@ -238,7 +238,7 @@ def _params(
     return params
 
 
-def _without_padding(model: Decoder, tokenizer: Tokenizer) -> Decoder:
+def without_padding(model: Decoder, tokenizer: Tokenizer) -> Decoder:
     """Model with the same weights that gives probability 0 to embedding rows without a token."""
     config = model.config
     if config.num_tokens is not None or tokenizer.num_ids >= config.vocab_size:

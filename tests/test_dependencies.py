@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL_EXTRAS = ("agents", "grammar", "mcp", "notebooks", "rewards", "view")
+OPTIONAL_EXTRAS = ("agents", "grammar", "mcp", "notebooks", "rewards", "serve", "view")
 OPTIONAL = [text for extra in OPTIONAL_EXTRAS for text in PROJECT["optional-dependencies"][extra]]
 """Imported where the configuration asks for it."""
 EXTRAS = [text for extra in PROJECT["optional-dependencies"].values() for text in extra]

@@ -1,1 +1,1 @@
-"""Agents that bring their own loop: they talk to an OpenAI-compatible endpoint, whose record becomes trajectories."""
+"""Agents that bring their own loop: they talk to an OpenAI-compatible server, whose record becomes trajectories."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any
 
-from posttrain.agents.endpoint import MODEL, Endpoint, check_extra
+from posttrain.agents.server import MODEL, Opened, Sessions
 from posttrain.agents.session import Branch, Session
 from posttrain.config import RLSection
 from posttrain.config.locator import callable_of
@@ -37,6 +37,7 @@ from posttrain.rollout.trajectory import Example, Stop, Trajectory
 from posttrain.rollout.types import SamplingParams, Transcript
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
 from posttrain.sandbox.run import GRACE_S, start
+from posttrain.serve.app import check_installed
 from posttrain.tools.formats import make_format
 from posttrain.tools.types import FormatMaker
 from posttrain.user_code import describe_error, number_of
@@ -48,7 +49,7 @@ REFUSED: Mapping[str, Limit] = {
     "max_rows": "max_rows",
     "context_length_exceeded": "row_tokens",
 }
-"""Codes of requests that the endpoint refuses, with the limit that they are beyond."""
+"""Codes of requests that a session refuses, with the limit that they are beyond."""
 MAX_CAUSES = 8
 """Maximum number of exceptions in a chain that are read."""
 OUTPUT_BYTES = 64 * 1024
@@ -67,12 +68,12 @@ class AgentFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Agents:
-    """Agents of a stage, and the endpoint that they talk to."""
+    """Agents of a stage, and the sessions in which they talk to the policy."""
 
     run: Callable[..., Any] | Sequence[str]
     """Function of the keywords that it names, or a command."""
     args: Mapping[str, Any]
-    endpoint: Endpoint
+    sessions: Sessions
     unfinished: float | None
     """Reward of a sample whose agent gives none after a request beyond the limits; None: none."""
     calls: UserCalls
@@ -83,7 +84,7 @@ class Agents:
     tool_format: FormatMaker | None
 
     @classmethod
-    def of(cls, section: RLSection, tokenizer: Tokenizer) -> Agents:
+    def of(cls, section: RLSection, tokenizer: Tokenizer, sessions: Sessions) -> Agents:
         """Make the agents of a stage with `agent`. ConfigError for a function that cannot be imported, and a program
         that does not exist."""
         agent = section.agent
@@ -93,20 +94,20 @@ class Agents:
         return cls(
             run=callable_of(agent.fn, "agent.fn") if agent.fn is not None else tuple(agent.command),
             args=agent.args,
-            endpoint=Endpoint(),
+            sessions=sessions,
             unfinished=None if agent.unfinished == "drop" else agent.unfinished,
             calls=UserCalls("agent", timeout_s=agent.timeout_s, concurrency=agent.concurrency),
             max_turns=agent.max_turns,
-            max_rows=agent.max_rows,
+            max_rows=agent.rows,
             row_tokens=section.sequence_tokens,
             split_turns=agent.split_turns,
             tool_format=partial(make_format, section.tool_format, tokenizer),
         )
 
     def check(self, renderer: Renderer, examples: Sequence[Example], *, keep_thinking: bool) -> None:
-        """ConfigError without the endpoint's packages, for columns that are missing, and for a template that changes
+        """ConfigError without the server's packages, for columns that are missing, and for a template that changes
         earlier turns."""
-        check_extra()
+        check_installed("agents", "agent")
         if callable(self.run):
             check_keywords(self.run, self.args, list(examples[0].row), GIVEN, "agent")
         if not self.split_turns:
@@ -143,12 +144,12 @@ class Agents:
             split_turns=self.split_turns,
             tool_format=self.tool_format,
         )
-        base_url = self.endpoint.open(session)
+        opened = self.sessions.open(session)
         stop: Stop = "stop"
         limit: Limit | None = None
         error, reward, metrics = None, None, dict[str, float]()
         try:
-            reward, metrics = outcome_of(await self._run(example, base_url, seed))
+            reward, metrics = outcome_of(await self._run(example, opened, seed))
             limit = _limit_of(session, None) if reward is None else None
         except CallTimeout as failure:
             stop, error = "env_timeout", f"agent: {failure}"
@@ -159,7 +160,7 @@ class Agents:
             if limit is None:
                 stop, error = "env_error", f"agent: {_described(failure)}"
         finally:
-            self.endpoint.end(base_url)
+            self.sessions.end(opened)
         if failures:
             raise failures[0]
         if limit is not None:
@@ -167,21 +168,21 @@ class Agents:
         return _trajectory(session, example, group, sample, stop=stop, error=error, reward=reward, metrics=metrics)
 
     def close(self) -> None:
-        """Stop the endpoint, and end idle threads."""
-        self.endpoint.close()
+        """Stop the server, and end idle threads."""
+        self.sessions.close()
         self.calls.close()
 
-    async def _run(self, example: Example, base_url: str, seed: int) -> Any:
+    async def _run(self, example: Example, opened: Opened, seed: int) -> Any:
         keywords = {"row": example.row, "messages": list(example.messages), "seed": seed, **example.row, **self.args}
-        keywords |= {"base_url": base_url, "api_key": "session", "model": MODEL}
+        keywords |= {"base_url": opened.base_url, "api_key": opened.api_key, "model": MODEL}
         if not callable(self.run):
             command = self.run
-            return await self.calls.bound(lambda: run_command(command, base_url=base_url, keywords=keywords))
+            return await self.calls.bound(lambda: run_command(command, opened=opened, keywords=keywords))
         return await self.calls.call(self.run, **named_keywords(accepted_keywords(self.run), keywords))
 
 
 def _limit_of(session: Session, failure: BaseException | None) -> Limit | None:
-    """Limit for which the endpoint has refused a request; of an agent that failed only one that its error names."""
+    """Limit for which the session has refused a request; of an agent that failed only one that its error names."""
     said: list[str] = []
     one = failure
     while one is not None and len(said) < MAX_CAUSES:
@@ -226,7 +227,7 @@ def _trajectory(
     if branches and reward is not None:
         branches[-1].transcript.reward(reward)
     if not branches and error is None:
-        stop, error = "env_error", "agent: it ended without a request to the endpoint"
+        stop, error = "env_error", "agent: it ended without a request to the policy"
     empty = Branch(transcript=Transcript(example.prompt_tokens), messages=list(example.messages), tools=None)
     if session.num_turns >= session.max_turns and session.refusals["max_turns"]:
         stop = "max_turns" if error is None else stop
@@ -266,7 +267,7 @@ class CommandFailed(Exception):
         self.said = said
 
 
-async def run_command(command: Sequence[str], *, base_url: str, keywords: Mapping[str, Any]) -> dict[str, Any] | None:
+async def run_command(command: Sequence[str], *, opened: Opened, keywords: Mapping[str, Any]) -> dict[str, Any] | None:
     """Run a command to its end, and then end all that it has started, in sessions of their own or not; cancelling ends
     it at once.
 
@@ -274,7 +275,7 @@ async def run_command(command: Sequence[str], *, base_url: str, keywords: Mappin
     `POSTTRAIN_ROW_FILE` and, if they are at most 100 KiB, in `POSTTRAIN_ROW`. Returns the JSON object in the last line
     of its output; None without one. CommandFailed for an exit code.
     """
-    with _environment(base_url, json.dumps(keywords, default=str)) as environment:
+    with _environment(opened, json.dumps(keywords, default=str)) as environment:
         job = {
             "argv": list(command),
             "python": None,
@@ -306,14 +307,14 @@ async def run_command(command: Sequence[str], *, base_url: str, keywords: Mappin
 
 
 @contextlib.contextmanager
-def _environment(base_url: str, row: str) -> Iterator[dict[str, str]]:
+def _environment(opened: Opened, row: str) -> Iterator[dict[str, str]]:
     with tempfile.NamedTemporaryFile("w", prefix="posttrain-row-", suffix=".json", encoding="utf-8") as file:
         file.write(row)
         file.flush()
         yield {
             **{name: value for name, value in os.environ.items() if name != "POSTTRAIN_ROW"},
-            "OPENAI_BASE_URL": base_url,
-            "OPENAI_API_KEY": "session",
+            "OPENAI_BASE_URL": opened.base_url,
+            "OPENAI_API_KEY": opened.api_key,
             "POSTTRAIN_ROW_FILE": file.name,
             **({"POSTTRAIN_ROW": row} if len(row) <= ROW_BYTES else {}),
             # The devices belong to the trainer.

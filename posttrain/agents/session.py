@@ -13,17 +13,10 @@ from posttrain.data.messages import Message, said_calls
 from posttrain.environments.conversation import Generate, message_of
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import Completion, Requests, SamplingParams, Transcript
+from posttrain.serve.body import Refused
 from posttrain.tools.types import FormatMaker, ToolFormat
 
 Tools = Sequence[dict[str, Any]] | None
-
-
-class RequestRefused(Exception):
-    """Request that the session does not answer; the message is one line, `code` that of the OpenAI API."""
-
-    def __init__(self, status: int, code: str, message: str):
-        super().__init__(message)
-        self.status, self.code = status, code
 
 
 class Mark(NamedTuple):
@@ -43,6 +36,12 @@ class Branch:
     marks: list[Mark] = field(default_factory=list)
     busy: bool = True
     """True while its next turn is sampled."""
+
+    def take_back(self) -> None:
+        """Drop what was added for a turn that was not sampled."""
+        messages, tokens = self.marks[-1]
+        self.transcript.cut(tokens)
+        del self.messages[messages:]
 
 
 class SampledTurn(NamedTuple):
@@ -78,13 +77,14 @@ class Session:
     async def complete(
         self, messages: list[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str]
     ) -> SampledTurn:
-        """Sample the next turn. RequestRefused beyond the limits of the session and after its end."""
+        """Sample the next turn. Refused beyond the limits of the session and after its end. Cancelling it leaves the
+        history as it was."""
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
             return await self._complete(messages, tools, max_tokens, stop)
-        except RequestRefused as refused:
+        except Refused as refused:
             self.refusals[refused.code] += 1
             raise
         finally:
@@ -100,14 +100,14 @@ class Session:
         self, messages: list[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str]
     ) -> SampledTurn:
         if self.closed:
-            raise RequestRefused(410, "session_closed", "the sample of this session has ended")
+            raise Refused(410, "session_closed", "the sample of this session has ended")
         if self.num_turns >= self.max_turns:
-            raise RequestRefused(403, "max_turns", f"this session has had its {self.max_turns} turns (agent.max_turns)")
+            raise Refused(403, "max_turns", f"this session has had its {self.max_turns} turns (agent.max_turns)")
         tool_format = self._format(tools)
         try:
             self.params_of(0).stopped_at(stop, self.renderer.tokenizer)
         except ValueError as error:
-            raise RequestRefused(400, "invalid_request_error", str(error).removeprefix("sampling.")) from error
+            raise Refused(400, "invalid_request_error", str(error).removeprefix("sampling.")) from error
         branch = self._place(messages, tools)
         transcript = branch.transcript
         asked, before = tuple(transcript.tokens), len(transcript)
@@ -117,6 +117,12 @@ class Session:
         params = replace(params.stopped_at(stop, self.renderer.tokenizer), max_tokens=room)
         try:
             completion = await self.generate(asked, params)
+        except BaseException:
+            if branch.marks:
+                branch.take_back()
+            else:
+                self.branches.remove(branch)
+            raise
         finally:
             branch.busy = False
         transcript.add_turn(completion, time)
@@ -130,11 +136,11 @@ class Session:
         if self.tool_format is None or not tools:
             return None
         if not all(isinstance(tool.get("function"), dict) and "name" in tool["function"] for tool in tools):
-            raise RequestRefused(400, "invalid_request_error", "tools: each must have a function with a name")
+            raise Refused(400, "invalid_request_error", "tools: each must have a function with a name")
         try:
             return self.tool_format(tools)
         except ConfigError as error:
-            raise RequestRefused(400, "invalid_request_error", str(error)) from error
+            raise Refused(400, "invalid_request_error", str(error)) from error
 
     def _place(self, messages: list[Message], tools: Tools) -> Branch:
         """Branch whose next turn the request asks for, with the tokens before it."""
@@ -146,7 +152,7 @@ class Session:
             last = branch.transcript.tokens[mark.tokens - 1]
             delta = self.renderer.between(messages[: mark.messages - 1], messages[mark.messages :], tools, last=last)
         except ConfigError as error:
-            raise RequestRefused(400, "invalid_request_error", str(error)) from error
+            raise Refused(400, "invalid_request_error", str(error)) from error
         if branch.busy or mark != branch.marks[-1]:
             # The turns before were sampled for another row, which learns from them.
             return self._new(Transcript([*branch.transcript.tokens[: mark.tokens], *delta]), messages, tools)
@@ -174,15 +180,13 @@ class Session:
     def _new(self, transcript: Transcript, messages: list[Message], tools: Tools) -> Branch:
         self._check_room(len(transcript))
         if len(self.branches) >= self.max_rows:
-            raise RequestRefused(
-                403, "max_rows", f"this session has {self.max_rows} histories already (agent.max_rows)"
-            )
+            raise Refused(403, "max_rows", f"this session has {self.max_rows} histories already (agent.max_rows)")
         self.branches.append(Branch(transcript=transcript, messages=list(messages), tools=tools))
         return self.branches[-1]
 
     def _check_room(self, num_tokens: int) -> None:
         if num_tokens >= self.row_tokens:
-            raise RequestRefused(
+            raise Refused(
                 400,
                 "context_length_exceeded",
                 f"this model's maximum context length is {self.row_tokens} tokens, the messages have {num_tokens}",

@@ -66,16 +66,20 @@ class AgentSection(Section):
     """Maximum number of agents that run at once."""
     max_turns: PositiveInt = 16
     """Maximum number of requests of a sample."""
-    max_rows: PositiveInt = 4
+    max_rows: PositiveInt | None = None
     """Maximum number of histories of a sample, each a training row of its own: a request that goes on from an earlier
-    turn than the last, or from none, begins another."""
+    turn than the last, or from none, begins another. By default as many as `max_turns`, for agents that rewrite their
+    history at every step."""
+    host: Text = "127.0.0.1"
+    """Address of this machine on which the policy is served to agents; one that containers reach, such as that of
+    docker's bridge, 172.17.0.1. Requests from outside this machine need the session's key, `api_key`."""
     weight: float = 1.0
     """Weight of the reward `env`, which the agent returns, beside `rewards`."""
     on_error: Literal["drop"] | float = "drop"
     """Value of the reward `env` of samples whose agent fails. `drop`: the sample has no reward and is excluded from its
     group."""
     unfinished: Literal["drop"] | float = 0.0
-    """Reward of a sample whose agent gives none after the endpoint has refused it a request for `max_turns`, `max_rows`
+    """Reward of a sample whose agent gives none after its session has refused it a request for `max_turns`, `max_rows`
     or `row_tokens`: it returns None, or fails with that error. `drop`: it has no reward `env`, and without other
     rewards is excluded from its group."""
     keep_thinking: Flag = False
@@ -84,9 +88,19 @@ class AgentSection(Section):
     """One training row for each request, rendered by the template, for templates that change earlier turns; `max_rows`
     must then allow them."""
 
+    @property
+    def rows(self) -> int:
+        """Maximum number of training rows of a sample."""
+        return self.max_turns if self.max_rows is None else self.max_rows
+
     def _mistakes(self) -> Iterator[str]:
         if (self.fn is None) == (not self.command):
             yield "an agent is a function (fn) or a command; set one of them"
+        if self.host in ("0.0.0.0", "::", ""):
+            yield (
+                f"host={self.host!r}: agents need an address that they can reach; give one of this machine's, such as "
+                "172.17.0.1 of docker's bridge"
+            )
 
 
 SECRET = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")

@@ -302,7 +302,7 @@ class RLSection(OnlineSection):
     def step_rows(self) -> int:
         rows = 1
         if self.agent is not None:
-            rows = self.agent.max_rows
+            rows = self.agent.rows
         elif self.env is not None and self.env.split_turns:
             rows = self.env.max_turns
         return self.samples_per_step // self.updates * rows

@@ -43,6 +43,8 @@ class Request:
     """Most probable tokens at as many places as `prompt_logps` has; none without `top_logps`."""
     constraint: Constraint | None = None
     """Progress in the request's grammar."""
+    num_cached: int = 0
+    """Prompt tokens found in the prefix cache."""
     admitted: bool = False
     """True once the request has held a slot."""
     _history: MutableSequence[int] = field(default_factory=lambda: array("i"))
@@ -175,6 +177,7 @@ class Request:
             top_logps=tuple(self.top_logps) if self.params.top_logps else None,
             prompt_logps=tuple(self.prompt_logps) if self.params.prompt_logps else None,
             prompt_top_logps=tuple(self.prompt_top_logps) if self.params.scores_top else None,
+            num_cached=self.num_cached,
         )
 
     def fail(self, error: BaseException) -> None:

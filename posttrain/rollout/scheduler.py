@@ -286,7 +286,9 @@ class Scheduler:
             old = row.chain
             row.chain = blocks.start(match, row.request.space)
             blocks.leave(old)
-            self.counts.shared_tokens += (match.length - row.computed) * row.counted
+            found = (match.length - row.computed) * row.counted
+            self.counts.shared_tokens += found
+            row.request.num_cached += found
             row.computed, row.fresh = match.length, True
             enough = blocks.extend(row.chain, row.positions(self.steps))
             assert enough, "sharing takes no more blocks than owning"
@@ -306,7 +308,7 @@ class Scheduler:
             enough = blocks.extend(row.chain, row.positions(self.steps))
             assert enough, "counted by `cost`"
             if row.counted:
-                request.admitted = True
+                request.admitted, request.num_cached = True, match.length
                 self.counts.prompt_tokens += row.prefix
                 self.counts.shared_tokens += match.length
             self.lanes[lane].running += 1

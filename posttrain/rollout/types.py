@@ -183,6 +183,8 @@ class Completion:
     """Log-probability of each prompt token given those before it, 0 for the first; None unless requested."""
     prompt_top_logps: tuple[tuple[TokenLogp, ...], ...] | None = None
     """Most probable tokens at each place of the prompt, none at the first; None unless both are requested."""
+    num_cached: int = field(default=0, compare=False)
+    """Prompt tokens found in the prefix cache."""
 
 
 class NewTokens(NamedTuple):
@@ -371,6 +373,11 @@ class Transcript:
         self.turns.append(Turn(start, len(self), None, time))
         if completion.experts is not None:
             self._record(completion.experts)
+
+    def cut(self, length: int) -> None:
+        """Drop what was added after the first `length` tokens, which hold all turns."""
+        for column in (self.tokens, self.sampled, self.logps, self.kept_logps, self.versions):
+            del column[length:]
 
     def reward(self, value: float | None) -> None:
         """Set the reward of the last turn."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from posttrain.agents.runner import Agents
+from posttrain.agents.server import Sessions
 from posttrain.batch import TokenLoss
 from posttrain.config import (
     DatasetSection,
@@ -168,16 +169,17 @@ def _conversations_of(
     section: RLSection, prompts: Sequence[tuple[Renderer, Sequence[Example]]], tools: Sequence[Tool]
 ) -> Conversations | None:
     """Environments or agents of a stage, checked on its prompts; None without."""
-    turns, tokenizer = section.env or section.agent, prompts[0][0].tokenizer
-    if turns is None:
-        return None
+    tokenizer = prompts[0][0].tokenizer
     conversations: Conversations
     if section.env is not None:
         conversations = Environments.of(section, tokenizer, tools)
+    elif section.agent is not None:
+        conversations = Agents.of(section, tokenizer, Sessions(section.agent.host))
     else:
-        conversations = Agents.of(section, tokenizer)
+        return None
+    turns = section.env or section.agent
     for renderer, examples in prompts:
-        conversations.check(renderer, examples, keep_thinking=turns.keep_thinking)
+        conversations.check(renderer, examples, keep_thinking=turns is not None and turns.keep_thinking)
     return conversations
 
 

@@ -184,6 +184,23 @@ MARKS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("gemma", ("<start_of_turn>",)),
 )
 """Texts in the chat templates of each format, the first one whose texts are all there."""
+OPENINGS: Mapping[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "qwen_coder": ("<tool_call>", "<function="),
+    "llama3": ("{", "<|python_tag|>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "gemma": ("```",),
+    "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    "phi": ("<|tool_call|>",),
+    "pythonic": ("[",),
+}
+"""Texts with which calls may begin, by format; before the first of them a turn is text."""
+ENDINGS: Mapping[str, str] = {
+    "hermes": "</tool_call>",
+    "qwen_coder": "</function>",
+    "deepseek": "<｜tool▁call▁end｜>",
+}
+"""End of a call in formats in which nothing that follows can change it."""
 THINK_END = "</think>"
 PRIVATE_USE = range(0xE000, 0xF900)
 """Characters of which one stands for a </think> while calls are read."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
+from posttrain.serve.app import check_installed, listen, server_of
 from posttrain.view import queries
 from posttrain.view.folder import CurveReader, RunFolder, Stage, find_runs, runs_in
 from posttrain.view.microscope import Microscope
@@ -280,50 +280,20 @@ HOST = "127.0.0.1"
 def view(paths: Sequence[str], *, port: int) -> None:
     """Serve runs until interrupted; prints the address. `port` 0: any free one. ConfigError without a run or the extra
     `view`."""
-    check_installed()
+    check_installed("view", "view")
     runs = [viewed(name, folder) for name, folder in named(find_runs(paths))]
     token = secrets.token_urlsafe(16)
-    listener = listen(port)
+    listener = listen(HOST, port, "view")
     print(f"http://{HOST}:{listener.getsockname()[1]}/{token}/", flush=True)
     with following() as follow:
         for run in runs:
             follow(run)
         roster = Roster(runs, [Path(path).expanduser().resolve() for path in paths], follow)
         try:
-            serve(application(roster, token), listener)
+            server_of(application(roster, token)).run(sockets=[listener])
         finally:
             for run in roster.runs:
                 run.microscope.close()
-
-
-def serve(app: Any, listener: socket.socket) -> None:
-    """Serve an application on a listening socket until the process is interrupted."""
-    import uvicorn
-
-    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listener])
-
-
-def listen(port: int) -> socket.socket:
-    """Open a port on loopback; ConfigError if it is taken."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port))
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"view: port {port} cannot be opened ({error.strerror}); give another --port") from error
-    return listener
-
-
-def check_installed() -> None:
-    """ConfigError without the extra `view`."""
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"view: needs the extra view ({error}); pip install 'posttrain[view]'") from error
 
 
 def named(folders: Sequence[RunFolder]) -> Iterator[tuple[str, RunFolder]]:

@@ -156,17 +156,24 @@ def check_added_tokens(tokenizer: Tokenizer, adapter: str, base_rows: int, rows:
 
 def run_tokenizer(name: str | Path, section: ModelSection) -> Tokenizer:
     """Load a tokenizer with the stop tokens of its model, and the chat template and stop tokens of a configuration."""
-    template, shipped = section.chat_template, shipped_templates()
-    try:
-        file = shipped.get(template) or template.file if template is not None else None
-    except ConfigError as error:
-        raise ConfigError(f"model.chat_template: {error}; give a file, or one of {', '.join(shipped)}") from error
-    tokenizer = load_tokenizer(name).with_chat_template(file).with_stop_ids(_end_ids(section))
+    tokenizer = load_tokenizer(name).with_stop_ids(_end_ids(section))
+    if section.chat_template is not None:
+        tokenizer = with_template(tokenizer, section.chat_template, "model.chat_template")
     try:
         tokenizer = tokenizer.with_template_args(section.chat_template_args)
     except ConfigError as error:
         raise ConfigError(f"model.{error}") from error
     return tokenizer.with_stop_tokens(section.stop_tokens)
+
+
+def with_template(tokenizer: Tokenizer, template: Locator, field: str) -> Tokenizer:
+    """Copy of a tokenizer with the chat template of a file, or with one that posttrain brings. `field`: for errors."""
+    shipped = shipped_templates()
+    try:
+        file = shipped.get(template) or template.file
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}; give a file, or one of {', '.join(shipped)}") from error
+    return tokenizer.with_chat_template(file)
 
 
 def _end_ids(section: ModelSection) -> list[int]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from envs.repair import MODULES, Repository, solve, tasks
-from posttrain.agents.endpoint import Endpoint
 from posttrain.agents.runner import Agents
+from posttrain.agents.server import Sessions
 from posttrain.data.chat import Renderer
 from posttrain.reward.function import env_rewards
 from posttrain.rollout.trajectory import Example
@@ -79,12 +79,12 @@ class Repairer:
         return completion([*self.renderer.tokenizer.encode(text), self.renderer.tokenizer.stop_ids[0]])
 
 
-def test_a_repair_through_the_endpoint(shared: Path) -> None:
+def test_a_repair_through_the_sessions(shared: Path) -> None:
     (row,) = tasks(count=1, seed=8)
     renderer = Renderer(with_template(shared, "Qwen-Qwen2.5-7B-Instruct"), True)
-    engine, endpoint = Repairer(renderer, row), Endpoint()
+    engine, sessions = Repairer(renderer, row), Sessions()
     agents = Agents(
-        run=solve, args={}, endpoint=endpoint, unfinished=0.0,
+        run=solve, args={}, sessions=sessions, unfinished=0.0,
         calls=UserCalls("env.fn", timeout_s=60.0, concurrency=4), max_turns=8, max_rows=1,
         row_tokens=4096, split_turns=False,
         tool_format=lambda tools: make_format("auto", renderer.tokenizer, tools),

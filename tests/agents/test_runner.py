@@ -1,4 +1,4 @@
-"""Agents through the endpoint: plain clients, child processes, and agents that fail."""
+"""Agents through the sessions: plain clients, child processes, and agents that fail."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 import openai
 import pytest
 
-from posttrain.agents.endpoint import Endpoint
 from posttrain.agents.runner import Agents
+from posttrain.agents.server import Sessions
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.types import limit_of
@@ -34,13 +34,13 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint()
+def sessions() -> Iterator[Sessions]:
+    made = Sessions()
     yield made
     made.close()
 
 
-def run(endpoint: Endpoint, tokenizer: Tokenizer, agent: Any, timeout_s: float = 20.0, **changes: Any) -> Trajectory:
+def run(sessions: Sessions, tokenizer: Tokenizer, agent: Any, timeout_s: float = 20.0, **changes: Any) -> Trajectory:
     plain: dict[str, Any] = {
         "args": {},
         "max_turns": 8,
@@ -52,7 +52,7 @@ def run(endpoint: Endpoint, tokenizer: Tokenizer, agent: Any, timeout_s: float =
     }
     agents = Agents(
         run=agent,
-        endpoint=endpoint,
+        sessions=sessions,
         calls=UserCalls("env.fn", timeout_s=timeout_s, concurrency=4),
         **plain | changes,
     )
@@ -85,7 +85,7 @@ def ask_once(base_url: str, messages: list[Any]) -> Any:
         return ask(client, messages)
 
 
-def test_a_plain_client(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+def test_a_plain_client(sessions: Sessions, tokenizer: Tokenizer) -> None:
     """Two turns become a trajectory of two turns with the agent's reward; a stream has the same words."""
     seen: list[Any] = []
 
@@ -98,7 +98,7 @@ def test_a_plain_client(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
             seen.append(client.models.list().data[0].id)
         return {"reward": 0.5, "won": 1.0}
 
-    made = run(endpoint, tokenizer, agent)
+    made = run(sessions, tokenizer, agent)
     assert seen == ["policy", 3, 9, "1", "2", 2, "policy"]
     assert (made.stop, made.group, made.sample, len(made.turns), made.more) == ("stop", 1, 2, 2, [])
     assert env_rewards([made]) == [0.5] and made.metrics == {"won": 1.0, "rows": 1.0}
@@ -106,7 +106,7 @@ def test_a_plain_client(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
     assert np.asarray(made.sampled).sum() == 4
 
 
-def test_several_choices_and_forks_are_rows(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+def test_several_choices_and_forks_are_rows(sessions: Sessions, tokenizer: Tokenizer) -> None:
     async def agent(base_url: str) -> float:
         client = openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0)
         answer = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}], n=2)
@@ -116,12 +116,12 @@ def test_several_choices_and_forks_are_rows(endpoint: Endpoint, tokenizer: Token
         await client.close()
         return 1.0
 
-    made = run(endpoint, tokenizer, agent)
+    made = run(sessions, tokenizer, agent)
     assert len(made.rows) == 2 and made.stop == "length" and made.metrics["refused_context_length_exceeded"] == 1.0
     assert env_rewards([made]) == [1.0]
 
 
-def test_histories_are_rows_in_order_of_time(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+def test_histories_are_rows_in_order_of_time(sessions: Sessions, tokenizer: Tokenizer) -> None:
     """A sub-agent between two turns of the first history: the last turn in time is rewarded, and is the answer."""
 
     def agent(base_url: str) -> float:
@@ -132,7 +132,7 @@ def test_histories_are_rows_in_order_of_time(endpoint: Endpoint, tokenizer: Toke
             ask(client, [*plan, said, {"role": "user", "content": "+"}])
         return 1.0
 
-    made = run(endpoint, tokenizer, agent)
+    made = run(sessions, tokenizer, agent)
     assert [row.messages[0]["content"] for row in made.rows] == ["act", "plan"]
     assert made.answer.text == "3" and made.shown.startswith("assistant: 1") and env_rewards([made]) == [1.0]
     assert prompt_argument(made, text=True) == "plan" and completion_argument(made, text=True) == "3"
@@ -166,23 +166,23 @@ print(json.dumps({"reward": 0.25, "length": len(said)}))
 """
 
 
-def test_a_child_process(endpoint: Endpoint, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_child_process(sessions: Sessions, tokenizer: Tokenizer, tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(COMMAND, encoding="utf-8")
     command = (sys.executable, str(script))
-    made = run(endpoint, tokenizer, command, args={"how": "well"})
+    made = run(sessions, tokenizer, command, args={"how": "well"})
     assert env_rewards([made]) == [0.25] and made.metrics["length"] == 1.0 and len(made.turns) == 1
-    failed = run(endpoint, tokenizer, command, args={"how": "raise"})
+    failed = run(sessions, tokenizer, command, args={"how": "raise"})
     assert failed.stop == "env_error" and failed.error is not None
     assert "exit code 1: ValueError: the agent has a bug" in failed.error and len(failed.turns) == 1
-    long = run(endpoint, tokenizer, command, args={"how": "long", "text": "x" * 300_000})
+    long = run(sessions, tokenizer, command, args={"how": "long", "text": "x" * 300_000})
     assert env_rewards([long]) == [0.25], long.error
     # What it has started is killed with it, in a session of its own and with its output open, and costs no reward.
     file = tmp_path / "pid"
-    leaving = run(endpoint, tokenizer, command, args={"how": "leave", "file": str(file)})
+    leaving = run(sessions, tokenizer, command, args={"how": "leave", "file": str(file)})
     assert env_rewards([leaving]) == [0.25] and _gone(int(file.read_text()))
     start = time.monotonic()
-    hanging = run(endpoint, tokenizer, command, timeout_s=3.0, args={"how": "hang", "file": str(file)})
+    hanging = run(sessions, tokenizer, command, timeout_s=3.0, args={"how": "hang", "file": str(file)})
     assert hanging.stop == "env_timeout", hanging.error
     assert time.monotonic() - start < 8.0 and _gone(int(file.read_text()))
 
@@ -193,7 +193,7 @@ def _gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["raise", "wrapped", "none", "paid", "bug"])
-def test_an_agent_that_is_refused_a_request(endpoint: Endpoint, tokenizer: Tokenizer, how: str) -> None:
+def test_an_agent_that_is_refused_a_request(sessions: Sessions, tokenizer: Tokenizer, how: str) -> None:
     """One that only goes on talking has the reward `unfinished` and stays in its group; a bug remains an error."""
 
     def agent(base_url: str) -> float | None:
@@ -210,7 +210,7 @@ def test_an_agent_that_is_refused_a_request(endpoint: Endpoint, tokenizer: Token
             raise KeyError("score")
         return 0.75 if how == "paid" else None
 
-    made = run(endpoint, tokenizer, agent, max_turns=2, unfinished=-1.0)
+    made = run(sessions, tokenizer, agent, max_turns=2, unfinished=-1.0)
     if how == "bug":
         assert made.stop == "env_error" and made.error is not None and "KeyError: 'score'" in made.error
         return
@@ -228,18 +228,18 @@ def test_an_agent_that_is_refused_a_request(endpoint: Endpoint, tokenizer: Token
         (lambda: 1 / 0, "ZeroDivisionError"),
     ],
 )
-def test_agents_that_fail(endpoint: Endpoint, tokenizer: Tokenizer, agent: Callable[..., Any], error: str) -> None:
-    made = run(endpoint, tokenizer, agent)
+def test_agents_that_fail(sessions: Sessions, tokenizer: Tokenizer, agent: Callable[..., Any], error: str) -> None:
+    made = run(sessions, tokenizer, agent)
     assert made.stop == "env_error" and made.error is not None and error in made.error
 
 
-def test_an_engine_that_fails_is_no_failure_of_the_agent(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+def test_an_engine_that_fails_is_no_failure_of_the_agent(sessions: Sessions, tokenizer: Tokenizer) -> None:
     async def broken(tokens: Any, params: Any) -> Any:
         raise FloatingPointError("not finite")
 
     agents = Agents(
         run=lambda base_url: ask_once(base_url, [{"role": "user", "content": "?"}]),
-        endpoint=endpoint,
+        sessions=sessions,
         unfinished=0.0,
         calls=UserCalls("env.fn", timeout_s=20.0, concurrency=4),
         args={},
@@ -268,15 +268,19 @@ ODD_REQUESTS = {
     b"[" * 100_000: "nested too deeply",
     b'{"x": ' + b"[" * 700 + b"]" * 700 + b', "messages": [{"role": "user", "content": "a"}]}': "at most 100 levels",
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "lone surrogate",
-    b'{"n": true, "messages": [{"role": "user", "content": "a"}]}': "n=True must be a positive integer",
-    b'{"stop": {"a": 1}, "messages": [{"role": "user", "content": "a"}]}': "stop must be strings",
-    b'{"stop": 5, "messages": [{"role": "user", "content": "a"}]}': "stop must be strings",
-    b'{"n": 20000, "messages": [{"role": "user", "content": "a"}]}': "n=20000 must be at most 8: each choice",
+    b'{"n": true, "messages": [{"role": "user", "content": "a"}]}': "n: true must be a whole number from 1 to 128",
+    b'{"stop": {"a": 1}, "messages": [{"role": "user", "content": "a"}]}': "must be strings that are not empty",
+    b'{"n": 9, "messages": [{"role": "user", "content": "a"}]}': "n: 9 must be at most 8: each choice",
+    b'{"tool_choice": "required", "messages": [{"role": "user", "content": "a"}]}': "tool_choice",
+    b'{"logit_bias": {"1": 1}, "messages": [{"role": "user", "content": "a"}]}': "logit_bias is not supported",
+    b'{"response_format": {"type": "json_object"}, "messages": [{"role": "user", "content": "a"}]}': "response_format",
+    b'{"parallel_tool_calls": false, "messages": [{"role": "user", "content": "a"}]}': "parallel_tool_calls",
+    b'{"n": 20000, "messages": [{"role": "user", "content": "a"}]}': "n: 20000 must be a whole number from 1 to 128",
     b" " * ((64 << 20) + 1): "must be at most 64 MiB",
 }
 
 
-def test_odd_requests_are_refused(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+def test_odd_requests_are_refused(sessions: Sessions, tokenizer: Tokenizer) -> None:
     told: list[tuple[int, str]] = []
 
     def agent(base_url: str) -> float:
@@ -285,13 +289,13 @@ def test_odd_requests_are_refused(endpoint: Endpoint, tokenizer: Tokenizer) -> N
             told.append((response.status_code, response.json()["error"]["message"]))
         return 1.0
 
-    run(endpoint, tokenizer, agent)
-    assert [status for status, _ in told] == [400] * 7 + [413]
+    run(sessions, tokenizer, agent)
+    assert [status for status, _ in told] == [400] * 11 + [413]
     for (_, message), words in zip(told, ODD_REQUESTS.values(), strict=True):
         assert words in message and "\n" not in message
 
 
-def test_addresses_are_secret(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+def test_addresses_are_secret(sessions: Sessions, tokenizer: Tokenizer) -> None:
     """A session that has ended, or never was, is not served."""
     urls: list[str] = []
 
@@ -300,7 +304,7 @@ def test_addresses_are_secret(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
         ask_once(base_url, [{"role": "user", "content": "?"}])
         return 1.0
 
-    run(endpoint, tokenizer, agent)
+    run(sessions, tokenizer, agent)
     for url in (urls[0], urls[0].replace("/v1", "x/v1")):
         with pytest.raises(openai.NotFoundError):
             ask_once(url, [{"role": "user", "content": "?"}])

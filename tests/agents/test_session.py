@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from posttrain.agents.session import RequestRefused, Session, same_history
+from posttrain.agents.session import Session, same_history
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message, from_wire, to_wire
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.serve.body import Refused
 from posttrain.tools.formats import make_format
 from posttrain.tools.prompts import ToolText
 from tests.environments.helpers import completion
@@ -66,7 +67,7 @@ def test_stops_of_a_request(tokenizer: Tokenizer) -> None:
     asyncio.run(one.complete([USER], None, None, ("<|im_start|>", "x")))
     params = engine.asked[0][1]
     assert (params.stop, params.stop_token_ids[-1:]) == (("x",), tuple(tokenizer.encode("<|im_start|>")))
-    with pytest.raises(RequestRefused, match=r"^stop='a<eos>': contains the special token <eos>"):
+    with pytest.raises(Refused, match=r"^stop='a<eos>': contains the special token <eos>"):
         asyncio.run(one.complete([USER], None, None, ("a<eos>",)))
     assert len(one.branches) == 1
 
@@ -143,14 +144,14 @@ def test_limits(tokenizer: Tokenizer) -> None:
         ([{"role": "user", "content": "c"}], "max_rows"),
         ([{"role": "user", "content": "c" * 60}], "context_length_exceeded"),
     ):
-        with pytest.raises(RequestRefused) as refused:
+        with pytest.raises(Refused) as refused:
             ask(one, *messages)
         assert refused.value.code == code
     one.close()
-    with pytest.raises(RequestRefused) as refused:
+    with pytest.raises(Refused) as refused:
         ask(one, USER)
     assert refused.value.code == "session_closed" and one.refusals["max_rows"] == 1
-    with pytest.raises(RequestRefused, match=r"agent\.max_turns"):
+    with pytest.raises(Refused, match=r"agent\.max_turns"):
         ask(session(tokenizer, engine, max_turns=0), USER)
 
 
@@ -207,5 +208,5 @@ def test_calls_of_tools_are_parsed(tokenizer: Tokenizer) -> None:
         ("auto", add, "tool_format=auto: .* no known form"),
         ("hermes", {"name": "add"}, "tools: each must have a function with a name"),
     ):
-        with pytest.raises(RequestRefused, match=reason):
+        with pytest.raises(Refused, match=reason):
             request(tool_format, tool)

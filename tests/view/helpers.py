@@ -15,9 +15,10 @@ import uvicorn
 from posttrain.reward.types import Rewards
 from posttrain.rl.store import Recorded, file_of, write_record
 from posttrain.rollout.trajectory import Example, Trajectory, Turn
+from posttrain.serve.app import listen
 from posttrain.view.folder import RunFolder
 from posttrain.view.indexer import Indexer, index_all
-from posttrain.view.serve import Roster, Viewed, application, listen, viewed
+from posttrain.view.serve import Roster, Viewed, application, viewed
 from tests.stages.runs import rl_stage, sft_stage, write_run
 
 STAGE, TOKEN = "0-rl", "secret"
@@ -104,7 +105,7 @@ def indexed(*folders: RunFolder) -> list[Viewed]:
 @contextmanager
 def served(runs: Sequence[Viewed], places: Sequence[Path] = ()) -> Iterator[str]:
     """Address of the page of runs, with its token."""
-    listener = listen(0)
+    listener = listen("127.0.0.1", 0, "view")
     config = uvicorn.Config(application(Roster(runs, places), TOKEN), log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -19,10 +19,11 @@ from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rl.store import file_of
 from posttrain.runtime.files import LOCK_NAME, locked
+from posttrain.serve.app import listen
 from posttrain.view.folder import RunFolder, find_runs
 from posttrain.view.indexer import Indexer, index_all
 from posttrain.view.queries import connection, make_index, token_texts
-from posttrain.view.serve import Viewed, listen, named, viewed
+from posttrain.view.serve import Viewed, named, viewed
 from tests.view.helpers import GROUP, PROMPTS, STAGE, UNSAFE, indexed, make_run, make_sft_run, record, served
 
 pytestmark = pytest.mark.fast
@@ -193,8 +194,11 @@ def test_folders_of_runs(tmp_path: Path) -> None:
     assert [name for name, _ in named(found)] == ["x/out", "y/out"]
     with pytest.raises(ConfigError, match=r"no run: it has no config\.yaml; give the output folder"):
         find_runs([tmp_path])
-    with listen(0) as taken, pytest.raises(ConfigError, match="cannot be opened .*; give another --port"):
-        listen(taken.getsockname()[1])
+    with (
+        listen("127.0.0.1", 0, "view") as taken,
+        pytest.raises(ConfigError, match="cannot be opened .*; give another port"),
+    ):
+        listen("127.0.0.1", taken.getsockname()[1], "view")
 
 
 def test_runs_that_begin_end_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

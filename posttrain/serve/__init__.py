@@ -1,0 +1,1 @@
+"""One OpenAI-compatible server, for users (`posttrain serve`) and for the agents of RL."""

@@ -1,0 +1,247 @@
+"""Bodies of requests: fields are read one by one with their rules, and what nobody has read is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.data.grammar import Grammar
+from posttrain.data.messages import Message, checked_tools, from_wire
+from posttrain.errors import ConfigError
+
+MAX_DEPTH = 100
+"""Maximum nesting of a request, and of the arguments of calls in it."""
+LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+"""Fields that say who asks, and ask for nothing."""
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "reasoning": ({},),
+    "include": ([], ["reasoning.encrypted_content"]),
+}
+"""Fields without effect here, by the values that ask for none."""
+
+
+FORMATS = "text, json_object, json_schema with its schema, or regex with its pattern"
+
+
+class Refused(Exception):
+    """Request that is not answered; the message is one line, `code` and `param` are those of the OpenAI API."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None):
+        super().__init__(" ".join(message.split()))
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def wire(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def wrong(param: str, message: str) -> Refused:
+    """Refusal of a field's value."""
+    return Refused(400, "invalid_value", f"{param}: {message}", param)
+
+
+class Body:
+    """Fields of a request; null is as if it were not there."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        self._left = {name: value for name, value in fields.items() if value is not None and name not in LABELS}
+
+    @classmethod
+    def of(cls, text: bytes) -> Body:
+        """Parse a body. Refused for anything but a JSON object of text and numbers."""
+        try:
+            fields = json.loads(text, parse_constant=_no_number)
+            if not isinstance(fields, dict):
+                raise TypeError("the body must be a JSON object")
+            json.dumps(fields, ensure_ascii=False).encode()  # lone surrogates are no text
+            _check_depth(fields)
+        except UnicodeEncodeError as error:
+            raise Refused(400, "invalid_json", "the body has a lone surrogate, which is no text") from error
+        except RecursionError as error:
+            raise Refused(400, "invalid_json", "the body is nested too deeply") from error
+        except json.JSONDecodeError as error:
+            raise Refused(400, "invalid_json", f"the body is not JSON: {error}") from error
+        except (ValueError, TypeError) as error:
+            raise Refused(400, "invalid_json", str(error)) from error
+        return cls(fields)
+
+    def take(self, name: str) -> Any:
+        """Value of a field of any type; None without one."""
+        return self._left.pop(name, None)
+
+    def with_fields(self, fields: Mapping[str, Any]) -> Body:
+        """Copy of what is not read yet, with these fields."""
+        return Body({**self._left, **fields})
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.take(name)
+        if value is not None and not isinstance(value, bool):
+            raise wrong(name, f"{_shown(value)} must be true or false")
+        return default if value is None else value
+
+    def whole(self, name: str, low: int, high: int | None = None) -> int | None:
+        """Whole number from `low` to `high`."""
+        value = self.take(name)
+        if value is None or (type(value) is int and value >= low and (high is None or value <= high)):
+            return value
+        raise wrong(name, f"{_shown(value)} must be a whole number {_range(low, high)}")
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        if type(value) in (int, float) and low <= value <= high and math.isfinite(value):
+            return float(value)
+        raise wrong(name, f"{_shown(value)} must be a number {_range(low, high)}")
+
+    def text(self, name: str) -> str | None:
+        value = self.take(name)
+        if value is None or isinstance(value, str):
+            return value
+        raise wrong(name, f"{_shown(value)} must be text")
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Text, or a list of texts, none of them empty."""
+        value = self.take(name)
+        texts = () if value is None else (value,) if isinstance(value, str) else value
+        if not isinstance(texts, tuple | list) or not all(isinstance(one, str) and one for one in texts):
+            raise wrong(name, f"{_shown(value)} must be strings that are not empty")
+        return tuple(texts)
+
+    def ids(self, name: str) -> tuple[int, ...] | None:
+        value = self.take(name)
+        if value is None or (isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)):
+            return None if value is None else tuple(value)
+        raise wrong(name, f"{_shown(value)} must be a list of token ids")
+
+    def biases(self, name: str) -> dict[int, float]:
+        """Number by token id, which is text in JSON."""
+        value = self.take(name)
+        try:
+            biases = {int(token): float(bias) for token, bias in ({} if value is None else value).items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise wrong(name, f"{_shown(value)} must map token ids to numbers") from error
+        if not all(-100 <= bias <= 100 for bias in biases.values()):
+            raise wrong(name, "each bias must be a number from -100 to 100")
+        return biases
+
+    def finish(self) -> None:
+        """Refuse fields that nobody has read, unless they ask for nothing."""
+        for name, value in self._left.items():
+            if value not in NEUTRAL.get(name, ()):
+                asks = f"{name}={_shown(value)}" if name in NEUTRAL else name
+                raise Refused(400, "unsupported_parameter", f"{asks} is not supported here; leave it out", name)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"the body is not JSON: {text} is no number there")
+
+
+def _check_depth(body: Any) -> None:
+    left = [body]
+    for _ in range(MAX_DEPTH):
+        left = [item for one in left for item in (one.values() if isinstance(one, dict) else one)]
+        left = [item for item in left if isinstance(item, dict | list | tuple)]
+    if left:
+        raise TypeError(f"the body is nested too deeply; at most {MAX_DEPTH} levels")
+
+
+def _range(low: float | int, high: float | int | None) -> str:
+    return f"of at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatAsk:
+    """Request for the next turns of a conversation."""
+
+    model: str | None
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    """Tools that the model may call."""
+    parallel: bool
+    """The model may make several calls in a turn."""
+    n: int
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    logprobs: bool
+    top_logprobs: int
+    body: Body
+    """Fields that are not read yet: those of sampling."""
+
+
+MAX_CHOICES = 128
+MAX_TOP = 20
+
+
+def chat_ask(body: Body) -> ChatAsk:
+    """Read the fields of a chat completion that are not of sampling."""
+    try:
+        messages = from_wire(body.take("messages"))
+    except ConfigError as error:
+        raise Refused(400, "invalid_value", str(error), "messages") from error
+    longest = body.whole("max_completion_tokens", 1), body.whole("max_tokens", 1)
+    logprobs, top = body.flag("logprobs"), body.whole("top_logprobs", 0, MAX_TOP)
+    if top is not None and not logprobs:
+        raise wrong("top_logprobs", "needs logprobs: true")
+    return ChatAsk(
+        model=body.text("model"),
+        messages=messages,
+        tools=chosen_tools(body.take("tools"), body.take("tool_choice")),
+        parallel=body.flag("parallel_tool_calls", True),
+        n=body.whole("n", 1, MAX_CHOICES) or 1,
+        max_tokens=longest[0] or longest[1],
+        stop=body.texts("stop"),
+        logprobs=logprobs,
+        top_logprobs=top or 0,
+        body=body,
+    )
+
+
+def grammar_of(body: Body) -> Grammar | None:
+    """Read the language that a request's text must be in: `response_format`, as in the OpenAI API and with `{type:
+    regex, pattern: ...}`."""
+    given = body.take("response_format")
+    name = "response_format"
+    try:
+        match given:
+            case None:
+                return None
+            case {"type": "text"} if len(given) == 1:
+                return None
+            case {"type": "json_object"} if len(given) == 1:
+                return Grammar.json_object()
+            case {"type": "json_schema", "json_schema": {"schema": dict() as schema}} if len(given) == 2:
+                return Grammar.json_schema(schema)
+            case {"type": "regex", "pattern": str() as pattern} if len(given) == 2:
+                return Grammar.regex(pattern)
+    except (ValueError, ConfigError) as error:
+        raise wrong(name, str(error).removeprefix("sampling.grammar: ")) from error
+    raise wrong(name, f"{_shown(given)} must be of type {FORMATS}")
+
+
+def chosen_tools(tools: Any, choice: Any) -> list[dict[str, Any]] | None:
+    """Tools that a request lets the model call: all, or with `tool_choice: none` none."""
+    try:
+        checked = checked_tools(tools)
+    except ConfigError as error:
+        raise Refused(400, "invalid_value", str(error), "tools") from error
+    if choice not in (None, "auto", "none"):
+        raise wrong("tool_choice", f"{_shown(choice)} is not supported here; use auto or none")
+    return None if choice == "none" else checked

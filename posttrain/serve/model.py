@@ -1,0 +1,409 @@
+"""Served model: admission within limits, samples that stream out of the engine, and turns of conversations of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+from posttrain.data.chat import Renderer
+from posttrain.data.grammar import Grammar
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.programs import Expected
+from posttrain.rollout.types import Call, Completion, NewTokens, SamplingParams, samples_of
+from posttrain.serve.body import Body, ChatAsk, Refused, grammar_of, wrong
+from posttrain.serve.metrics import Metrics
+from posttrain.serve.text import TurnStream, token_texts
+from posttrain.tools.formats import Format, make_format
+from posttrain.tools.prompts import ToolText
+from posttrain.tools.types import ToolCall
+
+DEFAULT_LENGTH = 4096
+"""Maximum tokens of prompt and answer, unless the model has fewer or it is set."""
+RENDERERS = 16
+"""Chat templates with arguments of requests that are kept."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Part of a choice that is new."""
+
+    index: int
+    content: str = ""
+    logprobs: Sequence[dict[str, Any]] = ()
+    """In the form of chat completions, where requested."""
+    calls: Sequence[ToolCall] = ()
+    finish: str | None = None
+    """Reason, with the last part."""
+    num_tokens: int = 0
+    """Tokens of the choice, with the last part."""
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache, with the last part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Choices for the next turn of a conversation, while they are sampled. `close` must be called in any case."""
+
+    num_prompt_tokens: int
+    deltas: AsyncIterator[Delta]
+    close: Callable[[], Awaitable[None]]
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Model that answers chats: the served one, or the policy behind the session of an agent."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of models."""
+        ...
+
+    async def chat(self, ask: ChatAsk) -> Turns:
+        """Begin the turns of a request. Refused for what cannot be answered."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a server."""
+
+    queue: int
+    """Samples that wait for a slot of the engine; more are refused with 503."""
+    timeout_s: float
+    """Seconds from the arrival of a request to the end of its answer."""
+
+
+@dataclass(eq=False)
+class Served:
+    """Model with its engine, under a name.
+
+    Every model name that requests may use is in `names`; `check_model` resolves it.
+    """
+
+    engine: NativeEngine
+    tokenizer: Tokenizer
+    name: str
+    vocab_size: int
+    tool_format: str
+    limits: Limits
+    num_open: int = 0
+    """Samples that run or wait."""
+    closing: bool = False
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self._gauges)
+        self.renderer = lru_cache(RENDERERS)(self._renderer)
+
+    @classmethod
+    def of(
+        cls,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        slots: int,
+        max_length: int | None,
+        cache_tokens: int | None,
+        decode_steps: int,
+        tool_format: str,
+        limits: Limits,
+    ) -> Served:
+        """Make the engine of a model, whose embedding has no more rows than the tokenizer has ids."""
+        longest = model.config.max_positions
+        if max_length is not None and max_length > longest:
+            raise ConfigError(f"serve: --max-length {max_length} is more than the model's {longest}; give less")
+        if tool_format != "auto":
+            make_format(tool_format, tokenizer, [])
+        try:
+            engine = NativeEngine(
+                model,
+                slots=slots,
+                max_length=min(longest, DEFAULT_LENGTH) if max_length is None else max_length,
+                decode_steps=decode_steps,
+                tokenizer_decode=tokenizer.decode,
+                tokenizer=tokenizer,
+                cache_tokens=cache_tokens,
+            )
+        except ValueError as error:
+            raise ConfigError(f"serve: {error}") from error
+        return cls(engine, tokenizer, name, model.config.vocab_size, tool_format, limits)
+
+    def warm_up(self) -> None:
+        """Compile the programs of all requests but those that score their prompts."""
+        params = SamplingParams(
+            max_tokens=self.engine.max_length - 1, temperature=1.0, stop_token_ids=self.tokenizer.stop_ids, key=(0, 0)
+        )
+        self.engine.warm_up([Expected(params=params), Expected(params=replace(params, top_logps=1))], rereads=False)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return (self.name,)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served."""
+        if name is None:
+            raise wrong("model", f"give the name of a model: {', '.join(self.names)}")
+        if name not in self.names:
+            raise Refused(
+                404, "model_not_found", f"model {name!r} is not served here; use {', '.join(self.names)}", "model"
+            )
+
+    async def chat(self, ask: ChatAsk) -> Turns:
+        """Begin the turns of a chat completion."""
+        self.check_model(ask.model)
+        arguments = ask.body.take("chat_template_kwargs") or {}
+        try:
+            renderer = self.renderer(json.dumps(arguments, sort_keys=True))
+        except ConfigError as error:
+            raise Refused(400, "invalid_value", str(error), "chat_template_kwargs") from error
+        prompt, tool_format = self._prompt(renderer, ask)
+        top_logps = ask.top_logprobs
+        grammar = grammar_of(ask.body)
+        if grammar is not None:
+            refuse_tools_with(ask)
+            grammar = grammar.led_by(renderer.spaces_before_content)
+        params, seed = self.params_of(ask.body, prompt, ask.max_tokens, ask.stop, top_logps=top_logps, grammar=grammar)
+        samples = self.sample([Call(prompt, one) for one in samples_of(params, n=ask.n, seed=seed)])
+        turns = [TurnStream(renderer, prompt, params, tool_format, parallel=ask.parallel) for _ in range(ask.n)]
+        return Turns(
+            num_prompt_tokens=len(prompt),
+            deltas=self._deltas(samples, turns, params, ask.logprobs),
+            close=samples.close,
+        )
+
+    def _prompt(self, renderer: Renderer, ask: ChatAsk) -> tuple[list[int], Format | None]:
+        """Tokens of a chat's prompt, and the format in which its answer may call tools."""
+        try:
+            # GPT-OSS writes its text into a channel, with or without tools.
+            harmony = ask.tools is None and "<|channel|>" in str(self.tokenizer.hf.chat_template)
+            tools = ask.tools or ([] if harmony else None)
+            tool_format = None if tools is None else make_format(self.tool_format, self.tokenizer, tools)
+        except ConfigError as error:
+            raise Refused(400, "invalid_value", str(error), "tools") from error
+        try:
+            return renderer.prompt(ask.messages, ask.tools), tool_format
+        except ConfigError as error:
+            raise Refused(400, "invalid_value", str(error), "messages") from error
+
+    def _renderer(self, arguments: str) -> Renderer:
+        parsed = json.loads(arguments)
+        if not isinstance(parsed, Mapping):
+            raise ConfigError("chat_template_kwargs: must be an object")
+        tokenizer = self.tokenizer.with_template_args(parsed)
+        return Renderer(tokenizer, True, ToolText(tokenizer, self.tool_format))
+
+    def params_of(
+        self,
+        body: Body,
+        prompt: Sequence[int],
+        max_tokens: int | None,
+        stop: Sequence[str],
+        *,
+        top_logps: int,
+        grammar: Grammar | None,
+        prompt_logps: bool = False,
+    ) -> tuple[SamplingParams, int]:
+        """Read the sampling settings of a request, the last of its fields; also returns its seed."""
+        room = self.engine.max_length - len(prompt)
+        if (max_tokens or 1) > room:
+            raise Refused(
+                400,
+                "context_length_exceeded",
+                f"this model's maximum context length is {self.engine.max_length} tokens; the prompt has {len(prompt)}"
+                f"{f', max_tokens is {max_tokens}' if max_tokens else ''}",
+                "max_tokens" if max_tokens and room > 0 else "messages",
+            )
+        temperature, top_p, top_k = (
+            body.number("temperature", 0.0, 100.0),
+            body.number("top_p", 0.0, 1.0),
+            body.take("top_k"),
+        )
+        penalty, seed = body.number("repetition_penalty", 0.0, 100.0), body.whole("seed", -(2**63), 2**63 - 1)
+        if top_k is not None and (type(top_k) is not int or top_k < -1):
+            raise wrong("top_k", f"{top_k!r} must be a whole number; -1 and 0 are off")
+        ignore_eos = body.flag("ignore_eos")
+        fields: dict[str, Any] = {
+            "max_tokens": max_tokens or room,
+            "temperature": 1.0 if temperature is None else temperature,
+            "top_p": 1.0 if top_p is None else top_p,
+            "top_k": max(top_k or 0, 0),
+            "min_p": body.number("min_p", 0.0, 1.0) or 0.0,
+            "repetition_penalty": 1.0 if penalty is None else penalty,
+            "presence_penalty": body.number("presence_penalty", -2.0, 2.0) or 0.0,
+            "frequency_penalty": body.number("frequency_penalty", -2.0, 2.0) or 0.0,
+            "logit_bias": body.biases("logit_bias"),
+            "allowed_token_ids": body.ids("allowed_token_ids"),
+            "skip_special_tokens": body.flag("skip_special_tokens", True),
+            "stop_token_ids": (*(() if ignore_eos else self.tokenizer.stop_ids), *(body.ids("stop_token_ids") or ())),
+        }
+        body.finish()
+        try:
+            recorded: dict[str, Any] = {"top_logps": top_logps, "prompt_logps": prompt_logps}
+            params = SamplingParams(**fields, **recorded, grammar=grammar, key=(0, 0))
+            params = params.stopped_at(stop, self.tokenizer)
+            params.check_vocabulary(self.vocab_size)
+        except ValueError as error:
+            text = str(error).removeprefix("sampling.")
+            raise Refused(400, "invalid_value", text, text.partition("=")[0].partition(":")[0]) from error
+        return params, secrets.randbits(62) if seed is None else seed
+
+    def sample(self, calls: Sequence[Call]) -> Samples:
+        """Begin samples. Refused if more wait than the limits allow."""
+        most = self.engine.slots + self.limits.queue
+        if len(calls) > most:
+            raise wrong("n", f"{len(calls)} samples in one request; at most {most}")
+        if self.closing:
+            raise Refused(503, "shutting_down", "the server is shutting down")
+        if self.num_open + len(calls) > most:
+            raise Refused(503, "overloaded", f"{self.num_open} samples run or wait already; try again later")
+        return Samples(self, calls)
+
+    async def _deltas(
+        self, samples: Samples, turns: Sequence[TurnStream], params: SamplingParams, logprobs: bool
+    ) -> AsyncIterator[Delta]:
+        prompt = samples.calls[0].prompt
+        histories = [[*prompt[-64:]] for _ in turns]
+        counts = [0] * len(turns)
+        async for index, part in samples:
+            turn = turns[index]
+            if isinstance(part, NewTokens):
+                if turn.is_complete():
+                    continue
+                entries = logprob_entries(self.tokenizer, histories[index], part, params.ends) if logprobs else ()
+                content, calls = turn.add(part.tokens)
+                counts[index] += len(part.tokens)
+                if content or calls or entries:
+                    yield Delta(index, content, entries, calls)
+                if turn.is_complete():
+                    samples.stop(index)
+                    yield Delta(index, *_last(turn), finish="tool_calls", num_tokens=counts[index])
+            elif not turn.is_complete():
+                content, entries, calls = _last(turn)
+                finish = "tool_calls" if turn.calls else part.stop
+                yield Delta(index, content, entries, calls, finish, len(part.tokens), part.num_cached)
+
+    def _gauges(self) -> dict[str, tuple[float, str]]:
+        engine = self.engine
+        counts = engine.take_counts()
+        self.metrics.counters["prompt_tokens"] += counts.prompt_tokens
+        self.metrics.counters["cached_prompt_tokens"] += counts.shared_tokens
+        self.metrics.counters["preemptions"] += counts.preemptions
+        return {
+            "samples_running": (float(engine.slots - engine.num_free), "Samples that hold a slot of the engine."),
+            "samples_waiting": (float(engine.num_waiting), "Samples that wait for a slot."),
+            "cache_blocks_used": (float(engine.num_used_blocks), "Blocks of the cache that running samples hold."),
+        }
+
+
+def refuse_tools_with(ask: ChatAsk) -> None:
+    """Refuse tools beside a language of the text."""
+    if ask.tools is not None:
+        raise wrong("response_format", "is not supported together with tools, whose calls it would not allow")
+
+
+def _last(turn: TurnStream) -> tuple[str, tuple[()], list[ToolCall]]:
+    content, calls = turn.end()
+    return content, (), calls
+
+
+def logprob_entries(
+    tokenizer: Tokenizer, history: list[int], part: NewTokens, ends: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Entries of new tokens but the stop token, in the form of chat completions; adds the tokens to `history`."""
+    tokens = part.tokens[:-1] if part.tokens[-1] in ends else part.tokens
+    tops = part.top_logps or ((),) * len(part.tokens)
+    entries = []
+    for token, logp, top in zip(tokens, part.logps, tops, strict=False):
+        shown = token_texts(tokenizer, [(history, one) for one in (token, *(t for t, _ in top))])
+        first, *others = [
+            {"token": text, "logprob": value, "bytes": raw}
+            for (text, raw), value in zip(shown, (logp, *(value for _, value in top)), strict=True)
+        ]
+        entries.append(first | {"top_logprobs": others})
+        history.append(token)
+        del history[:-64]
+    return entries
+
+
+class Samples:
+    """Samples of one request: their tokens as they come, each one's completion last. `close` frees what they hold."""
+
+    def __init__(self, served: Served, calls: Sequence[Call]):
+        self.calls = calls
+        self._served, self._parts = served, asyncio.Queue[tuple[int, NewTokens | Completion | Exception]]()
+        self._end = asyncio.get_running_loop().time() + served.limits.timeout_s
+        served.num_open += len(calls)
+        served.metrics.counters["samples"] += len(calls)
+        self._left = set(range(len(calls)))
+        self._tasks = [asyncio.create_task(self._run(index, call)) for index, call in enumerate(calls)]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)  # also of a task that is cancelled before it begins
+
+    async def _run(self, index: int, call: Call) -> None:
+        metrics, begun = self._served.metrics, time.perf_counter()
+        first = 0.0
+        count = 0
+
+        def told(part: NewTokens) -> None:
+            nonlocal first, count
+            if not first:
+                first = time.perf_counter()
+                metrics.first_token_s.add(first - begun)
+            else:
+                count += len(part.tokens)
+            metrics.counters["completion_tokens"] += len(part.tokens)
+            self._parts.put_nowait((index, part))
+
+        try:
+            done = await self._served.engine.generate(call.prompt, call.params, on_tokens=told)
+            if count:
+                metrics.token_s.add((time.perf_counter() - first) / count)
+            self._parts.put_nowait((index, done))
+        except Exception as error:
+            self._parts.put_nowait((index, error))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._served.num_open -= 1
+
+    def stop(self, index: int) -> None:
+        """End a sample whose further tokens are of no use."""
+        self._left.discard(index)
+        self._tasks[index].cancel()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, NewTokens | Completion]]:
+        """Parts by index. Refused at the time limit, and where the engine fails or is closed."""
+        while self._left:
+            try:
+                async with asyncio.timeout_at(self._end):
+                    index, part = await self._parts.get()
+            except TimeoutError as error:
+                limit = self._served.limits.timeout_s
+                raise Refused(504, "timeout", f"the answer takes longer than {limit:g} s") from error
+            if isinstance(part, ValueError):
+                raise Refused(400, "invalid_value", str(part)) from part
+            if isinstance(part, Exception):
+                raise Refused(500, "engine_error", f"{type(part).__name__}: {part}") from part
+            if isinstance(part, Completion):
+                self._left.discard(index)
+                if part.stop == "abort":
+                    raise Refused(503, "shutting_down", "the server is shutting down")
+            yield index, part
+
+    async def close(self) -> None:
+        """Cancel what still runs. The engine has its slots and blocks back on return."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task

@@ -1,0 +1,365 @@
+"""The server over one tiny engine, by the official client: many clients at once, hang-ups, odd requests, and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.generation import without_padding
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.types import SamplingParams, samples_of, text_of
+from posttrain.serve.app import application, listen, server_of
+from posttrain.serve.model import Limits, Served
+from tests.tiny import tiny_model
+
+MODEL, LENGTH = "tiny/model", 512
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer: Tokenizer) -> Served:
+    model: Decoder = without_padding(tiny_model(max_positions=LENGTH), tokenizer)
+    return Served.of(
+        model,
+        tokenizer,
+        name=MODEL,
+        slots=4,
+        max_length=LENGTH,
+        cache_tokens=None,
+        decode_steps=5,
+        tool_format="hermes",
+        limits=Limits(queue=64, timeout_s=60.0),
+    )
+
+
+@pytest.fixture(scope="module")
+def url(served: Served) -> Iterator[str]:
+    listener = listen("127.0.0.1", 0, "test")
+    server = server_of(application(lambda request: served, served=served))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(served: Served) -> Iterator[None]:
+    yield
+    until(lambda: served.num_open == served.engine.num_used_blocks == served.engine.num_waiting == 0)
+    assert served.engine.num_free == served.engine.slots
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def expected(served: Served, prompt: list[int], **settings: Any) -> tuple[int, ...]:
+    """Tokens of the engine itself."""
+    plain = {"max_tokens": 16, "temperature": 0.0, "stop_token_ids": served.tokenizer.stop_ids}
+    params = SamplingParams(**plain | settings, key=(0, 0))
+    (one,) = samples_of(params, n=1, seed=7)
+    (done,) = twin(served).generate_all([prompt], [one])
+    return done.tokens
+
+
+def twin(served: Served) -> NativeEngine:
+    """The same engine, while no request runs: it has no event loop then."""
+    until(lambda: served.engine._driver is None)
+    return served.engine
+
+
+def plain(client: openai.OpenAI, prompt: Any, **fields: Any) -> Any:
+    return client.completions.create(
+        model=MODEL, prompt=prompt, **{"max_tokens": 16, "temperature": 0, "seed": 7} | fields
+    )
+
+
+def chat(client: openai.OpenAI, text: str, **fields: Any) -> Any:
+    messages: Any = [{"role": "user", "content": text}]
+    return client.chat.completions.create(
+        model=MODEL, messages=messages, **{"max_tokens": 16, "temperature": 0, "seed": 7} | fields
+    )
+
+
+def test_tokens_are_those_of_the_engine(client: openai.OpenAI, served: Served) -> None:
+    """Prompts as text, as tokens and several at once, streamed or not, greedy or drawn by a seed."""
+    prompts = [[65, 66, 67], list(b"hello you"), [70]]
+    for settings in ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.8, "min_p": 0.01, "top_k": 40}):
+        wire = {"temperature": settings["temperature"], "top_p": settings.get("top_p", 1.0)}
+        extra = {name: settings[name] for name in ("min_p", "top_k") if name in settings}
+        whole = [
+            text_of(served.tokenizer.decode, one, expected(served, one, **settings), params_of(served))
+            for one in prompts
+        ]
+        for prompt, text in zip(prompts, whole, strict=True):
+            got = plain(client, prompt, extra_body=extra, **wire)
+            assert got.choices[0].text == text and got.usage.prompt_tokens == len(prompt)
+            pieces = list(
+                plain(client, prompt, stream=True, stream_options={"include_usage": True}, extra_body=extra, **wire)
+            )
+            assert "".join(piece.choices[0].text for piece in pieces[:-1]) == text
+            assert pieces[-1].usage.completion_tokens == got.usage.completion_tokens and not pieces[-1].choices
+    several = plain(client, prompts)
+    assert [one.index for one in several.choices] == [0, 1, 2]
+    assert [one.text for one in several.choices] == [plain(client, one).choices[0].text for one in prompts]
+    as_text = [*served.tokenizer.prefix_ids, 65, 66, 67]
+    assert plain(client, "ABC").choices[0].text == plain(client, as_text).choices[0].text
+    drawn = plain(client, [65], temperature=1.0, n=3)
+    assert len({one.text for one in drawn.choices}) == 3
+    assert [one.text for one in plain(client, [65], temperature=1.0, n=3).choices] == [
+        one.text for one in drawn.choices
+    ]
+
+
+def params_of(served: Served) -> SamplingParams:
+    return SamplingParams(max_tokens=16, temperature=0.0, stop_token_ids=served.tokenizer.stop_ids, key=(0, 0))
+
+
+def test_scores_of_a_prompt(client: openai.OpenAI, served: Served) -> None:
+    """As lm-eval asks for them: echo, one token, one alternative, which is the most probable one."""
+    prompt = [*expected(served, [65, 66], max_tokens=9)]
+    prompt = [65, 66, *prompt[:6], 200, 201]
+    got = plain(client, prompt, echo=True, logprobs=1, max_tokens=1).choices[0]
+    logprobs = got.logprobs
+    assert len(logprobs.tokens) == len(prompt) + 1 and logprobs.token_logprobs[0] is None is logprobs.top_logprobs[0]
+    greedy = [
+        token == max(top, key=top.get)
+        for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True)
+    ]
+    assert greedy[1:7] == [True] * 6 and not all(greedy[7:9])
+    twice = plain(client, [*prompt, 3], echo=True, logprobs=0, max_tokens=0).choices[0]
+    assert np.allclose(twice.logprobs.token_logprobs[1:-1], logprobs.token_logprobs[1:-1], atol=1e-4)
+    assert len(twice.logprobs.tokens) == len(prompt) + 1 and twice.finish_reason == "length"
+    assert plain(client, "abc", echo=True).choices[0].text.startswith("abc")
+    text = plain(client, "abc", echo=True, logprobs=0)
+    assert text.choices[0].logprobs.text_offset[:5] == [0, *([0] * len(served.tokenizer.prefix_ids)), 1, 2, 3][:5]
+
+
+def test_chats(client: openai.OpenAI, served: Served) -> None:
+    forever = {"ignore_eos": True, "allowed_token_ids": [*range(65, 91)]}
+    whole = chat(client, "hi", logprobs=True, top_logprobs=2, n=2, temperature=1.0, extra_body=forever)
+    for choice in whole.choices:
+        entries = choice.logprobs.content
+        assert len(entries) == 16 and all(len(entry.top_logprobs) == 2 for entry in entries)
+        assert all(entry.logprob <= entry.top_logprobs[0].logprob + 1e-6 and entry.logprob <= 0 for entry in entries)
+        assert bytes(byte for entry in entries for byte in entry.bytes or ()).decode() == choice.message.content
+    streams: dict[int, str] = {0: "", 1: ""}
+    ends = {}
+    for chunk in chat(client, "hi", n=2, temperature=1.0, stream=True, extra_body=forever):
+        (choice,) = chunk.choices
+        streams[choice.index] += choice.delta.content or ""
+        ends |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
+    assert [streams[0], streams[1]] == [choice.message.content for choice in whole.choices]
+    assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
+    again = chat(client, "hi")
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    assert chat(client, "hi", logit_bias={"65": 100}, max_tokens=3).choices[0].message.content == "AAA"
+    cut = chat(client, "hi", logit_bias={"65": 100}, stop=["AA"], max_tokens=9)
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("", "stop")
+    banned = chat(client, "hi", max_completion_tokens=5, extra_body={"allowed_token_ids": [66, 67]})
+    assert set(banned.choices[0].message.content) <= {"B", "C"}
+    answer = chat(client, "hi", response_format={"type": "regex", "pattern": "(yes|no)[0-9]{2}"}, temperature=1.0)
+    assert answer.choices[0].message.content[-2:].isdecimal()
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    shaped = chat(client, "hi", response_format=wanted, temperature=1.0, max_tokens=60)
+    assert json.loads(shaped.choices[0].message.content)["a"] in (1, 2)
+
+
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_tools(client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are read from what is sampled, here forced token by token, and come back as deltas before the end."""
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    pattern = text.replace("{", "[{]").replace("}", "[}]")
+    forced: Any = {"type": "regex", "pattern": f"{pattern}{pattern}"}
+    monkeypatch.setattr("posttrain.serve.model.refuse_tools_with", lambda *_: None)
+    fields = {"tools": [ADD], "response_format": forced, "max_tokens": 2 * len(text) + 4}
+    message = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "?"}], **fields)
+    choice = message.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"a": 1}] * 2
+
+
+def test_responses(client: openai.OpenAI, served: Served) -> None:
+    whole = client.responses.create(
+        model=MODEL,
+        input="hi",
+        max_output_tokens=8,
+        temperature=0,
+        instructions="be brief",
+        extra_body={"ignore_eos": True},
+    )
+    assert whole.status == "incomplete" and whole.usage is not None and whole.usage.output_tokens == 8
+    items: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "3"},
+    ]
+    tools: Any = [
+        {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": True}
+    ]
+    with client.responses.stream(model=MODEL, input=items, tools=tools, max_output_tokens=8, temperature=0) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-1] in ("response.incomplete", "response.completed") and "response.output_text.delta" in kinds
+
+
+ODD: dict[str, tuple[str, Any, int, str]] = {
+    "no JSON": ("chat/completions", b"{", 400, "not JSON"),
+    "no object": ("chat/completions", b"[]", 400, "must be a JSON object"),
+    "NaN": ("completions", b'{"temperature": NaN}', 400, "NaN is no number"),
+    "no model": ("completions", {"prompt": "a"}, 400, "give the name of a model"),
+    "unknown model": ("completions", {"model": "x", "prompt": "a"}, 404, "not served"),
+    "unknown field": ("completions", {"model": MODEL, "prompt": "a", "temprature": 1}, 400, "temprature"),
+    "best_of": ("completions", {"model": MODEL, "prompt": "a", "best_of": 4}, 400, "best_of"),
+    "token": ("completions", {"model": MODEL, "prompt": [9999]}, 400, "token ids must be"),
+    "no token": ("completions", {"model": MODEL, "prompt": []}, 400, "prompt"),
+    "too long": ("completions", {"model": MODEL, "prompt": "a" * 600}, 400, "maximum context length is 512"),
+    "too many": ("completions", {"model": MODEL, "prompt": "a", "max_tokens": 600}, 400, "max_tokens is 600"),
+    "temperature": ("completions", {"model": MODEL, "prompt": "a", "temperature": "1"}, 400, "temperature"),
+    "top_p": ("completions", {"model": MODEL, "prompt": "a", "top_p": 0}, 400, "top_p"),
+    "bias": ("completions", {"model": MODEL, "prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias"),
+    "n": ("completions", {"model": MODEL, "prompt": "a", "n": 100}, 400, "at most 68"),
+    "options": ("completions", {"model": MODEL, "prompt": "a", "stream_options": {"x": 1}}, 400, "stream_options"),
+    "grammar": (
+        "completions",
+        {"model": MODEL, "prompt": "a", "response_format": {"type": "xml"}},
+        400,
+        "response_format",
+    ),
+    "messages": ("chat/completions", {"model": MODEL, "messages": []}, 400, "non-empty list"),
+    "image": (
+        "chat/completions",
+        {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "only text",
+    ),
+    "template": (
+        "chat/completions",
+        {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}},
+        400,
+        "does not mention 'x'",
+    ),
+    "top_logprobs": (
+        "chat/completions",
+        {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "top_logprobs": 1},
+        400,
+        "logprobs: true",
+    ),
+    "store": ("responses", {"model": MODEL, "input": "a", "store": True}, 400, "store=true"),
+    "memory": ("responses", {"model": MODEL, "input": "a", "previous_response_id": "x"}, 400, "previous_response_id"),
+    "item": ("responses", {"model": MODEL, "input": [{"type": "reasoning"}]}, 400, "input[0]"),
+    "search": ("responses", {"model": MODEL, "input": "a", "tools": [{"type": "web_search"}]}, 400, "web_search"),
+    "path": ("embeddings", {}, 404, "POST /v1/embeddings is not served"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_requests_are_refused(url: str, name: str) -> None:
+    path, body, status, words = ODD[name]
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = httpx.post(f"{url}/{path}", content=content)
+    error = answer.json()["error"]
+    assert (answer.status_code, words in error["message"], "\n" in error["message"]) == (status, True, False), error
+
+
+def test_models_health_and_metrics(url: str, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL] and client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("x")
+    base = url.removesuffix("/v1")
+    assert httpx.get(f"{base}/health").json() == {"status": "ok"}
+    plain(client, [65], max_tokens=6)
+    text = httpx.get(f"{base}/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    sampled, first = values["posttrain_completion_tokens_total"], values["posttrain_time_to_first_token_seconds_count"]
+    assert int(sampled) >= 6 and int(first) > 0 and values["posttrain_samples_running"] == "0"
+    assert int(values['posttrain_requests_total{path="/v1/completions",status="200"}']) > 0
+    buckets = [int(v) for name, v in values.items() if name.startswith("posttrain_request_seconds_bucket")]
+    assert buckets == sorted(buckets) and buckets[-1] == int(values["posttrain_request_seconds_count"])
+
+
+def test_many_clients_of_whom_some_hang_up(url: str, client: openai.OpenAI, served: Served) -> None:
+    """Each request has the tokens that it has alone; those who left cost nobody anything."""
+    alone = [plain(client, [65 + number], max_tokens=20).choices[0].text for number in range(6)]
+    left = 0
+
+    async def one(number: int, session: httpx.AsyncClient) -> None:
+        nonlocal left
+        body: dict[str, Any] = {"model": MODEL, "prompt": [65 + number % 6], "max_tokens": 20, "temperature": 0}
+        if number % 8 == 3:
+            body |= {"max_tokens": 120, "stream": number % 16 == 3, "ignore_eos": True}
+            if body["stream"]:
+                async with session.stream("POST", f"{url}/completions", json=body) as stream:
+                    await anext(stream.aiter_text())
+            else:
+                task = asyncio.create_task(session.post(f"{url}/completions", json=body))
+                await asyncio.sleep(0.1)
+                task.cancel()
+            left += 1
+        elif number % 8 == 5:
+            answer = await session.post(f"{url}/completions", content=b"{" * number)
+            assert answer.status_code == 400
+        else:
+            answer = await session.post(f"{url}/completions", json=body)
+            assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == alone[number % 6]
+
+    async def run() -> None:
+        limits = httpx.Limits(max_connections=40)
+        async with httpx.AsyncClient(timeout=60, limits=limits) as session:
+            await asyncio.gather(*(one(number, session) for number in range(40)))
+
+    asyncio.run(run())
+    assert left == 5
+    until(lambda: served.num_open == 0)
+    hung_up = served.metrics.requests["/v1/completions", 499]
+    assert hung_up >= 1
+
+
+def test_limits(client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full queue is 503, a late answer 504, in a stream an error event; both free what they held."""
+    monkeypatch.setattr(served, "limits", Limits(queue=0, timeout_s=60.0))
+    served.num_open += served.engine.slots
+    with pytest.raises(openai.InternalServerError, match="try again later"):
+        plain(client, [65])
+    served.num_open -= served.engine.slots
+    monkeypatch.setattr(served, "limits", Limits(queue=0, timeout_s=1e-3))
+    with pytest.raises(openai.InternalServerError, match="longer than 0.001 s") as late:
+        plain(client, [65], max_tokens=100)
+    assert late.value.status_code == 504
+    with pytest.raises(openai.APIError, match="longer than 0.001 s"):
+        list(plain(client, [65], max_tokens=100, stream=True))
+    assert math.isfinite(served.metrics.request_s.total)
