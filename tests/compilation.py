@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def prune(cache: Path) -> None:
 
 def quick(wanted: bool) -> None:
     """Compile without costly passes, or as for a run; from now on in this process and in children to come."""
+    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != str(int(wanted)):
+        forget_programs()
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(wanted))
     flags = os.environ["XLA_FLAGS"].replace(f" {QUICK}", "")
     os.environ["XLA_FLAGS"] = f"{flags} {QUICK}" if wanted else flags
@@ -60,6 +63,35 @@ def override(options: dict[str, Any]) -> None:
 
     get_compile_options.__wrapped__ = make
     compiler.get_compile_options = get_compile_options
+
+
+KEPT = 32
+"""Programs of trainers that tests of one process share."""
+
+
+def forget_programs() -> None:
+    """Give later trainers programs of their own."""
+    if programs := sys.modules.get("posttrain.train.programs"):
+        programs.KEPT = KEPT
+        programs._KEPT.clear()
+
+
+def forget_at_patches(patch: type[Any]) -> None:
+    """Forget programs, which hold what they were traced of, before a test changes the package and after it."""
+
+    def forgetting(name: str, relevant: Callable[..., bool]) -> None:
+        change = getattr(patch, name)
+
+        def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if relevant(self, *args):
+                forget_programs()
+            return change(self, *args, **kwargs)
+
+        setattr(patch, name, changed)
+
+    forgetting("setattr", lambda *_: True)
+    forgetting("setitem", lambda _, target, *rest: target is not os.environ)
+    forgetting("undo", lambda self: bool(self._setattr) or any(x[0] is not os.environ for x in self._setitem))
 
 
 SHARED = threading.local()

@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # before there are workers
         compilation.prune(cache)
     compilation.set_up(cache)
+    compilation.forget_at_patches(pytest.MonkeyPatch)
     # Workers and children share what one of them compiled of Python, too.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -102,6 +103,12 @@ def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     compilation.quick(request.node.get_closest_marker("optimized") is None)
     yield
     compilation.quick(True)
+
+
+@pytest.fixture
+def own_programs() -> None:
+    """Trainers' programs are traced anew."""
+    compilation.forget_programs()
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ import dataclasses
 import inspect
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -101,11 +101,14 @@ def make_optimizer(section: AnyOptimizer, num_steps: int, seed: int | None = Non
 
     Clipping is done by the trainer with `clipped`, since the gradient norm is also a metric.
     """
+    made_of: dict[str, Any] = {}
     if isinstance(section, UserOptimizer):
         transformation, elementwise = _of_user(section, num_steps), section.elementwise
     else:
         transformation, elementwise = _adamw(section, num_steps), True
+        made_of["recipe"] = section, num_steps
     return Optimizer(
+        **made_of,
         transformation=transformation,
         elementwise=elementwise,
         moments=section.moments,
@@ -176,7 +179,9 @@ class Optimizer:
     layer, so that there is no second tree of gradients or parameters; otherwise it gets all of them in float32.
     """
 
-    transformation: optax.GradientTransformation
+    transformation: optax.GradientTransformation = field(compare=False)
+    recipe: Hashable = field(default_factory=object)
+    """Values that the transformation is a function of; by default it is equal to no other."""
     elementwise: bool = False
     moments: MomentType = "float32"
     stochastic_rounding: bool = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -27,6 +28,53 @@ from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm,
 from posttrain.tree import added_up, stack_over
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes, is_quantized
+
+KEPT = 2
+"""Programs that are kept for a later trainer: those of actor and critic."""
+
+_KEPT: dict[Hashable, TrainPrograms] = {}
+
+
+def programs_of(
+    model: ModelWeights,
+    loss: TokenLoss | ScoreLoss,
+    optimizer: Optimizer,
+    settings: TrainSettings,
+    *,
+    mesh: Mesh,
+    teachers: Sequence[ModelWeights] = (),
+) -> TrainPrograms:
+    """Programs of a trainer, see `TrainPrograms`. An equal trainer before, as of the same run in one process, spares
+    this one tracing and compilation; none is equal to one with a function of the user.
+    """
+
+    def make() -> TrainPrograms:
+        shapes = [one.outline().model for one in (model, *teachers)]
+        return TrainPrograms(shapes[0], loss, optimizer, settings, mesh=mesh, teachers=shapes[1:])
+
+    if not all(map(_is_value, (loss, optimizer, settings))):
+        return make()
+    layouts = (
+        (one.graph, frozenset((path, x.shape, x.dtype) for path, x in one.structs().items()))
+        for one in (model, *teachers)
+    )
+    key = *layouts, loss, optimizer, settings, mesh
+    _KEPT[key] = _KEPT.pop(key, None) or make()
+    while len(_KEPT) > KEPT:
+        del _KEPT[next(iter(_KEPT))]
+    return _KEPT[key]
+
+
+def _is_value(x: Any) -> bool:
+    """Return whether equal ones do the same: numbers, words, this package's functions and dataclasses of such."""
+    if isinstance(x, tuple | frozenset):
+        return all(map(_is_value, x))
+    if isinstance(x, FunctionType):
+        return x.__module__.startswith("posttrain.") and "<locals>" not in x.__qualname__
+    if type(x).__module__.startswith("posttrain."):
+        is_dataclass = dataclasses.is_dataclass(x)
+        return not is_dataclass or all(_is_value(getattr(x, own.name)) for own in dataclasses.fields(x) if own.compare)
+    return x is None or isinstance(x, bool | int | float | str | bytes)
 
 
 class TrainPrograms:
@@ -52,11 +100,11 @@ class TrainPrograms:
         self.num_traced = 0
         """Number of programs traced for updates, evaluation and statistics: one each per batch shape."""
         self.settings = settings
-        self.structure = _structure(model, mesh)
+        self.structure = on_mesh(model, mesh)
         self.trainable = self.structure.trainable()
         self.objective = Objective(
             student=self.structure,
-            teachers=[_structure(teacher, mesh) for teacher in teachers],
+            teachers=[on_mesh(teacher, mesh) for teacher in teachers],
             loss=loss,
             settings=settings,
         )
@@ -85,6 +133,7 @@ class TrainPrograms:
         self.evaluate = jax.jit(
             traced_for(self.mesh, self._evaluate_program), out_shardings=(read, None), compiler_options=options
         )
+        self.init = jax.jit(self.optimizer.init, out_shardings=outputs[1])
         self.stats = jax.jit(traced_for(self.mesh, self._stats_program), compiler_options=options)
         self.loss_of_all = jax.jit(self.objective.loss)
 
@@ -249,7 +298,7 @@ def _sharding_like(parameter: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> N
     return NamedSharding(sharding.mesh, PartitionSpec(*kept))
 
 
-def _structure(model: Decoder, mesh: Mesh) -> ModelWeights:
+def on_mesh(model: Decoder, mesh: Mesh) -> ModelWeights:
     """Access to the weights of a model whose kernels use this mesh."""
     model.compute = dataclasses.replace(model.compute, mesh=mesh)
     return ModelWeights(model)

@@ -33,7 +33,7 @@ from posttrain.runtime.xla import gc_disabled, trim_host_memory
 from posttrain.tracking.console import progress_bar
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import Optimizer
-from posttrain.train.programs import TrainPrograms, placed_shapes
+from posttrain.train.programs import on_mesh, placed_shapes, programs_of
 from posttrain.tree import Metric, concatenated, flatten_micro, replace
 from posttrain.weights.state import ModelWeights, Weights
 
@@ -80,16 +80,18 @@ class Trainer:
         self._stepped = False
         self._compiling: Future[Any] | None = None
         self._met = set[Any]()
-        self._programs = TrainPrograms(model, loss, optimizer, settings, mesh=self.mesh, teachers=teachers)
-        self._objective, self._weights = self._programs.objective, self._programs.structure
+        rule = optimizer if isinstance(optimizer, Optimizer) else Optimizer(transformation=optimizer)
+        self._weights, *self._teachers = (on_mesh(one, self.mesh) for one in (model, *teachers))
+        self._programs = programs_of(self._weights, loss, rule, settings, mesh=self.mesh, teachers=self._teachers)
+        self._objective = self._programs.objective
         self._loss_checked = self._objective.router_loss is None
         projections = {} if settings.matching is None else settings.matching.projections()
         places = {path: x.sharding for path, x in self._programs.projections.items()}
         self._projections: Weights = processes.on_devices(projections, places)
-        for weights in (*self._objective.teachers, self._weights):
+        for weights in (*self._teachers, self._weights):
             _place(weights, self.mesh)
         self._opt_places = jax.tree.map(lambda x: x.sharding, self._programs.opt_state)
-        self._opt_state = jax.jit(self._programs.optimizer.init, out_shardings=self._opt_places)(self.params)
+        self._opt_state = self._programs.init(self.params)
         self._memory: dict[str, Array] = processes.on_devices(self._programs.memory(), replicated(self.mesh))
         self._offloaded = False
         self.companions: dict[str, Checkpointable] = {}
@@ -118,7 +120,7 @@ class Trainer:
     @property
     def _teacher_weights(self) -> list[Weights]:
         """Teacher parameters: arguments of programs, never donated."""
-        return [teacher.read() for teacher in self._objective.teachers]
+        return [teacher.read() for teacher in self._teachers]
 
     def arrays(self) -> list[Array]:
         """Model parameters and projections."""

@@ -33,7 +33,7 @@ class ModelWeights:
 
     def __init__(self, model: Decoder):
         self.model = model
-        self._graph, state = nnx.split(model)
+        self.graph, state = nnx.split(model)
         self._paths = {_dotted(path): path for path in dict(nnx.to_flat_state(state))}
         self._variables = {_dotted(p): v for p, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
         assert self._paths.keys() == self._variables.keys()
@@ -51,7 +51,12 @@ class ModelWeights:
 
     def bind(self, weights: Mapping[str, Array]) -> Decoder:
         """Model with these arrays (or tracers) and the original structure."""
-        return nnx.merge(self._graph, nnx.from_flat_state((self._paths[p], w) for p, w in weights.items()))
+        return nnx.merge(self.graph, nnx.from_flat_state((self._paths[p], w) for p, w in weights.items()))
+
+    def outline(self) -> ModelWeights:
+        """The same structure with shapes in place of arrays."""
+        shapes = ((self._paths[path], x) for path, x in self.structs().items())
+        return ModelWeights(nnx.merge(self.graph, nnx.from_flat_state(shapes)))
 
     def trainable(self) -> frozenset[str]:
         """Paths of trainable parameters: adapter and `modules_to_save` if there is an adapter, else all unquantized
