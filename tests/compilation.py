@@ -66,14 +66,15 @@ def override(options: dict[str, Any]) -> None:
 
 
 KEPT = 32
-"""Programs of trainers that tests of one process share."""
+"""Equal trainers and engines of a process share programs, those of so many."""
 
 
 def forget_programs() -> None:
-    """Give later trainers programs of their own."""
-    if programs := sys.modules.get("posttrain.train.programs"):
-        programs.KEPT = KEPT
-        programs._KEPT.clear()
+    """Give later trainers and engines programs of their own."""
+    if xla := sys.modules.get("posttrain.runtime.xla"):
+        for recent in xla.Recent.every:
+            recent.size = KEPT
+            recent.clear()
 
 
 def forget_at_patches(patch: type[Any]) -> None:

@@ -107,7 +107,7 @@ def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def own_programs() -> None:
-    """Trainers' programs are traced anew."""
+    """Programs are traced anew."""
     compilation.forget_programs()
 
 

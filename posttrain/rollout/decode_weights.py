@@ -22,6 +22,7 @@ from posttrain.kernels.platform import Chip, chip_of, platform_of
 from posttrain.mesh import RULES, devices_of, mesh_of_arrays, num_slices, param_sharding, replicated, row_shards
 from posttrain.models.config import ModelConfig, StageConfig
 from posttrain.models.decoder import Decoder, FusedPart, decoding_config
+from posttrain.runtime.xla import Recent
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes
 
 LOGGER = logging.getLogger("posttrain.rollout")
@@ -262,8 +263,8 @@ class DecodeLayout:
     @classmethod
     def of(cls, loaded: Loaded) -> DecodeLayout:
         lying = {path: array.sharding for path, array in loaded.arrays.items()}
-        # Not of `loaded`, whose arrays would live as long.
-        derivation = _Derivation(loaded.source, loaded.placement, lying)
+        # Not of `loaded`, nor of its model, whose arrays would live as long.
+        derivation = _Derivation(loaded.source.outline(), loaded.placement, lying)
         traced: list[tuple[Any, list[_Leaf]]] = []
         jax.eval_shape(lambda weights: traced.append(derivation.leaves(weights)), loaded.arrays)
         tree, leaves = traced[0]
@@ -449,6 +450,9 @@ def _lies(now: Sharding, wanted: NamedSharding | None, ndim: int) -> bool:
     return isinstance(now, NamedSharding) and now.mesh == wanted.mesh and now.is_equivalent_to(wanted, ndim)
 
 
+_LAYOUTS = Recent[DecodeLayout](1)
+
+
 class DecodeWeightsCache:
     """Cache of the derived decoding weights until `forget`: on CPU a copy of each layer; all that the trainer's layout
     has elsewhere than the sampler's placement."""
@@ -491,5 +495,5 @@ class DecodeWeightsCache:
     def layout_of(self, loaded: Loaded) -> DecodeLayout:
         """Layout of weights that may be shapes."""
         if loaded.layout not in self._layouts:
-            self._layouts[loaded.layout] = DecodeLayout.of(loaded)
+            self._layouts[loaded.layout] = _LAYOUTS.of(loaded.layout, lambda: DecodeLayout.of(loaded))
         return self._layouts[loaded.layout]

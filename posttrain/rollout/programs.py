@@ -29,7 +29,7 @@ from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import TopLogps, score
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
 from posttrain.rollout.types import SamplingParams
-from posttrain.runtime.xla import compile_options
+from posttrain.runtime.xla import Recent, compile_options
 from posttrain.tree import pytree, replace, static
 
 MAX_COMPILERS = 8
@@ -111,6 +111,10 @@ def _prompt_logps(
     return shaped
 
 
+_ENGINES = Recent[dict[Hashable, Any]](1)
+"""Compiled programs of all equal engines so far."""
+
+
 class Programs:
     """Compiled programs by what they were compiled for: ahead of time, or each at its first use.
 
@@ -121,6 +125,9 @@ class Programs:
         self._prefill = partial(prefill, record=record)
         self._decode = partial(decode, steps=steps, record=record)
         self._compiled: dict[Hashable, Any] = {}
+        self._settings = steps, record
+        self._shared: dict[int, dict[Hashable, Any]] = {}
+        """Programs of equal engines, by the layout of weights."""
         self._weights = DecodeWeightsCache()
         self.compile_s = 0.0
         self.num_late = 0
@@ -162,25 +169,39 @@ class Programs:
             waiting: dict[Future[Any], Hashable] = {}
             for inputs in examples:
                 key, rest = _key(loaded, inputs), [np.int32(0)] if isinstance(inputs, DecodeRows) else []
-                if key in self._compiled or key in waiting.values():
+                if key in waiting.values() or self._known(key, loaded, pool) is not None:
                     advance(1)
                 else:
                     lowered = self._lower(loaded, self._weights.of(loaded), pool, inputs, *rest)
                     waiting[threads.submit(lowered.compile)] = key
             for done in as_completed(waiting):
-                self._compiled[waiting[done]] = done.result()
+                self._keep(waiting[done], loaded, done.result())
                 advance(1)
         self.rest()
         self.compile_s += time.perf_counter() - start
 
     def _program(self, loaded: Loaded, pool: Pool, inputs: PromptPieces | DecodeRows, *rest: np.int32) -> Any:
         key = _key(loaded, inputs)
-        if key not in self._compiled:
+        if self._known(key, loaded, pool) is None:
             start = time.perf_counter()
-            self._compiled[key] = self._lower(loaded, self._weights.of(loaded), pool, inputs, *rest).compile()
+            self._keep(key, loaded, self._lower(loaded, self._weights.of(loaded), pool, inputs, *rest).compile())
             self.compile_s += time.perf_counter() - start
             self.num_late += 1
         return self._compiled[key]
+
+    def _known(self, key: Hashable, loaded: Loaded, pool: Pool) -> Any:
+        """Compiled program; None if neither this engine nor an equal one has it."""
+        if key not in self._compiled:
+            if loaded.layout not in self._shared:
+                leaves, tree = jax.tree.flatten(pool)
+                blocks = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+                self._shared[loaded.layout] = _ENGINES.of((loaded.layout, self._settings, tree, blocks), dict)
+            if key in self._shared[loaded.layout]:
+                self._compiled[key] = self._shared[loaded.layout][key]
+        return self._compiled.get(key)
+
+    def _keep(self, key: Hashable, loaded: Loaded, program: Any) -> None:
+        self._compiled[key] = self._shared[loaded.layout][key] = program
 
     def lower(self, loaded: Loaded, pool: Pool, inputs: PromptPieces | DecodeRows) -> jax.stages.Lowered:
         """Lower the program for these inputs, of weights and a pool that may be shapes."""

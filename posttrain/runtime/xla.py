@@ -1,4 +1,4 @@
-"""XLA on this host: settings of XLA:CPU, the cache of compiled programs, and memory (malloc, garbage collector)."""
+"""XLA on this host: settings of XLA:CPU, compiled programs that are kept, and memory (malloc, garbage collector)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import os
 import platform
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 
 from posttrain.runtime import processes
 from posttrain.runtime.files import cache_folder, digest
+
+T = TypeVar("T")
 
 # Collective operations of a program that may wait for other devices at the same time, per virtual device.
 THREADS_PER_DEVICE = 8
@@ -179,3 +181,26 @@ def gc_disabled() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+class Recent(Generic[T]):
+    """The latest programs by all that they depend on, kept for an equal trainer or engine later in this process.
+
+    Not many: programs take memory of the devices.
+    """
+
+    every: ClassVar[list[Recent[Any]]] = []
+
+    def __init__(self, size: int):
+        self.size = size
+        self._kept: dict[Hashable, T] = {}
+        self.every.append(self)
+
+    def of(self, key: Hashable, make: Callable[[], T]) -> T:
+        self._kept[key] = self._kept.pop(key) if key in self._kept else make()
+        while len(self._kept) > self.size:
+            del self._kept[next(iter(self._kept))]
+        return self._kept[key]
+
+    def clear(self) -> None:
+        self._kept.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +21,7 @@ from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards
 from posttrain.metrics import Metrics
 from posttrain.models.config import check_router
 from posttrain.models.decoder import Decoder
-from posttrain.runtime.xla import fast_compile_options, gc_disabled
+from posttrain.runtime.xla import Recent, fast_compile_options, gc_disabled
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective, TrainSettings
 from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm, parameter_of
@@ -29,10 +29,8 @@ from posttrain.tree import added_up, stack_over
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes, is_quantized
 
-KEPT = 2
-"""Programs that are kept for a later trainer: those of actor and critic."""
-
-_KEPT: dict[Hashable, TrainPrograms] = {}
+_TRAINERS = Recent["TrainPrograms"](2)
+"""Those of actor and critic."""
 
 
 def programs_of(
@@ -59,10 +57,7 @@ def programs_of(
         for one in (model, *teachers)
     )
     key = *layouts, loss, optimizer, settings, mesh
-    _KEPT[key] = _KEPT.pop(key, None) or make()
-    while len(_KEPT) > KEPT:
-        del _KEPT[next(iter(_KEPT))]
-    return _KEPT[key]
+    return _TRAINERS.of(key, make)
 
 
 def _is_value(x: Any) -> bool:

@@ -62,6 +62,17 @@ def test_with_an_adapter(engine: NativeEngine) -> None:
     assert len(adapted.programs) == compiled
 
 
+def test_an_equal_engine_compiles_nothing(engine: NativeEngine) -> None:
+    prompts, parameters = requests(5)
+    expected = engine.generate_all(prompts, parameters)
+    engine.metrics()
+    again = make_engine(tiny_model())
+    assert [c.tokens for c in again.generate_all(prompts, parameters)] == [c.tokens for c in expected]
+    other = make_engine(tiny_model(seed=1))
+    assert [c.tokens for c in other.generate_all(prompts, parameters)] != [c.tokens for c in expected]
+    assert all(one.metrics()["rollout/late_compilations"] == 0 < len(one.programs) for one in (again, other))
+
+
 def distance_to_trainer(engine: NativeEngine, model: Decoder, temperature: float) -> float:
     """The largest difference to what the trainer's forward pass says of the sampled tokens."""
     prompts, parameters = requests(8, temperature=temperature, top_p=0.9)

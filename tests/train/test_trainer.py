@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, LossOutput, TokenStats
@@ -20,7 +22,7 @@ from posttrain.cluster.reference import FrozenModel, Reference
 from posttrain.config import AdamW, LoRA, MeshSection
 from posttrain.kernels.logits import layout
 from posttrain.losses.router import RouterLoss
-from posttrain.losses.sft import SFTLoss
+from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.decoder import Decoder
@@ -59,8 +61,6 @@ def small(**changes: Any) -> Decoder:
 
 def trainer(**changes: Any) -> Trainer:
     """SGD-like first steps show the gradient itself: Adam would hide its size."""
-    import optax
-
     model, mesh = changes.pop("model", None) or small(), changes.pop("mesh", None)
     loss, optimizer = changes.pop("loss", SFTLoss()), changes.pop("optimizer", optax.sgd(1.0))
     settings: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1e9, **changes}
@@ -268,8 +268,6 @@ def test_the_model_shows_the_new_weights_and_their_type_stays() -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_optimizers_of_a_library_keep_the_type_of_their_state(name: str) -> None:
     """Moments that began as bfloat16 ones, and float32 gradients: one program, also where an update is skipped."""
-    import optax
-
     optimizer = {"adamw": optax.adamw(1e-2), "sgd": optax.sgd(1e-2, momentum=0.9)}[name]
     t = trainer(model=small(dtype=jnp.bfloat16, compute_dtype=jnp.float32), optimizer=optimizer)
     kinds = [jax.tree.map(lambda x: x.dtype, t.state()["opt_state"]) for _ in range(2) if to_host(t.step(rows(0)))]
@@ -293,6 +291,39 @@ def test_twenty_steps_compile_once_per_row_length() -> None:
     short = jax.tree.map(lambda x: x[:, :16], rows(0))
     t.step(short)
     assert t.num_programs == 3
+
+
+def test_an_equal_trainer_traces_nothing() -> None:
+    """The next trainer's programs are those of the last; they hold no arrays of its model."""
+    adam, batch = {"optimizer": make_optimizer(AdamW(learning_rate=1e-2), 100)}, rows(0)
+    first = trainer(**adam)
+    first.step(batch)
+    found = dict(first.params)
+    other = trainer(model=small(seed=1), optimizer=make_optimizer(AdamW(learning_rate=1e-2), 100))
+    other.step(batch)
+    assert other._programs is first._programs and other.num_programs == 1
+    assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.split(first._programs.structure.model)))
+    again = trainer(**adam)
+    again.step(batch)
+    for path, w in again.params.items():
+        assert_array_equal(w, found[path], err_msg=path)
+    assert again.num_programs == 1
+    adapted, wider = small(), small()
+    attach_lora(adapted, LoRA(rank=4), seed=0)
+    attach_lora(wider, LoRA(rank=8), seed=0)
+    changes: list[dict[str, Any]] = [
+        {"temperature": 0.5},
+        {"loss": DFTLoss()},
+        {"loss": lambda stats, batch: SFTLoss()(stats, batch)},
+        {"optimizer": make_optimizer(AdamW(learning_rate=1e-3), 100)},
+        {"optimizer": optax.adam(1e-2)},
+        {"model": small(dtype=jnp.bfloat16)},
+        {"model": adapted},
+        {"model": wider},
+        {"mesh": make_mesh(MeshSection(fsdp=2), jax.devices()[:2])},
+    ]
+    programs = [trainer(**adam | one)._programs for one in changes]
+    assert len({*map(id, programs), id(again._programs)}) == len(changes) + 1
 
 
 def test_evaluate_adds_up_over_batches_and_changes_nothing() -> None:
