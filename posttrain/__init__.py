@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from posttrain.api import OnlinePreference as OnlinePreference
     from posttrain.api import Preference as Preference
     from posttrain.api import RewardModel as RewardModel
+    from posttrain.api import evaluate as evaluate
     from posttrain.batch import Batch as Batch
     from posttrain.batch import LossOutput as LossOutput
     from posttrain.batch import TokenStats as TokenStats
@@ -121,6 +122,7 @@ _MODULES = {
     "Trajectory": "posttrain.rollout.trajectory",
     "attach": "posttrain.results.result",
     "complete": "posttrain.generation",
+    "evaluate": "posttrain.api",
     "generate": "posttrain.generation",
     "load_model": "posttrain.weights.load",
     "load_tokenizer": "posttrain.data.tokenizer",

@@ -10,25 +10,32 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, ClassVar
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic.fields import FieldInfo
 
-from posttrain.config import ModelSection, RunConfig, Section
+from posttrain.config import ModelSection, RLSection, RunConfig, SamplingSection, Section
 from posttrain.config.describe import FieldTable, field_table
 from posttrain.config.run import SECTIONS
 from posttrain.config.train import DatasetSection
 from posttrain.config.yaml_file import build_config, dump_config, load_recorded
 from posttrain.data.files import listed
+from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
+from posttrain.models.decoder import Decoder
 from posttrain.results.result import RunResult, attach
 from posttrain.runs.code_identity import code_digests
+from posttrain.runs.finished import Generator, load_generator
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runs.run import run
 from posttrain.runtime.files import digest
 from posttrain.stages.table import stage_names
 from posttrain.tracking.sink import CallbackSink, OnStep
 from posttrain.train.loop import Interrupted
+
+if TYPE_CHECKING:
+    from posttrain.runs.evaluate import Evaluation
 
 LEADING = {"distill": ("model", "teacher", "dataset")}
 """Parameters that may be given by position, where they are not model and dataset."""
@@ -276,6 +283,56 @@ class OnlinePreference(PythonRun):
     """
 
     kind = "online_preference"
+
+
+def evaluate(
+    model: str | Path | RunResult | tuple[Decoder, Tokenizer],
+    dataset: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    rewards: Any = None,
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    **fields: Any,
+) -> Evaluation:
+    """Means of rewards over the prompts of a dataset, with 95 % intervals, of a model's samples.
+
+    `model`: a folder, a hub id, a run or its folder, or a model with its tokenizer. `dataset` and `rewards`: as of
+    `pt.RL`, with `prompt`, `system` and `chat` as keywords; by default the `eval_dataset` and the rewards of the run.
+    `temperature`: by default that of the run's evaluations, else 0 (greedy). More keywords: those of `eval_sampling`,
+    such as `top_p`. ConfigError for mistakes.
+    """
+    from posttrain.runs import evaluate as recipe
+
+    name = str(model.output) if isinstance(model, RunResult) else model
+    found = (None, (), None) if isinstance(name, tuple) else recipe.of_run(str(name))
+    templates = {key: fields.pop(key) for key in TEMPLATES if key in fields}
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    sampling = {key: value for key, value in given.items() if value is not None} | fields
+    before = SamplingSection(temperature=0.0) if found[2] is None else found[2]
+    # The settings of a stage that would be evaluated so, whose mistakes it explains.
+    with TemporaryDirectory() as folder:
+        stage: dict[str, Any] = {"rewards": list(found[1]) if rewards is None else rewards, "num_steps": 1}
+        data = _plain(found[0]) if dataset is None else dataset
+        if data is None or not stage["rewards"]:
+            what = "dataset" if data is None else "rewards"
+            raise ConfigError(f"evaluate: give {what}; only a run of a stage with rewards and eval_dataset has its own")
+        written = {key: getattr(before, key) for key in before.model_fields_set}
+        stage["eval_sampling"] = written | sampling
+        stage["row_tokens"] = 2 * max(512, stage["eval_sampling"].get("max_tokens") or 0)
+        described = RL("evaluated", data, output=folder, seed=seed, **stage, **templates)
+        for file, text in described._files.items():
+            _write_text(file, text)
+        section = described.config.stages[0]
+        assert isinstance(section, RLSection)
+        generator = (
+            Generator(name="model", model=name[0], tokenizer=name[1])
+            if isinstance(name, tuple)
+            else load_generator(str(name))
+        )
+        settings = recipe.EvaluationSettings(samples=samples, sampling=section.held_out_sampling, seed=seed)
+        return recipe.evaluate(generator, section.dataset, section.rewards, settings)
 
 
 def _model_fields(model: Any) -> dict[str, Any]:

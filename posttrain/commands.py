@@ -1,4 +1,4 @@
-"""Commands `generate`, `serve` and `reward` of the command line, and completion of its words in a shell."""
+"""Commands `generate`, `serve`, `evaluate` and `reward` of the command line, and completion of its words."""
 
 from __future__ import annotations
 
@@ -237,6 +237,58 @@ def _biases(texts: list[str]) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in (text.split("=") for text in texts)}
     except ValueError as error:
         raise ConfigError(f"generate: --logit-bias: {error}; write it as TOKEN=NUMBER, such as 13=-5") from error
+
+
+def evaluate(
+    model: GeneratorName,
+    data: Annotated[str | None, typer.Option(help="A dataset, as dataset.path; by default the run's held-out.")] = None,
+    rewards: Annotated[
+        list[str] | None,
+        typer.Option("--reward", help="FILE:FUNCTION; may be repeated. By default those of the run."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Template of the prompt, as dataset.prompt.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of rows; by default all.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 1,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer; by default at most 512.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="By default that of the run's evaluations, else 0 (greedy).")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the samples.")] = 0,
+    adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
+    family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write intervals, values and samples as JSON.")] = None,
+) -> None:
+    """Mean of each reward over held-out prompts, with its 95 % interval."""
+    from posttrain.config import DatasetSection, Locator, RewardSection, SamplingSection
+    from posttrain.runs import evaluate as recipe
+    from posttrain.runs.finished import load_generator
+    from posttrain.runtime.xla import enable_compile_cache
+
+    enable_compile_cache()
+    dataset, functions, sampling = recipe.of_run(model)
+    if data is not None:
+        dataset = DatasetSection(path=Locator(data), prompt=prompt, shuffle=False)
+    elif prompt is not None:
+        raise ConfigError("evaluate: --prompt is for --data")
+    functions = [RewardSection(fn=Locator(one)) for one in rewards] if rewards else functions
+    if dataset is None or not functions:
+        raise ConfigError(
+            f"evaluate: give {'--data' if dataset is None else '--reward'}; only a run of a stage with rewards and "
+            "eval_dataset has its own"
+        )
+    changes = {"limit": limit} if limit is not None else {}
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    before = {} if sampling is None else {name: getattr(sampling, name) for name in sampling.model_fields_set}
+    chosen = {"temperature": 0.0, **before, **{name: value for name, value in given.items() if value is not None}}
+    found = recipe.evaluate(
+        load_generator(model, adapter=adapter, family=family),
+        dataset.model_copy(update=changes),
+        functions,
+        recipe.EvaluationSettings(samples=samples, sampling=SamplingSection(**chosen), seed=seed),
+    )
+    print_lines(repr(found).splitlines())
+    if write is not None:
+        write.write_text(json.dumps(found.record(), indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def print_lines(lines: Sequence[str]) -> None:

@@ -128,7 +128,7 @@ def complete(
     if max_new_tokens is None:
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, model.config.max_positions - max(map(len, rendered))))
     _check_lengths(model, [name for name, _ in named], rendered, max_new_tokens)
-    common = _params(
+    common = request_params(
         model, tokenizer, settings, max_new_tokens, temperature, top_logps=top_logps, prompt_logps=prompt_logps
     )
     seed = secrets.randbits(31) if seed is None else seed
@@ -212,7 +212,7 @@ def _conversation(prompt: Any, name: str) -> list[Message]:
     return messages
 
 
-def _params(
+def request_params(
     model: Decoder,
     tokenizer: Tokenizer,
     settings: Settings,

@@ -88,6 +88,32 @@ def test_a_run_generates_as_its_data_was_rendered(done: tuple[pt.RunResult, Any]
     assert "--adapter is for a model, and done is a run" in posttrain("generate", "done", "1", "--adapter", "a").error
 
 
+def test_a_run_is_evaluated_as_it_was(done: tuple[pt.RunResult, Any]) -> None:
+    """Of the run's own prompts and rewards the means are those that its last evaluation had."""
+    result, after = done[0], done[0].results[0]["after"]
+    again = pt.evaluate(result, rewards=[low])
+    assert list(again.values) == ["low"] and again.values["low"].tolist() == pytest.approx(after["values"]["reward"])
+    interval = again.intervals["low"]
+    assert (interval.mean, interval.low, interval.high, interval.n) == pytest.approx(
+        (after["mean"], after["low"], after["high"], 3)
+    )
+    assert all(one.mean == 0 for one in again.difference(again).values()) and "over 3 prompts" in repr(again)
+
+    def half(completions: Any, answer: Any) -> list[float | None]:
+        return [None if one == "2" else 0.5 for one in answer]
+
+    model = result.load_model(), result.load_tokenizer()
+    two = pt.evaluate(model, ROWS[:3], [low, half], samples=2, temperature=1.0, max_tokens=6, chat=False)
+    assert list(two.intervals) == ["reward", "low", "half"] and two.rewards["half"].shape == (3, 2)
+    assert two.intervals["half"].n == 2 and "half: 2 of 6 samples have none" in repr(two)
+    with pytest.raises(ValueError, match="different prompts"):
+        two.difference(pt.evaluate(model, ROWS[:2], [low], max_tokens=6, chat=False))
+    with pytest.raises(pt.ConfigError, match="evaluate: give dataset; only a run"):
+        pt.evaluate(model, rewards=[low])
+    with pytest.raises(pt.ConfigError, match="2 samples of a prompt would be equal at temperature 0"):
+        pt.evaluate(model, ROWS[:3], [low], samples=2)
+
+
 def test_attach_reads_a_folder(done: tuple[pt.RunResult, Any], folder: Path) -> None:
     again = pt.attach("done")
     assert again.finished and list(again.trained) == [] and again.metrics == done[0].metrics
