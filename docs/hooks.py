@@ -1,4 +1,5 @@
-"""Pages that are made from the code when the site is built: the configuration reference and the Python reference."""
+"""Pages that are made from the code: the Python reference when the site is built, and the configuration reference by
+`python docs/hooks.py`, so that it can be read in the repository too."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -31,22 +33,23 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages to those that are written."""
+    """Add the Python reference to the pages that are written."""
     from mkdocs.structure.files import File
 
-    for path, make in (("reference/config.md", config_page), ("reference/api.md", api_page)):
-        files.append(File.generated(config, path, content=make()))
+    files.append(File.generated(config, "reference/api.md", content=api_page()))
     return files
 
 
 def on_post_build(config: Any) -> None:
     """Write the JSON schema beside the pages."""
     import json
-    from pathlib import Path
 
     from posttrain.config.describe import json_schema
 
     Path(config.site_dir, "posttrain.schema.json").write_text(json.dumps(json_schema(), indent=1))
+
+
+CONFIG_PAGE = Path(__file__).parent / "reference" / "config.md"
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ def config_page() -> str:
         "[TRL's names](#trl-names) lists them the other way round.\n",
     ]
     for section in ordered_sections():
-        parts.append(f"## {heading(section, places)} {{ #{anchor(section)} }}\n")
+        parts.append(f'<a id="{anchor(section)}"></a>\n\n## {heading(section, places)}\n')
         parts += [text for text in (intro(section), inherited(section), places_text(section, places)) if text]
         rows = [row(name, section, places) for name in own_fields(section)]
         if rows:
@@ -238,7 +241,7 @@ def default_text(value: Any) -> str:
 
 def trl_table(places: dict[type[Section], list[str]]) -> str:
     """TRL's names in the order of the alphabet, with our fields."""
-    lines = ["## TRL's names { #trl-names }\n", "| TRL | here | in | note |", "|---|---|---|---|"]
+    lines = ['<a id="trl-names"></a>\n\n## TRL\'s names\n', "| TRL | here | in | note |", "|---|---|---|---|"]
     for entry in sorted(TRL_NAMES, key=lambda entry: (entry.trl, entry.field)):
         kinds = ", ".join(f"`kind: {kind}`" for kind in entry.kinds)
         lines.append(f"| `{entry.trl}` | `{entry.field}` | {kinds} | {entry.note} |".replace("||", "\\|\\|"))
@@ -343,3 +346,7 @@ def member(owner: str, value: type, name: str) -> str:
         if "\n" not in signature(name, function)
         else (f"**`{owner}.{name}`**\n\n```text\n{signature(name, function)}\n```\n\n{text}\n")
     )
+
+
+if __name__ == "__main__":
+    CONFIG_PAGE.write_text(config_page(), encoding="utf-8")

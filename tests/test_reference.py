@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -43,7 +44,12 @@ def test_configuration_reference_links_to_its_own_headings(hooks: ModuleType) ->
     page = hooks.config_page()
     sections = [hooks.anchor(section) for section in hooks.ordered_sections()]
     assert len({*sections}) == len(sections)
-    assert [name for name in sections if page.count(f"{{ #{name} }}") != 1] == []
+    assert [name for name in sections if page.count(f'<a id="{name}"></a>') != 1] == []
+    assert set(re.findall(r"\]\(#([\w-]+)\)", page)) <= {*sections, "trl-names"}
+
+
+def test_the_configuration_reference_in_the_repository_is_that_of_the_schema(hooks: ModuleType) -> None:
+    assert hooks.CONFIG_PAGE.read_text() == hooks.config_page(), "write it anew: .venv/bin/python docs/hooks.py"
 
 
 def test_python_reference_has_every_public_name(hooks: ModuleType) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from posttrain.view.serve import Viewed
 from tests.view.chromium import Chromium, browser
-from tests.view.helpers import GROUP, PROMPTS, UNSAFE, indexed, make_run, make_sft_run, served
+from tests.view.helpers import GROUP, PROMPTS, STAGE, UNSAFE, indexed, make_run, make_sft_run, served
+from tests.view.pictures import FOLDER, VIEWS, draw_curve, draw_views
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium: apt-get install chromium")
 
@@ -83,6 +84,14 @@ def test_search_sort_and_a_rollout(page: Chromium, address: str) -> None:
     page.wait(f"{READY} && location.hash.startsWith('#rollout?')")
     page.wait("document.querySelector('h2').textContent.includes('step 3')")
     page.wait("document.querySelector('#microscope button.main').textContent === 'Replay the step'")
+
+
+def test_pictures_of_the_documentation(page: Chromium, runs: list[Viewed], address: str, tmp_path: Path) -> None:
+    draw_views(page, address, STAGE, tmp_path)
+    draw_curve(runs[0].folder.path, tmp_path / "reward.svg")
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in VIEWS)
+    assert "<polyline" in (tmp_path / "reward.svg").read_text()
+    assert {file.name for file in FOLDER.iterdir()} == {file.name for file in tmp_path.iterdir()}
 
 
 DRAWN_TEXT = """

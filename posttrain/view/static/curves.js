@@ -84,7 +84,8 @@ function chart(name, stage, smooth) {
   const element = el("div", { class: "chart", "data-metric": name }, el("h3", {}, `${name} `, value), place);
   let plot = null, found = [];
 
-  function head(step = null) {
+  function head() {
+    const step = plot === null || plot.cursor.idx == null ? null : plot.data[0][plot.cursor.idx]; // under the pointer
     const parts = found.map((curve) => {
       const position = step === null ? curve.values.length - 1 : curve.steps.indexOf(step);
       const part = el("span", {}, position < 0 ? "– " : `${number(curve.values[position])} `);
@@ -104,17 +105,16 @@ function chart(name, stage, smooth) {
       smoothed(curve.values, smooth).forEach((y, i) => { column[at.get(curve.steps[i])] = y; });
       return column;
     });
-    head();
     const data = [steps, ...columns];
     if (plot && plot.series.length === data.length) {
       const enlarged = plot.scales.x.min > plot.data[0][0] || plot.scales.x.max < plot.data[0].at(-1);
       plot.setData(data, !enlarged);
       if (enlarged) plot.redraw();
-      return;
+      return head();
     }
     plot?.destroy();
-    const chosen = (chart) => head(chart.cursor.idx == null ? null : chart.data[0][chart.cursor.idx]);
-    plot = new uPlot(options(found, place.clientWidth || 320, chosen), data, place);
+    plot = new uPlot(options(found, place.clientWidth || 320, head), data, place);
+    head();
   }
   return { name, element, load: () => load().catch((error) => { place.textContent = error.message; }) };
 }
