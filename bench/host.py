@@ -20,9 +20,10 @@ import numpy as np
 
 from posttrain.rollout.blocks import blocks_for
 from posttrain.rollout.decoding import DecodedTokens
+from posttrain.rollout.dispatch import DispatchOutcome, deliver
 from posttrain.rollout.programs import Shapes
 from posttrain.rollout.request import Request
-from posttrain.rollout.runner import DispatchOutcome, Runner, deliver
+from posttrain.rollout.runner import Runner
 from posttrain.rollout.sampling import TopLogps
 from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.types import SamplingParams
@@ -54,7 +55,7 @@ def outcome(plan: Plan, rows: int, vocabulary: int, rng: np.random.Generator) ->
     chunk = cast(Any, DecodedTokens)(
         tokens=tokens, logps=logps, kept_logps=0 * logps, counts=counts, top=top, experts=None
     )
-    return DispatchOutcome(prefilled=[], chunk=chunk)
+    return DispatchOutcome(prefilled=[], chunk=chunk, seconds=None)
 
 
 def measure(kind: str, rows: int, tokens: int, vocabulary: int) -> dict[str, float]:

@@ -49,6 +49,8 @@ from posttrain.config.reward import EvaluateSection, HeldOutSection, MonitorSect
 from posttrain.config.rl import AsyncSection, OnlineSection, RLSection
 from posttrain.config.rollout import (
     GrammarSection,
+    LookupDrafts,
+    ModelDrafts,
     PlacementSection,
     ReferenceSection,
     RolloutSection,
@@ -111,8 +113,10 @@ __all__ = [
     "LoRA",
     "LocalPath",
     "Locator",
+    "LookupDrafts",
     "McpSection",
     "MeshSection",
+    "ModelDrafts",
     "ModelSection",
     "MomentType",
     "MonitorSection",

@@ -24,6 +24,25 @@ from posttrain.config.locator import Locator
 from posttrain.config.train import ANY_KIND, MAX_NEW_TOKENS, AdamW, UserOptimizer
 
 
+class LookupDrafts(Section):
+    """Tokens drafted from the sample's own prompt and tokens (prompt lookup)."""
+
+    kind: Literal["ngram"] = "ngram"
+    tokens: Annotated[int, Field(ge=1, le=16)] = 4
+    """Number of tokens drafted for each forward pass of the model."""
+
+
+class ModelDrafts(Section):
+    """Tokens drafted by a smaller model."""
+
+    kind: Literal["draft"] = "draft"
+    path: Locator
+    """Folder or hub id of the draft model, which must have the model's tokenizer. It is not trained: as the model
+    changes, fewer of its tokens are accepted."""
+    tokens: Annotated[int, Field(ge=1, le=16)] = 4
+    """Number of tokens drafted for each forward pass of the model."""
+
+
 class RolloutSection(Section):
     """Rollout engine."""
 
@@ -52,6 +71,11 @@ class RolloutSection(Section):
     cache_tokens: PositiveInt | None = None
     """KV cache size in tokens; by default `slots` sequences of `row_tokens`. A smaller cache preempts the youngest
     samples and recomputes them later; a larger one keeps more shared prefixes."""
+    speculative: Annotated[LookupDrafts | ModelDrafts, Field(discriminator="kind")] | None = None
+    """Speculative decoding: draft several tokens, and judge all of them in one forward pass. Samples are the same token
+    for token, up to rounding, with every field of `sampling`; calls for which drafts do not pay, by the speeds that are
+    measured, go without. `{kind: ngram}` drafts from what prompt and sample have repeated, `{kind: draft, path: ...}`
+    by a smaller model, whose weights and cache need memory."""
     warm_up: Flag = True
     """Compile all programs that the dataset's prompts can need before the first step; otherwise each when first used.
     """

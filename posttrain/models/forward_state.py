@@ -114,7 +114,8 @@ def attend(
     variant = Variant(window=window, scale=scale, soft_cap=soft_cap)
     if isinstance(stored, StoredPages):
         assert sinks is None, "ragged paged attention does not support sinks"
-        return ragged_paged_attention(q, *stored, variant)
+        out = ragged_paged_attention(q.reshape(-1, 1, *q.shape[2:]), *stored, variant)
+        return out.reshape(*q.shape[:3], -1)
     # With a cache use "auto": few kernels support one.
     whole = state.cache is None or state.fresh
     return attention(
@@ -164,7 +165,8 @@ def store_keys(
     rows = context.positions.shape[0]
     start = jnp.zeros((rows, 1), jnp.int32)
     if isinstance(cache, PagedCache):
-        lengths = context.positions.reshape(cache.first.shape) + 1
+        lengths = context.positions[:, -1].reshape(cache.first.shape) + 1
+        window = None if window is None else window + context.positions.shape[1] - 1
         table, first = recent_pages(cache.table, lengths, cache.page, window)
         cache, start = replace(cache, table=table), first.reshape(rows, 1)
     stored_keys, stored_values = cache.read(index.slot, index.repeat)
@@ -180,7 +182,10 @@ def store_keys(
 
 def _pages(cache: PagedCache, context: Context, index: LayerIndex) -> StoredPages:
     pages = cache.keys[index.slot]
-    assert pages is not None and context.positions.shape[1] == 1, "ragged paged attention decodes one token at a time"
-    lengths = context.positions.reshape(cache.first.shape) + 1
+    assert pages is not None
+    # Each query counts as a row, with the pages of its own row.
+    lengths, queries = context.positions.reshape(cache.first.shape[0], -1) + 1, context.positions.shape[1]
+    lengths = jnp.minimum(lengths, cache.width)
+    table = cache.table if queries == 1 else jnp.repeat(cache.table, queries, axis=1)
     mesh = context.compute.mesh if cache.mesh is None else cache.mesh
-    return StoredPages(pages, jnp.asarray(index.repeat, jnp.int32), cache.table, lengths, mesh)
+    return StoredPages(pages, jnp.asarray(index.repeat, jnp.int32), table, lengths, mesh)

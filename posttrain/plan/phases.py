@@ -55,6 +55,7 @@ from posttrain.rl.algorithms import loss_of, needs_reference
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
 from posttrain.rollout.programs import Expected, PromptPieces
 from posttrain.rollout.runner import Runner
+from posttrain.rollout.speculative import SpeculativeRows
 from posttrain.rollout.types import SamplingParams
 from posttrain.stages.cluster import critic_settings, engine_slots
 from posttrain.stages.distill import terms_of
@@ -461,10 +462,10 @@ class RolloutShapes:
         calls = self.runner.examples([Expected(params=params, shortest=longest, longest=longest)], rereads=False)
         self.num_programs = len(calls)
         prompts = [call for call in calls if isinstance(call, PromptPieces) and call.context is None]
-        rows = [call for call in calls if not isinstance(call, PromptPieces)]
         self.prompts = max(prompts, key=lambda call: call.tokens.size)
         """Inputs of the largest prefill call of whole prompts."""
-        self.rows = max(rows, key=lambda call: call.context.size)
+        plain = (call for call in calls if not isinstance(call, PromptPieces | SpeculativeRows))
+        self.rows = max(plain, key=lambda call: call.context.size)
         """Inputs of the decode call with all slots and the widest table."""
 
     @classmethod

@@ -73,6 +73,8 @@ class BlockPool:
     def __init__(self, number: int):
         self.number = number
         self.generation = 0
+        self.drafted = np.zeros(number, np.int8)
+        """Number of leading positions of each block that the draft model's pool holds too."""
         self._free = list(range(number - 1, -1, -1))
         self._users = [0] * number
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -143,6 +145,7 @@ class BlockPool:
                 self._forget_oldest()
             block = self._free.pop()
             self._users[block] = 1
+            self.drafted[block] = 0
             chain.blocks.append(block)
         return True
 

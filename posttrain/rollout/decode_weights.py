@@ -459,19 +459,19 @@ class DecodeWeightsCache:
 
     def __init__(self) -> None:
         self._layouts: dict[int, DecodeLayout] = {}
-        self._latest: tuple[Loaded, DecodeWeights] | None = None
+        self._latest: dict[int, tuple[Loaded, DecodeWeights]] = {}
+        """The latest weights of each layout: of one model, or of a draft model too."""
         self.own_bytes = 0
         """Bytes on a device of the latest arrays that were derived."""
 
     def of(self, loaded: Loaded) -> DecodeWeights:
-        latest = self._latest
+        latest = self._latest.get(loaded.layout)
         if latest is None or latest[0] is not loaded:
-            latest = self._latest = None  # makes room for the new
+            latest = None
+            self._latest.pop(loaded.layout, None)  # makes room for the new
             weights = self.layout_of(loaded).weights(loaded)
-            self._latest = loaded, weights
-            self.own_bytes = sum(
-                array.addressable_shards[0].data.nbytes for array in weights.derived if isinstance(array, Array)
-            )
+            self._latest[loaded.layout] = loaded, weights
+            self.own_bytes = sum(array.addressable_shards[0].data.nbytes for array in self.arrays())
             return weights
         return latest[1]
 
@@ -485,12 +485,11 @@ class DecodeWeightsCache:
 
     def arrays(self) -> list[Array]:
         """Derived arrays of the latest weights."""
-        latest = self._latest  # the thread of the driver may drop it meanwhile
-        derived = () if latest is None else latest[1].derived
-        return [array for array in derived if isinstance(array, Array)]
+        latest = list(self._latest.values())  # the thread of the driver may drop them meanwhile
+        return [array for _, weights in latest for array in weights.derived if isinstance(array, Array)]
 
     def forget(self) -> None:
-        self._latest = None
+        self._latest = {}
 
     def layout_of(self, loaded: Loaded) -> DecodeLayout:
         """Layout of weights that may be shapes."""

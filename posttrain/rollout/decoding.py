@@ -55,6 +55,18 @@ class DecodedTokens:
     """None where all rows are plain."""
     experts: Int[Array, "steps R M k"] | None
     """Experts of the input token of each step, which precedes the token it sampled."""
+    drafts: DraftCounts | None = None
+    """None where no tokens are drafted."""
+
+
+@pytree
+class DraftCounts:
+    """Counts of a speculative call."""
+
+    rounds: Int[Array, " R"]
+    """Forward passes of the model for each row while it was active."""
+    drafted: Int[Array, " R"]
+    """Tokens drafted for each row."""
 
 
 class Progress(NamedTuple):

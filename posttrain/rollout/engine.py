@@ -21,9 +21,11 @@ from posttrain.models.config import check_recording
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.adapters import Adapters, AdapterSlots
 from posttrain.rollout.decode_weights import Loaded, choose_placement, device_memory
+from posttrain.rollout.dispatch import Dispatch, DispatchOutcome, deliver
+from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.request import Request
-from posttrain.rollout.runner import Dispatch, DispatchOutcome, Runner, deliver
+from posttrain.rollout.runner import Runner
 from posttrain.rollout.scheduler import Counts, Plan, Scheduler
 from posttrain.rollout.types import Call, Completion, Decode, NewTokens, RolloutEngine, SamplingParams
 from posttrain.runtime.profiler import span
@@ -48,6 +50,8 @@ class NativeEngine:
     Programs are compiled at the first request of each shape, or by `warm_up`.
 
     `tokenizer`: of grammars, one token of which is drawn per dispatch, of all rows beside them too.
+    `speculation`: draft several tokens and judge them in one forward pass, except beside grammars and where it does not
+    pay; samples are the same up to rounding.
 
     ValueError for a request that can never run. Log-probabilities that are not finite, and a tokenizer that raises at
     a stop string, fail the request that they happen to; an error on the device every request then in the engine.
@@ -70,6 +74,7 @@ class NativeEngine:
         tensor: SamplerTensor = "auto",
         adapters: AdapterSlots | None = None,
         cache_dtype: CacheDtype = "compute",
+        speculation: Speculation | None = None,
     ):
         _check_sizes(model, slots=slots, max_length=max_length, decode_steps=decode_steps)
         if record_routing:
@@ -94,6 +99,7 @@ class NativeEngine:
             cache_tokens=cache_tokens,
             adapters=adapters is not None,
             kind=cache_dtype,
+            speculation=speculation,
         )
         shapes = self._runner.shapes
         self.slots = shapes.slots * shapes.lanes
@@ -129,6 +135,7 @@ class NativeEngine:
             quantize=section.quantize,
             merge_lora=section.merge_lora,
             cache_tokens=section.cache_tokens,
+            speculation=Speculation.of(section, model, tokenizer),
             tensor=section.tensor,
             cache_dtype=section.cache_dtype,
         )
@@ -148,6 +155,7 @@ class NativeEngine:
         """Hand the new tokens over, and free what those hold that are done or have failed."""
         with span("rollout/deliver"):
             ended = deliver(dispatch, outcome, self._scheduler.holds, self._decode_text)
+            self._runner.note_drafts(plan, dispatch, outcome, self._scheduler.holds)
             self._scheduler.settle(plan)
         for row in plan.decode:
             if self._scheduler.holds(row):
@@ -304,14 +312,16 @@ class NativeEngine:
         if self._scheduler.busy:
             raise RuntimeError("warm_up: the engine is generating; warm it up before the first request")
         examples = self._runner.examples(expected, rereads=rereads or self._scheduler.may_preempt)
-        with progress_bar("compiling the rollout engine's programs", len(examples)) as advance:
-            self._runner.warm_up(self._loaded, examples, advance)
+        drafts = self._runner.draft_examples(expected)
+        with progress_bar("compiling the rollout engine's programs", len(examples) + len(drafts)) as advance:
+            self._runner.warm_up(self._loaded, examples, drafts, advance)
         trim_host_memory(platform_of(self._loaded.source.model.compute.mesh))
 
     def metrics(self) -> dict[str, float]:
         """Since the last call, but for the number of programs; blocks as a share of all that there are. A late
         compilation is one while samples waited for it: none after `warm_up`. `copy_mib`: weights of its own over all
-        devices; `layout_mib`: those that a device holds in another layout while samples run."""
+        devices; `layout_mib`: those that a device holds in another layout while samples run. With drafts see
+        `Drafter.metrics`."""
         counts = self.take_counts()
         (late, compile_s), programs = self._compilations, self.programs
         self._compilations = programs.num_late, programs.compile_s
@@ -324,7 +334,7 @@ class NativeEngine:
             "rollout/late_compilations": float(programs.num_late - late),
             "rollout/layout_mib": programs.layout_bytes / 2**20,
             "rollout/copy_mib": self._copies.own_bytes / 2**20 if self._copies is not None else 0.0,
-        }
+        } | self._runner.draft_metrics()
 
     def take_counts(self) -> Counts:
         """Counters of prompts, shared prefixes and preemptions since the last call, or that of `metrics`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from posttrain.rollout.decoding import DecodedTokens, DecodeRows, decode, record
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import TopLogps, score
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
+from posttrain.rollout.speculative import SpeculativeRows, speculate
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.xla import Recent, compile_options
 from posttrain.tree import pytree, replace, static
@@ -114,18 +115,31 @@ def _prompt_logps(
 _ENGINES = Recent[dict[Hashable, Any]](1)
 """Compiled programs of all equal engines so far."""
 
+Inputs: TypeAlias = PromptPieces | DecodeRows | SpeculativeRows
+
+
+class Side(NamedTuple):
+    """Weights of a model and its pool; of arrays, or of shapes to lower programs only."""
+
+    loaded: Loaded
+    pool: Pool
+
 
 class Programs:
     """Compiled programs by what they were compiled for: ahead of time, or each at its first use.
 
-    `record`: they also return the routing of what they read.
+    `record`: they also return the routing of what they read. `drafts`: tokens drafted by `speculate`, whose sides are
+    the model's and the draft model's, if there is one.
     """
 
-    def __init__(self, *, steps: int, record: bool) -> None:
-        self._prefill = partial(prefill, record=record)
-        self._decode = partial(decode, steps=steps, record=record)
+    def __init__(self, *, steps: int, record: bool, drafts: int) -> None:
+        self._functions: dict[type[Inputs], Callable[..., Any]] = {
+            PromptPieces: _of_one(partial(prefill, record=record)),
+            DecodeRows: _of_one(partial(decode, steps=steps, record=record)),
+            SpeculativeRows: partial(speculate, length=drafts, steps=steps, record=record),
+        }
         self._compiled: dict[Hashable, Any] = {}
-        self._settings = steps, record
+        self._settings = steps, record, drafts
         self._shared: dict[int, dict[Hashable, Any]] = {}
         """Programs of equal engines, by the layout of weights."""
         self._weights = DecodeWeightsCache()
@@ -137,10 +151,28 @@ class Programs:
         return len(self._compiled)
 
     def prefill(self, loaded: Loaded, pool: Pool, prompts: PromptPieces) -> tuple[Pool, Prefilled]:
-        return self._program(loaded, pool, prompts)(self._weights.of(loaded), pool, prompts)
+        (pool,), prefilled = self._run([Side(loaded, pool)], prompts)
+        return pool, prefilled
 
     def decode(self, loaded: Loaded, pool: Pool, rows: DecodeRows, stop_at: np.int32) -> tuple[Pool, DecodedTokens]:
-        return self._program(loaded, pool, rows, stop_at)(self._weights.of(loaded), pool, rows, stop_at)
+        (pool,), chunk = self._run([Side(loaded, pool)], rows, stop_at)
+        return pool, chunk
+
+    def speculate(
+        self, sides: Sequence[Side], call: SpeculativeRows, stop_at: np.int32
+    ) -> tuple[tuple[Pool, ...], DecodedTokens]:
+        pools, chunk = self._run(sides, call, stop_at)
+        return pools, chunk
+
+    def _run(self, sides: Sequence[Side], inputs: Inputs, *rest: np.int32) -> tuple[tuple[Pool, ...], Any]:
+        key, weights = _key(sides, inputs), self._arguments(sides)
+        if self._known(key, sides[0]) is None:
+            start = time.perf_counter()
+            self._keep(key, sides[0], self._lower(sides, weights, inputs).compile())
+            self.compile_s += time.perf_counter() - start
+            self.num_late += 1
+        result: tuple[tuple[Pool, ...], Any] = self._compiled[key](weights, _pools(sides), inputs, *rest)
+        return result
 
     @property
     def layout_bytes(self) -> int:
@@ -159,66 +191,58 @@ class Programs:
         """Drop the arrays prepared from the weights, while no sample runs."""
         self._weights.forget()
 
-    def compile(
-        self, loaded: Loaded, pool: Pool, examples: Sequence[PromptPieces | DecodeRows], advance: Callable[[int], None]
-    ) -> None:
+    def compile(self, calls: Sequence[tuple[Sequence[Side], Inputs]], advance: Callable[[int], None]) -> None:
         """The programs for inputs of these shapes, traced one by one and compiled side by side. `advance(1)` after
         each."""
         start = time.perf_counter()
         with ThreadPoolExecutor(max_workers=min(MAX_COMPILERS, os.cpu_count() or 1)) as threads:
-            waiting: dict[Future[Any], Hashable] = {}
-            for inputs in examples:
-                key, rest = _key(loaded, inputs), [np.int32(0)] if isinstance(inputs, DecodeRows) else []
-                if key in waiting.values() or self._known(key, loaded, pool) is not None:
+            waiting: dict[Future[Any], tuple[Hashable, Side]] = {}
+            begun: set[Hashable] = set()
+            for sides, inputs in calls:
+                key = _key(sides, inputs)
+                if key in begun or self._known(key, sides[0]) is not None:
                     advance(1)
                 else:
-                    lowered = self._lower(loaded, self._weights.of(loaded), pool, inputs, *rest)
-                    waiting[threads.submit(lowered.compile)] = key
+                    begun.add(key)
+                    waiting[threads.submit(self._lower(sides, self._arguments(sides), inputs).compile)] = key, sides[0]
             for done in as_completed(waiting):
-                self._keep(waiting[done], loaded, done.result())
+                self._keep(*waiting[done], done.result())
                 advance(1)
         self.rest()
         self.compile_s += time.perf_counter() - start
 
-    def _program(self, loaded: Loaded, pool: Pool, inputs: PromptPieces | DecodeRows, *rest: np.int32) -> Any:
-        key = _key(loaded, inputs)
-        if self._known(key, loaded, pool) is None:
-            start = time.perf_counter()
-            self._keep(key, loaded, self._lower(loaded, self._weights.of(loaded), pool, inputs, *rest).compile())
-            self.compile_s += time.perf_counter() - start
-            self.num_late += 1
-        return self._compiled[key]
-
-    def _known(self, key: Hashable, loaded: Loaded, pool: Pool) -> Any:
-        """Compiled program; None if neither this engine nor an equal one has it."""
+    def _known(self, key: Hashable, side: Side) -> Any:
+        """Compiled program; None if neither this engine nor an equal one has it. `side`: the first one of the call."""
+        layout = side.loaded.layout
         if key not in self._compiled:
-            if loaded.layout not in self._shared:
-                leaves, tree = jax.tree.flatten(pool)
+            if layout not in self._shared:
+                leaves, tree = jax.tree.flatten(side.pool)
                 blocks = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
-                self._shared[loaded.layout] = _ENGINES.of((loaded.layout, self._settings, tree, blocks), dict)
-            if key in self._shared[loaded.layout]:
-                self._compiled[key] = self._shared[loaded.layout][key]
+                self._shared[layout] = _ENGINES.of((layout, self._settings, tree, blocks), dict)
+            if key in self._shared[layout]:
+                self._compiled[key] = self._shared[layout][key]
         return self._compiled.get(key)
 
-    def _keep(self, key: Hashable, loaded: Loaded, program: Any) -> None:
-        self._compiled[key] = self._shared[loaded.layout][key] = program
+    def _keep(self, key: Hashable, side: Side, program: Any) -> None:
+        self._compiled[key] = self._shared[side.loaded.layout][key] = program
 
-    def lower(self, loaded: Loaded, pool: Pool, inputs: PromptPieces | DecodeRows) -> jax.stages.Lowered:
-        """Lower the program for these inputs, of weights and a pool that may be shapes."""
-        rest = [np.int32(0)] if isinstance(inputs, DecodeRows) else []
-        return self._lower(loaded, self._weights.shapes(loaded), pool, inputs, *rest)
+    def lower(self, sides: Sequence[Side], inputs: Inputs) -> jax.stages.Lowered:
+        """Lower the program for these inputs, of sides that may be shapes."""
+        return self._lower(sides, tuple(self._weights.shapes(side.loaded) for side in sides), inputs)
 
-    def _lower(
-        self, loaded: Loaded, weights: DecodeWeights, pool: Pool, inputs: PromptPieces | DecodeRows, *rest: np.int32
-    ) -> jax.stages.Lowered:
-        function: Callable[..., Any] = self._prefill if isinstance(inputs, PromptPieces) else self._decode
-        placed = jax.tree.map(lambda x: x.sharding, pool)
+    def _arguments(self, sides: Sequence[Side]) -> tuple[DecodeWeights, ...]:
+        return tuple(self._weights.of(side.loaded) for side in sides)
+
+    def _lower(self, sides: Sequence[Side], weights: tuple[DecodeWeights, ...], inputs: Inputs) -> jax.stages.Lowered:
+        function, pools = self._functions[type(inputs)], _pools(sides)
+        placed = jax.tree.map(lambda x: x.sharding, pools)
         placement = jax.tree.leaves(placed)[0]
         mesh = mesh_of_arrays(placement)
-        model_of = self._weights.model_of(loaded)
+        models_of = [self._weights.model_of(side.loaded) for side in sides]
 
-        def bound(weights: DecodeWeights, pool: Pool, *args: Any) -> Any:
-            return function(model_of(weights), pool, *args, mesh=mesh)
+        def bound(weights: tuple[DecodeWeights, ...], pools: tuple[Pool, ...], *args: Any) -> Any:
+            models = tuple(model_of(own) for model_of, own in zip(models_of, weights, strict=True))
+            return function(models, pools, *args, mesh=mesh)
 
         bound.__name__ = "prefill" if isinstance(inputs, PromptPieces) else "decode"
         devices = devices_of(placement)
@@ -228,12 +252,24 @@ class Programs:
             out_shardings=(placed, None),
             compiler_options=compile_options(platform_of(devices)),
         )
-        return program.lower(weights, pool, inputs, *rest)
+        return program.lower(weights, pools, inputs, *[] if isinstance(inputs, PromptPieces) else [np.int32(0)])
 
 
-def _key(loaded: Loaded, inputs: PromptPieces | DecodeRows) -> Hashable:
+def _of_one(function: Callable[..., tuple[Pool, Any]]) -> Callable[..., tuple[tuple[Pool, ...], Any]]:
+    def of_one(models: tuple[Decoder], pools: tuple[Pool], *args: Any, mesh: Mesh | None) -> Any:
+        pool, result = function(models[0], pools[0], *args, mesh=mesh)
+        return (pool,), result
+
+    return of_one
+
+
+def _pools(sides: Sequence[Side]) -> tuple[Pool, ...]:
+    return tuple(side.pool for side in sides)
+
+
+def _key(sides: Sequence[Side], inputs: Inputs) -> Hashable:
     leaves, tree = jax.tree.flatten(inputs)
-    return tree, tuple(leaf.shape for leaf in leaves), loaded.layout
+    return tree, tuple(leaf.shape for leaf in leaves), tuple(side.loaded.layout for side in sides)
 
 
 MIN_WIDTH = 128

@@ -1,75 +1,47 @@
-"""Execution of the scheduler's plans: input arrays, compiled programs, the KV cache pool, and delivery to requests."""
+"""Execution of the scheduler's plans: input arrays, compiled programs, and the KV cache pool."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from posttrain.config import CacheDtype
 from posttrain.mesh import replicated
 from posttrain.models.decoder import decoding_config
-from posttrain.rollout.blocks import BLOCK, Chain, Node, blocks_for
+from posttrain.rollout.blocks import BLOCK, Chain, blocks_for
 from posttrain.rollout.decode_weights import Loaded
-from posttrain.rollout.decoding import DecodedTokens, DecodeRows
+from posttrain.rollout.decoding import DecodeRows
+from posttrain.rollout.dispatch import DecodeCall, Dispatch, DispatchOutcome, PromptCall
+from posttrain.rollout.drafting import Choice, Drafter, Speculation
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
 from posttrain.rollout.programs import (
     DecodeShape,
     Expected,
-    Prefilled,
+    Inputs,
     Programs,
     PromptPieces,
     PromptShape,
     ScoredPrompts,
     Shapes,
+    Side,
 )
 from posttrain.rollout.request import Request
-from posttrain.rollout.sampling import Sampling, Tables, TopLogps
+from posttrain.rollout.sampling import Sampling, Tables
 from posttrain.rollout.scheduler import Plan, PromptPiece, Row
-from posttrain.rollout.types import Decode, SamplingParams, StopReason, TokenLogp, first_completed
+from posttrain.rollout.speculative import SpeculativeRows
+from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.profiler import span
 
 MIN_STOP_IDS = 4
 IDLE = Request(prompt=(0,), params=SamplingParams(max_tokens=1, temperature=1.0, stop_token_ids=(), key=(0, 0)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptCall:
-    prompts: PromptPieces
-    pieces: dict[int, PromptPiece]
-    """By row of the call."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeCall:
-    rows: DecodeRows
-    stop_at: np.int32
-    places: dict[int, Row]
-    """By row of the call; the others are idle."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dispatch:
-    """A plan as calls of programs."""
-
-    loaded: Loaded
-    prompts: list[PromptCall]
-    decode: DecodeCall | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DispatchOutcome:
-    """Results of a dispatch's calls, on the host."""
-
-    prefilled: list[Prefilled]
-    chunk: DecodedTokens | None
 
 
 class Runner:
@@ -84,10 +56,12 @@ class Runner:
         vocab_size: int,
         adapters: bool = False,
         kind: CacheDtype = "compute",
+        drafter: Drafter | None = None,
     ):
         self.shapes = shapes
         self.blocks = blocks
-        self.programs = Programs(steps=shapes.steps, record=record)
+        self.drafter = drafter
+        self.programs = Programs(steps=shapes.steps, record=record, drafts=0 if drafter is None else drafter.tokens)
         self._tables = Tables(vocab_size)
         self._adapters = adapters
         self._kind = kind
@@ -109,6 +83,7 @@ class Runner:
         cache_tokens: int | None,
         adapters: bool = False,
         kind: CacheDtype = "compute",
+        speculation: Speculation | None = None,
     ) -> Runner:
         """Runner for weights that may be shapes. `slots` is rounded up to a multiple of the lanes; `cache_tokens`: see
         `NativeEngine`; `adapters`: the model has slots for them; `kind`: type of the cache. ConfigError for one that
@@ -123,59 +98,107 @@ class Runner:
             vocab_size=loaded.source.model.config.vocab_size,
             adapters=adapters,
             kind=kind,
+            drafter=None if speculation is None else Drafter(speculation, loaded, max_length),
         )
         runner.pool_shapes(loaded)
+        if runner.drafter is not None and runner.drafter.loaded is not None:
+            runner.pool_shapes(runner.drafter.loaded)
         return runner
 
     def prepare(self, plan: Plan, loaded: Loaded) -> Dispatch:
         """The arrays of a plan; later changes of its rows do not matter."""
-        return Dispatch(
-            loaded=loaded,
-            prompts=list(self._prompt_calls(plan.pieces)),
-            decode=self._decode_call(plan) if plan.decode else None,
-        )
+        decode = self._decode_call(plan) if plan.decode else None
+        drafting: list[PromptCall] = []
+        if self.drafter is not None and decode is not None and isinstance(decode.rows, SpeculativeRows):
+            drafting = list(self._prompt_calls(self.drafter.catch_up(plan), scored=False))
+        return Dispatch(loaded=loaded, prompts=list(self._prompt_calls(plan.pieces)), drafting=drafting, decode=decode)
 
     def run(self, dispatch: Dispatch) -> DispatchOutcome:
         """On the device; returns when everything is on the host."""
         rows = len(dispatch.decode.places) if dispatch.decode is not None else 0
         name = "rollout/prefill" if dispatch.prompts else "rollout/decode"
         with self._device, span(name, rows=rows, slots=self.shapes.slots * self.shapes.lanes):
-            pool, self._pool = self._pool, None  # gone if a program fails: it was donated
-            if pool is None:
-                pool = empty_pool(self.pool_shapes(dispatch.loaded))
-            prefilled, chunk = [], None
+            start, late = time.perf_counter(), self.programs.num_late
+            decode, prefilled, chunk = dispatch.decode, [], None
+            drafts = decode is not None and isinstance(decode.rows, SpeculativeRows)
+            sides = self._sides(dispatch.loaded, drafts=drafts)
             for call in dispatch.prompts:
-                pool, beside = self.programs.prefill(dispatch.loaded, pool, call.prompts)
+                pool, beside = self.programs.prefill(*sides[0], call.prompts)
+                sides[0] = sides[0]._replace(pool=pool)
                 prefilled.append(beside)
-            if (decode := dispatch.decode) is not None:
-                pool, chunk = self.programs.decode(dispatch.loaded, pool, decode.rows, decode.stop_at)
-            self._pool = None if self._closed else pool
-            return DispatchOutcome(**jax.device_get({"prefilled": prefilled, "chunk": chunk}))
+            for call in dispatch.drafting:
+                pool, _ = self.programs.prefill(*sides[1], call.prompts)
+                sides[1] = sides[1]._replace(pool=pool)
+            pools: Sequence[Pool] = [side.pool for side in sides]
+            if decode is not None:
+                if isinstance(decode.rows, SpeculativeRows):
+                    pools, chunk = self.programs.speculate(sides, decode.rows, decode.stop_at)
+                else:
+                    pool, chunk = self.programs.decode(*sides[0], decode.rows, decode.stop_at)
+                    pools = [pool, *pools[1:]]
+            self._put_pools(pools)
+            outcome = jax.device_get({"prefilled": prefilled, "chunk": chunk})
+            plain = not dispatch.prompts and not dispatch.drafting and self.programs.num_late == late
+            return DispatchOutcome(**outcome, seconds=time.perf_counter() - start if plain else None)
+
+    def _sides(self, loaded: Loaded, *, drafts: bool) -> list[Side]:
+        """The model and its pool, and with `drafts` the draft model's. The pools are gone if a program fails, to which
+        they are donated."""
+        drafter, pool, self._pool = self.drafter, self._pool, None
+        sides = [Side(loaded, empty_pool(self.pool_shapes(loaded)) if pool is None else pool)]
+        if drafts and drafter is not None and drafter.loaded is not None:
+            pool, drafter.pool = drafter.pool, None
+            sides.append(Side(drafter.loaded, empty_pool(self.pool_shapes(drafter.loaded)) if pool is None else pool))
+        return sides
+
+    def _put_pools(self, pools: Sequence[Pool]) -> None:
+        if not self._closed:
+            self._pool = pools[0]
+            if self.drafter is not None and len(pools) > 1:
+                self.drafter.pool = pools[1]
 
     def arrays(self) -> list[Array]:
-        """Arrays of the KV cache."""
-        return [] if self._pool is None else jax.tree.leaves(self._pool)
+        """Arrays of the KV cache, and those of the draft model."""
+        drafter = self.drafter
+        own = [] if drafter is None or drafter.loaded is None else list(drafter.loaded.arrays.values())
+        return [*own, *jax.tree.leaves((self._pool, None if drafter is None else drafter.pool))]
 
     def reset(self) -> None:
         """Forget what is in the blocks: even masked, a NaN in it would spoil what comes next."""
         self._pool = None
+        if self.drafter is not None:
+            self.drafter.pool = None
 
     def close(self) -> None:
-        self._closed, self._pool = True, None
+        self._closed = True
+        self.reset()
         self.programs.rest()
 
     def warm_up(
-        self, loaded: Loaded, inputs: Sequence[PromptPieces | DecodeRows], advance: Callable[[int], None]
+        self,
+        loaded: Loaded,
+        inputs: Sequence[Inputs],
+        draft_prompts: Sequence[PromptPieces],
+        advance: Callable[[int], None],
     ) -> None:
-        """Compile the programs for inputs of these shapes. `advance(1)` after each."""
+        """Compile the programs for inputs of these shapes, and those in which the draft model reads prompts.
+        `advance(1)` after each."""
         with self._device:
-            if self._pool is None:
-                self._pool = empty_pool(self.pool_shapes(loaded))
-            self.programs.compile(loaded, self._pool, inputs, advance)
+            sides = self._sides(loaded, drafts=True)
+            calls = [(sides if isinstance(one, SpeculativeRows) else sides[:1], one) for one in inputs]
+            calls += [(sides[1:], one) for one in draft_prompts]
+            self.programs.compile(calls, advance)
+            self._put_pools([side.pool for side in sides])
 
-    def examples(self, expected: Sequence[Expected], *, rereads: bool) -> list[PromptPieces | DecodeRows]:
+    def examples(self, expected: Sequence[Expected], *, rereads: bool) -> list[Inputs]:
         """Inputs of all shapes that any schedule of such requests may need. `rereads`: see `Expected.reads`."""
         return [*self._example_prompts(expected, rereads), *self._example_rows(expected)]
+
+    def draft_examples(self, expected: Sequence[Expected]) -> list[PromptPieces]:
+        """Prompts of all shapes that a draft model may have to read, such as what was sampled without it."""
+        if self.drafter is None or self.drafter.loaded is None:
+            return []
+        return [prompts for prompts in self._example_prompts(expected, True) if prompts.scored is None]
 
     def _example_prompts(self, expected: Sequence[Expected], rereads: bool) -> Iterator[PromptPieces]:
         calls = {
@@ -186,7 +209,7 @@ class Runner:
         }
         yield from (self._prompts(shape, {}, scored=scored, top=top) for shape, scored, top in sorted(calls))
 
-    def _example_rows(self, expected: Sequence[Expected]) -> Iterator[DecodeRows]:
+    def _example_rows(self, expected: Sequence[Expected]) -> Iterator[DecodeRows | SpeculativeRows]:
         shapes = self.shapes
         self._fit_stop_ids([e.params for e in expected])
         tail = any(e.params.max_tokens > shapes.steps for e in expected)
@@ -198,11 +221,17 @@ class Runner:
             within = positions if params.is_plain else positions._replace(longest=longest)
             calls |= {(shape, params.is_plain): params for shape in shapes.decodes(within, tail=tail)}
         for (shape, _), params in sorted(calls.items(), key=lambda call: call[0]):
-            yield self._rows(shape, {0: Row(Request(prompt=(0,), params=params), 0, Chain(), 0)})
+            places = {0: Row(Request(prompt=(0,), params=params), 0, Chain(), 0)}
+            yield self._rows(shape, places, None)
+            if self.drafter is not None:
+                yield self._speculative_rows(shape, places, None)
 
-    def lower(self, loaded: Loaded, inputs: PromptPieces | DecodeRows) -> jax.stages.Lowered:
+    def lower(self, loaded: Loaded, inputs: Inputs) -> jax.stages.Lowered:
         """Lower the program for inputs of these shapes, of weights that may be shapes."""
-        return self.programs.lower(loaded, self.pool_shapes(loaded), inputs)
+        every = [loaded]
+        if isinstance(inputs, SpeculativeRows) and self.drafter is not None and self.drafter.loaded is not None:
+            every.append(self.drafter.loaded)
+        return self.programs.lower([Side(one, self.pool_shapes(one)) for one in every], inputs)
 
     def pool_shapes(self, loaded: Loaded) -> Pool:
         """Shapes of the pool beside these weights."""
@@ -214,7 +243,21 @@ class Runner:
         blocks: dict[str, Any] = {"lanes": self.shapes.lanes, "blocks": self.blocks}
         return pool_shapes(config, compute.dtype, sharding, layout=layout, kind=self._kind, **blocks)
 
-    def _prompt_calls(self, pieces: Sequence[PromptPiece]) -> Iterator[PromptCall]:
+    def draft_metrics(self) -> dict[str, float]:
+        return {} if self.drafter is None else self.drafter.metrics()
+
+    def note_drafts(
+        self, plan: Plan, dispatch: Dispatch, outcome: DispatchOutcome, holds: Callable[[Row], bool]
+    ) -> None:
+        """Count drafts and their speed after the tokens were delivered, and what the draft model has read."""
+        if self.drafter is None or dispatch.decode is None or outcome.chunk is None:
+            return
+        rows = [row for row in dispatch.decode.places.values() if holds(row)]
+        self.drafter.note(rows, plan.lanes, outcome.chunk, dispatch.decode.size)
+        if outcome.seconds is not None:
+            self.drafter.measure(outcome.chunk, dispatch.decode.size, outcome.seconds)
+
+    def _prompt_calls(self, pieces: Sequence[PromptPiece], *, scored: bool = True) -> Iterator[PromptCall]:
         """By level, and within it by shape, as many pieces to a call as it has rows."""
         groups: dict[tuple[int, PromptShape], list[PromptPiece]] = {}
         for piece in pieces:
@@ -222,7 +265,8 @@ class Runner:
         for (_, shape), group in sorted(groups.items(), key=lambda item: item[0]):
             while group:
                 places, group = self._placed(group, shape.rows)
-                params = [piece.row.request.params for piece in places.values() if piece.row.request.unscored]
+                requests = [piece.row.request for piece in places.values()] if scored else []
+                params = [request.params for request in requests if request.unscored]
                 top = any(p.scores_top for p in params)
                 yield PromptCall(prompts=self._prompts(shape, places, scored=bool(params), top=top), pieces=places)
 
@@ -276,12 +320,41 @@ class Runner:
         # Pause for those who wait when a quarter has ended; else when the next smaller batch would do. After a token
         # under a grammar the host says what may follow.
         smaller = max((size for size in shapes.sizes(tail) if size < shape.rows), default=0)
+        choice = Choice(False, None)
+        if self.drafter is not None and not constrained:
+            choice = self.drafter.pace.choose(shape.rows)
+        if choice.drafts:
+            smaller = count - max(1, count // 2)  # the faster half waits no longer for the slower one
         stop_at = count - max(1, count // 4) if plan.waiting else smaller
         stop_at = max(stop_at, count - constrained) if constrained else stop_at
         self._fit_stop_ids([row.request.params for row in plan.decode])
-        return DecodeCall(rows=self._rows(shape, places), stop_at=np.int32(min(stop_at, count - 1)), places=places)
+        rows = (self._speculative_rows if choice.drafts else self._rows)(shape, places, choice.limit)
+        return DecodeCall(rows=rows, stop_at=np.int32(min(stop_at, count - 1)), places=places, size=shape.rows)
 
-    def _rows(self, shape: DecodeShape, places: dict[int, Row]) -> DecodeRows:
+    def _speculative_rows(self, shape: DecodeShape, places: dict[int, Row], limit: int | None) -> SpeculativeRows:
+        assert self.drafter is not None
+        rows = self._rows(shape, places, limit)
+        history = context = before = window = None
+        if self.drafter.loaded is None:
+            tokens = np.full((rows.tokens.shape[0], shape.width), -1, np.int32)
+            for index, row in places.items():
+                known = row.request.history
+                tokens[index, : len(known)] = known
+            history = jax.device_put(tokens)
+        else:
+            blocks, newest = (
+                np.zeros((rows.tokens.shape[0], shape.width // BLOCK), np.int32),
+                np.zeros_like(rows.tokens),
+            )
+            for index, row in places.items():
+                blocks[index, : len(row.chain.blocks)] = row.chain.blocks
+                newest[index] = row.request.history[-2:][0]
+            windows = np.full(len(newest), self.drafter.windows.choose(), np.float32)
+            context, before, window = jax.device_put((blocks.reshape(rows.context.shape), newest, windows))
+        return SpeculativeRows(rows=rows, history=history, context=context, before=before, window=window)
+
+    def _rows(self, shape: DecodeShape, places: dict[int, Row], limit: int | None) -> DecodeRows:
+        """`limit`: tokens of each row at most."""
         lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
         requests = [places[row].request if row in places else IDLE for row in range(rows)]
         params = [request.params for request in requests]
@@ -305,7 +378,7 @@ class Runner:
                 {
                     "tokens": np.asarray([r.newest for r in requests], np.int32),
                     "positions": np.asarray([r.position for r in requests], np.int32),
-                    "ends": np.asarray([r.end if r.constraint is None else r.position + 2 for r in requests], np.int32),
+                    "ends": np.asarray([_end(r, limit) for r in requests], np.int32),
                     "active": np.asarray([row in places for row in range(rows)]),
                     "context": context.reshape(lanes, shape.rows, -1),
                     "targets": targets.reshape(lanes, shape.rows, -1),
@@ -335,122 +408,7 @@ class Runner:
             self._stop_ids *= 2
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Rows whose requests are finished or failed."""
-
-    done: list[tuple[Row, StopReason]] = field(default_factory=list)
-    failed: list[tuple[Row, Exception]] = field(default_factory=list)
-    """FloatingPointError for log-probabilities that are not finite; other exceptions are raised by `decode_text`."""
-
-
-def deliver(
-    dispatch: Dispatch, outcome: DispatchOutcome, holds: Callable[[Row], bool], decode_text: Decode | None
-) -> Ended:
-    """Append the new tokens to every request; returns the rows that ended. Rows that `holds` refuses are skipped."""
-    for call, prefilled in zip(dispatch.prompts, outcome.prefilled, strict=True):
-        _deliver_prompts(call, prefilled, holds)
-    ended = Ended()
-    if dispatch.decode is None or outcome.chunk is None:
-        return ended
-    version, finite = dispatch.loaded.version, _finite(outcome.chunk)
-    for index, row in dispatch.decode.places.items():
-        if not holds(row):
-            continue
-        if not finite[index]:
-            message = f"generate: the weights of version {version} give log-probabilities that are not finite"
-            ended.failed.append((row, FloatingPointError(message)))
-            continue
-        _inherit_routing(row)
-        count = _deliver_tokens(outcome.chunk, index, row.request, version)
-        try:
-            reason = _stop_reason(row.request, count, decode_text)
-            if reason is None and row.request.constraint is not None:
-                row.request.constraint.advance(row.request.tokens[len(row.request.tokens) - count :])
-        except Exception as error:
-            # The tokenizer and the grammar are not ours, and the other requests may have better tokens.
-            ended.failed.append((row, error))
-            continue
-        if reason is not None:
-            ended.done.append((row, reason))
-    return ended
-
-
-def _finite(chunk: DecodedTokens) -> Bool[np.ndarray, " R"]:
-    """True for rows whose sampled log-probabilities are all finite."""
-    sampled = np.arange(len(chunk.logps))[:, None] < np.asarray(chunk.counts)
-    return (np.isfinite(np.asarray(chunk.logps)) | ~sampled).all(axis=0)
-
-
-def _deliver_prompts(call: PromptCall, found: Prefilled, holds: Callable[[Row], bool]) -> None:
-    for index, piece in call.pieces.items():
-        row, length = piece.row, piece.end - piece.start
-        if found.experts is not None:
-            # Also for removed rows: other requests may share their blocks.
-            _record_routing(piece.nodes, np.asarray(found.experts[index, :length]))
-        if not holds(row):
-            continue
-        if found.experts is not None:
-            row.request.record_routing(piece.start, np.asarray(found.experts[index, :length]))
-        if found.logps is not None and row.request.unscored:
-            top, number = None, row.request.params.top_logps
-            if found.top is not None and number:
-                top = _top_logps(found.top, np.s_[index, :length], number)
-            row.request.record_prompt_logps(piece.start, np.asarray(found.logps[index, :length]).tolist(), top)
-
-
-def _record_routing(nodes: Sequence[Node], experts: np.ndarray) -> None:
-    for index, node in enumerate(nodes):
-        if node.routing is None:
-            start = index * BLOCK
-            node.routing = experts[start : start + len(node.tokens)].copy()
-
-
-def _inherit_routing(row: Row) -> None:
-    """Copy the recorded experts of shared prefix blocks to the request, once."""
-    if not row.fresh:
-        return
-    row.fresh = False
-    for index, node in enumerate(row.chain.nodes):
-        if node.routing is not None:
-            row.request.record_routing(index * BLOCK, node.routing)
-    source = row.chain.source
-    if source is not None and source.routing is not None:
-        start = len(row.chain.nodes) * BLOCK
-        row.request.record_routing(start, source.routing[: row.computed - start])
-
-
-def _deliver_tokens(chunk: DecodedTokens, index: int, request: Request, version: int) -> int:
-    """Append the new tokens of a row to its request, and return their number."""
-    count = int(chunk.counts[index])
-    if chunk.experts is not None:
-        request.record_routing(request.position, np.asarray(chunk.experts[:count, index]))
-    request.tokens.extend(np.asarray(chunk.tokens[:count, index]).tolist())
-    request.logps.extend(np.asarray(chunk.logps[:count, index]).tolist())
-    request.kept_logps.extend(np.asarray(chunk.kept_logps[:count, index]).tolist())
-    request.versions.extend([version] * count)
-    if chunk.top is not None:
-        request.top_logps += _top_logps(chunk.top, np.s_[:count, index], request.params.top_logps)
-    return count
-
-
-def _top_logps(top: TopLogps, places: tuple[Any, Any], number: int) -> list[tuple[TokenLogp, ...]]:
-    """The `number` most probable tokens at each of these places."""
-    tokens, logps = np.asarray(top.tokens[places]), np.asarray(top.logps[places])
-    return [
-        tuple(map(TokenLogp, *pair))
-        for pair in zip(tokens[:, :number].tolist(), logps[:, :number].tolist(), strict=True)
-    ]
-
-
-def _stop_reason(request: Request, num_new: int, decode_text: Decode | None) -> StopReason | None:
-    """Return the stop reason of a finished request, else None; tokens after a stop string are cut."""
-    params = request.params
-    if params.stop and decode_text is not None:
-        end = first_completed(decode_text, request.history, len(request.prompt), num_new, params)
-        if end is not None:
-            request.cut(end)
-            return "stop"
-    if request.tokens[-1] in params.ends:
-        return "stop"
-    return "length" if len(request.tokens) == params.max_tokens else None
+def _end(request: Request, limit: int | None) -> int:
+    """First position that a dispatch may not sample: one token under a grammar, else at most `limit`."""
+    limit = limit if request.constraint is None else 1
+    return request.end if limit is None else min(request.end, request.length + limit)

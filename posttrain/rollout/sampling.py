@@ -217,6 +217,11 @@ class Sampling:
             processors=processors,
         )
 
+    @property
+    def truncated(self) -> Bool[Array, " R"]:
+        """True for rows that draw from a part of the tokens."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
     def tally(self, vocab_size: int) -> Tally | None:
         """Token counts for penalties at the start of a dispatch; then `Tally.count` each new token."""
         return None if self.processors is None else Tally.start(self.processors, vocab_size)
@@ -263,6 +268,27 @@ def sample(logits: Float[Array, "R V"], positions: Int[Array, " R"], sampling: S
     return Drawn(tokens=tokens, logps=logps, kept_logps=kept_logps, top=_top(model, tally.processors.top_logps))
 
 
+def guess(
+    logits: Float[Array, "R V"],
+    positions: Int[Array, " R"],
+    sampling: Sampling,
+    tally: Tally | None,
+    window: Float[Array, " R"],
+) -> Int[Array, " R"]:
+    """The tokens that `sample` likely draws from the logits of a better model: those with most of the cumulated
+    distribution within `window` of the same random number, and in greedy rows the most probable ones. At 0 the draws
+    from these logits."""
+    scale = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    logits = logits.astype(jnp.float32)
+    model = _Distribution.of((logits if tally is None else tally.apply(logits)) / scale)
+    probs = jax.lax.cond(jnp.any(sampling.truncated), lambda: _truncate(model, sampling)[0], lambda: model.probs)
+    upper = jnp.cumsum(probs, axis=-1)
+    total = upper[:, -1:]
+    middle, reach = uniforms(sampling.keys, positions)[:, None] * total, window[:, None] * total
+    inside = jnp.minimum(upper, middle + reach) - jnp.maximum(upper - probs, middle - reach)
+    return _largest(jnp.where(sampling.temperature[:, None] > 0, inside, model.shifted))
+
+
 @pytree
 class _Distribution:
     """Not normalised: the most probable token has 1, up to rounding.
@@ -292,13 +318,12 @@ class _Distribution:
 
 def _draw(of: _Distribution, s: Sampling, u: Float[Array, " R"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
     """Tokens, and the log of the mass that truncation kept."""
-    truncated = (s.temperature > 0) & ((s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0))
 
     def cut() -> tuple[Array, Array]:
-        truncated_probs, kept_logps = _truncate(of.probs, of.total, truncated, s.top_k, s.top_p, s.min_p)
+        truncated_probs, kept_logps = _truncate(of, s)
         return _inverse_cdf(truncated_probs, u), kept_logps
 
-    return jax.lax.cond(jnp.any(truncated), cut, lambda: (_inverse_cdf(of.probs, u), jnp.zeros_like(u)))
+    return jax.lax.cond(jnp.any(s.truncated), cut, lambda: (_inverse_cdf(of.probs, u), jnp.zeros_like(u)))
 
 
 def _largest(x: Float[Array, "R V"]) -> Int[Array, " R"]:
@@ -406,28 +431,22 @@ def uniforms(keys: UInt32[Array, "S 2"], positions: Int[Array, " S"]) -> Float[A
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
-def _truncate(
-    probs: Float[Array, "S V"],
-    total: Float[Array, " S"],
-    truncated: Bool[Array, " S"],
-    top_k: Int[Array, " S"],
-    top_p: Float[Array, " S"],
-    min_p: Float[Array, " S"],
-) -> tuple[Float[Array, "S V"], Float[Array, " S"]]:
+def _truncate(of: _Distribution, s: Sampling) -> tuple[Float[Array, "S V"], Float[Array, " S"]]:
     """`probs` with zeros where it is cut, and the log of the share that is left.
 
     A token stays if fewer than k tokens, and less than p of what top-k kept, are more probable than it. The most
     probable token stays by its index, whatever rounding does to the cuts.
     """
+    probs, truncated = of.probs, s.truncated
     top = jnp.arange(probs.shape[1], dtype=jnp.int32)[None] == _largest(probs)[:, None]
-    count_limit = jnp.where(truncated & (top_k > 0), top_k.astype(jnp.float32), jnp.inf)
+    count_limit = jnp.where(truncated & (s.top_k > 0), s.top_k.astype(jnp.float32), jnp.inf)
     cut_k = _bisect(probs, 1.0, count_limit)
     inside_k = jnp.where(top | (probs >= cut_k[:, None]), probs, 0.0)
-    mass_limit = jnp.where(truncated & (top_p < 1), top_p * _row_sums(inside_k), jnp.inf)
+    mass_limit = jnp.where(truncated & (s.top_p < 1), s.top_p * _row_sums(inside_k), jnp.inf)
     cut_p = _bisect(inside_k, inside_k, mass_limit)
-    cut = jnp.maximum(cut_p, jnp.where(truncated, min_p, 0.0))
+    cut = jnp.maximum(cut_p, jnp.where(truncated, s.min_p, 0.0))
     inside = jnp.where(top | (inside_k >= cut[:, None]), inside_k, 0.0)
-    return inside, jnp.where(truncated, jnp.log(_row_sums(inside) / total), 0.0)
+    return inside, jnp.where(truncated, jnp.log(_row_sums(inside) / of.total), 0.0)
 
 
 def _bisect(

@@ -78,6 +78,8 @@ class Plan:
     """In order of arrival."""
     waiting: bool
     """True if a request waits for a slot."""
+    lanes: Sequence[BlockPool]
+    """Blocks of each lane."""
 
 
 @dataclass(kw_only=True)
@@ -195,7 +197,8 @@ class Scheduler:
         self.counts.peak_blocks = max(self.counts.peak_blocks, self.num_used_blocks)
         if not pieces and not decode:
             return None
-        return Plan(pieces=pieces, decode=decode, waiting=bool(self.waiting) and self.admitting)
+        waiting = bool(self.waiting) and self.admitting
+        return Plan(pieces=pieces, decode=decode, waiting=waiting, lanes=[lane.blocks for lane in self.lanes])
 
     def settle(self, plan: Plan) -> None:
         """Update the blocks after a dispatch whose tokens were delivered."""

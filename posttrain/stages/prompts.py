@@ -36,6 +36,7 @@ from posttrain.rl.monitor import Monitor
 from posttrain.rl.sampler import sampling_params
 from posttrain.rl.teachers import shares_of
 from posttrain.rollout.blocks import BLOCK, least_cache
+from posttrain.rollout.drafting import check_drafts
 from posttrain.rollout.engine import EngineFactory, engine_factory
 from posttrain.rollout.trajectory import Example
 from posttrain.stages.inputs import Prepared, rows_and_renderer
@@ -109,6 +110,7 @@ def prepare_scored(
     tokenizer = prepared.tokenizer
     check_cache(section, prepared.config.mesh.row_shards or 1)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
+    check_drafts(section.rollout, tokenizer, section.sequence_tokens)
     room, answer = section.sequence_tokens, section.sampling.max_tokens
     limit = section.max_prompt_tokens or room - answer
     if limit + answer > room:
@@ -202,6 +204,7 @@ def prepare_prompts(
     note per dataset with dropped prompts; prompts are never truncated."""
     assert section.sampling is not None
     check_token_ids({"sampling": section.sampling}, tokenizer)
+    check_drafts(section.rollout, tokenizer, section.row_tokens)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
     overlong: Literal["drop", "error"] = "drop" if section.overlong == "drop" else "error"
     examples = [

@@ -18,6 +18,7 @@ from posttrain.models.config import Compute
 from posttrain.plan.phases import RolloutShapes, batch_of
 from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.paged import empty_pool
+from posttrain.rollout.programs import Side
 from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms
 from posttrain.train.trainer import Trainer
@@ -51,7 +52,7 @@ def test_decoding_of_shapes_is_that_of_arrays(monkeypatch: pytest.MonkeyPatch) -
     arrays = jax.device_put(source.read(), {path: x.sharding for path, x in made.loaded.arrays.items()})
     loaded = Loaded.of(source, arrays, 0, made.loaded.placement)
     pool = empty_pool(made.runner.pool_shapes(loaded))
-    placed = made.runner.programs.lower(loaded, pool, made.rows).as_text()
+    placed = made.runner.programs.lower([Side(loaded, pool)], made.rows).as_text()
     lowered = made.lower_decode()
     assert lowered.as_text() == placed
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_cpu"):

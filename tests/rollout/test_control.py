@@ -18,8 +18,8 @@ from posttrain.config import LoRA
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rollout import scheduler
+from posttrain.rollout.dispatch import Dispatch, DispatchOutcome
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.runner import Dispatch, DispatchOutcome
 from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights

@@ -94,18 +94,18 @@ def test_the_old_copy_goes_before_the_new_is_made(model: Decoder, monkeypatch: p
 def test_an_idle_engine_holds_no_copy(engine: NativeEngine) -> None:
     cache = engine.programs._weights
     engine.generate_all([[5, 6]], [params(0, max_tokens=3)])
-    assert cache._latest is None
+    assert not cache._latest
 
     async def look() -> None:
         sample = asyncio.create_task(engine.generate([5, 6], params(1, max_tokens=12)))
-        while cache._latest is None:
+        while not cache._latest:
             await asyncio.sleep(0)
         await sample
         while engine._driver is not None:
             await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(look(), 60))
-    assert cache._latest is None
+    assert not cache._latest
     # The cache goes only when it is told to, and comes again.
     held = engine._runner.arrays()
     [sample] = engine.generate_all([[5, 6]], [params(2, max_tokens=3)])

@@ -1,0 +1,313 @@
+"""Drafts on the host: where they come from, what the draft model has read, and for which calls they pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from posttrain.config import ModelDrafts, RolloutSection
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
+from posttrain.models.config import ModelConfig
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.blocks import BLOCK, BlockPool, blocks_for
+from posttrain.rollout.decode_weights import Loaded, Placement
+from posttrain.rollout.decoding import DecodedTokens
+from posttrain.rollout.paged import Pool
+from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK, Plan, PromptPiece, Row
+from posttrain.weights.load import load_model
+from posttrain.weights.locate import read_model_files
+from posttrain.weights.state import ModelWeights
+
+WINDOWS = (0.0, 0.06, 0.25)
+"""Windows of `guess`. A draft model of a tenth of a story model's size agrees in 40 % of all tokens with the first, in
+46 % with the last; its most probable token does in 43 %, and the best of all couplings would in 54 %. The better it
+knows the model's distribution, the smaller the best window."""
+WINDOW_CALLS = 16
+"""Calls of the best window before another one is tried."""
+
+PROBE_TOKENS = 8
+"""Tokens of a row in a call that only measures drafts."""
+FIRST_WAIT, LONGEST_WAIT = 32, 512
+"""Calls until the other way is measured again; as many more each time that it is slower."""
+MEMORY = 0.7
+"""Weight of earlier calls in a measured speed, for each later one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """Source of drafted tokens."""
+
+    tokens: int
+    """Tokens drafted for each forward pass of the model."""
+    model: Decoder | None = None
+    """Draft model, on the model's devices; None: tokens are drafted from prompt and sample."""
+
+    @classmethod
+    def of(cls, section: RolloutSection, target: Decoder, tokenizer: Tokenizer) -> Speculation | None:
+        """Load what the section names. ConfigError where it cannot draft for the model."""
+        drafts = section.speculative
+        if not isinstance(drafts, ModelDrafts):
+            return None if drafts is None else cls(tokens=drafts.tokens)
+        check_drafts(section, tokenizer, 1)
+        compute = target.compute
+        model = load_model(
+            drafts.path.resolved,
+            dtype=compute.dtype,
+            compute_dtype=compute.dtype,
+            mesh=compute.mesh,
+            decode_attention=compute.decode_attention,
+            grouped_matmul=compute.grouped_matmul,
+            num_tokens=tokenizer.num_ids,
+        )
+        return cls(tokens=drafts.tokens, model=model)
+
+
+def check_drafts(section: RolloutSection, tokenizer: Tokenizer, max_length: int) -> None:
+    """ConfigError for a draft model that is no decoder, has other tokens or a shorter context. Of one on the hub only
+    its `config.json` is read."""
+    drafts = section.speculative
+    if not isinstance(drafts, ModelDrafts):
+        return
+    where = f"rollout.speculative.path={drafts.path}"
+    try:
+        files = read_model_files(drafts.path.resolved)
+    except ConfigError as error:
+        raise ConfigError(f"rollout.speculative.path: {str(error).removeprefix('model.path: ')}") from error
+    if files.config is not None:
+        if files.config.scalar_head:
+            raise ConfigError(f"{where} is a reward model, which cannot draft tokens; name a language model")
+        _check_length(files.config, max_length)
+    if files.local is None:
+        return
+    try:
+        theirs = load_tokenizer(files.local).hf.get_vocab()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: a draft model needs its tokenizer beside it: {error}") from error
+    ours = tokenizer.hf.get_vocab()
+    other = sorted((index, text) for text, index in ours.items() if theirs.get(text) != index)
+    if other:
+        index, text = other[0]
+        raise ConfigError(
+            f"{where}: {len(other):,} of the model's {len(ours):,} tokens are others there, as {text!r}, id {index}; "
+            "draft with a model that has the same tokenizer"
+        )
+
+
+class Choice(NamedTuple):
+    drafts: bool
+    limit: int | None
+    """Tokens of a row at most; None: those of any call."""
+
+
+class Pace:
+    """Chooses for each call whether tokens are drafted, by the speeds of earlier calls with as many rows.
+
+    The other way is measured now and then. No token depends on the choice.
+    """
+
+    def __init__(self) -> None:
+        self._speeds: dict[tuple[int, bool], tuple[float, float]] = {}
+        """Tokens of a row and their seconds, recent calls first, by the rows of a call and whether it drafted."""
+        self._since: dict[int, int] = {}
+        self._waits: dict[int, int] = {}
+
+    def speed(self, rows: int, drafts: bool) -> float | None:
+        """Tokens per second of a row; None before any were measured."""
+        tokens, seconds = self._speeds.get((rows, drafts), (0.0, 0.0))
+        return tokens / seconds if seconds else None
+
+    def gain(self, rows: int) -> float | None:
+        """Speed with drafts as a multiple of that without; None until both are measured."""
+        with_drafts, without = self.speed(rows, True), self.speed(rows, False)
+        return None if with_drafts is None or without is None else with_drafts / without
+
+    def choose(self, rows: int) -> Choice:
+        gain = self.gain(rows)
+        if gain is None:
+            drafts = self.speed(rows, True) is None
+            return Choice(drafts, PROBE_TOKENS if drafts else None)
+        drafts = gain > 1
+        self._since[rows] = self._since.get(rows, 0) + 1
+        if self._since[rows] <= self._waits.setdefault(rows, FIRST_WAIT):
+            return Choice(drafts, None)
+        return Choice(not drafts, PROBE_TOKENS)
+
+    def record(self, rows: int, drafts: bool, tokens: float, seconds: float) -> None:
+        """Note the tokens of an active row in a call, and its seconds."""
+        gain = self.gain(rows)
+        old = self._speeds.get((rows, drafts), (0.0, 0.0))
+        self._speeds[rows, drafts] = MEMORY * old[0] + tokens, MEMORY * old[1] + seconds
+        if gain is None or drafts == (gain > 1):
+            return
+        self._since[rows] = 0
+        confirmed = (self.gain(rows) or gain) > 1
+        self._waits[rows] = (
+            min(2 * self._waits.get(rows, FIRST_WAIT), LONGEST_WAIT) if confirmed == (gain > 1) else FIRST_WAIT
+        )
+
+
+class Windows:
+    """Chooses the window of `guess` by the share of tokens accepted in recent calls."""
+
+    def __init__(self) -> None:
+        self._accepted = dict.fromkeys(WINDOWS, (0.0, 0.0))
+        """Accepted and drafted tokens."""
+        self._calls = 0
+        self.latest = WINDOWS[0]
+
+    def choose(self) -> float:
+        self._calls += 1
+        new = [window for window, (_, drafted) in self._accepted.items() if not drafted]
+        if self._calls % WINDOW_CALLS == 0:
+            new = [WINDOWS[self._calls // WINDOW_CALLS % len(WINDOWS)]]
+        self.latest = new[0] if new else max(WINDOWS, key=self.share)
+        return self.latest
+
+    def share(self, window: float) -> float:
+        accepted, drafted = self._accepted[window]
+        return accepted / max(drafted, 1.0)
+
+    def record(self, accepted: int, drafted: int) -> None:
+        """Note the tokens of a call with the latest window."""
+        old = self._accepted[self.latest]
+        self._accepted[self.latest] = MEMORY * old[0] + accepted, MEMORY * old[1] + drafted
+
+
+@dataclass(kw_only=True)
+class DraftTotals:
+    """Counts since the last `metrics`."""
+
+    tokens: int = 0
+    """Sampled tokens of all calls."""
+    speculated: int = 0
+    """Those of calls with drafts."""
+    rounds: int = 0
+    drafted: int = 0
+
+
+class Drafter:
+    """Drafts of a runner: their source, the pool of the draft model, the pace, and counts.
+
+    The draft model's pool has the blocks of the model's, under the same numbers. What it holds of them is noted in
+    `BlockPool.drafted`; what is missing, such as tokens sampled without drafts, is read before drafts are made.
+    """
+
+    def __init__(self, speculation: Speculation, target: Loaded, max_length: int):
+        self.tokens = speculation.tokens
+        self.loaded = None if speculation.model is None else _loaded(speculation.model, target, max_length)
+        self.pool: Pool | None = None
+        self.pace, self.windows = Pace(), Windows()
+        self._totals = DraftTotals()
+        self._rows = 0
+
+    def catch_up(self, plan: Plan) -> list[PromptPiece]:
+        """Return the pieces that the draft model has to read before it can draft for the plan's rows."""
+        if self.loaded is None:
+            return []
+        if self.pool is None:
+            for blocks in plan.lanes:
+                blocks.drafted[:] = 0
+        levels: dict[tuple[int, int], int] = {}
+        return [piece for row in plan.decode for piece in self._missing(row, plan.lanes[row.lane], levels)]
+
+    def _missing(self, row: Row, pool: BlockPool, levels: dict[tuple[int, int], int]) -> Iterator[PromptPiece]:
+        """Pieces from the first block on that is not whole; `levels`: of blocks that pieces before write. The newest
+        two tokens are read when tokens are drafted."""
+        end = max(row.prefix - 1, 0)
+        blocks = np.asarray(row.chain.blocks, np.int64)[: blocks_for(end)]
+        wanted = np.clip(end - BLOCK * np.arange(len(blocks)), 0, BLOCK)
+        lacking = np.flatnonzero(pool.drafted[blocks] < wanted)
+        if not lacking.size:
+            return
+        start = BLOCK * int(lacking[0])
+        # A program that reads the middle of a sequence is compiled for `MIN_SHARED` positions before it, at least.
+        start = start if start >= MIN_SHARED else 0
+        while start < end:
+            stop = min(start + PROMPT_CHUNK, end)
+            first, after = start // BLOCK, blocks_for(stop)
+            level = 1 + max((levels.get((row.lane, block), 0) for block in blocks[:first].tolist()), default=0)
+            new = pool.drafted[blocks[first:after]] < wanted[first:after]
+            written = blocks[first:after].tolist()
+            yield PromptPiece(
+                row=row,
+                start=start,
+                end=stop,
+                level=level,
+                reads=tuple(blocks[:first].tolist()),
+                writes=tuple(block if lacks else None for block, lacks in zip(written, new, strict=True)),
+                nodes=(),
+            )
+            levels |= {(row.lane, block): level for block, lacks in zip(written, new, strict=True) if lacks}
+            pool.drafted[blocks[first:after]] = np.maximum(pool.drafted[blocks[first:after]], wanted[first:after])
+            start = stop
+
+    def note(self, rows: Sequence[Row], lanes: Sequence[BlockPool], chunk: DecodedTokens, size: int) -> None:
+        """Count a call with as many rows as `size`, and note what the draft model has read of those that still run."""
+        counts = np.asarray(chunk.counts)
+        self._totals.tokens += int(counts.sum())
+        if chunk.drafts is None:
+            return
+        rounds, drafted = (int(np.sum(each)) for each in (chunk.drafts.rounds, chunk.drafts.drafted))
+        self._totals.speculated += int(counts.sum())
+        self._totals.rounds += rounds
+        self._totals.drafted += drafted
+        self._rows = size
+        if self.loaded is None:
+            return
+        self.windows.record(int(counts.sum()) - rounds, drafted)
+        for row in rows:
+            end = row.request.position - 1
+            first = row.computed // BLOCK
+            blocks = np.asarray(row.chain.blocks, np.int64)[first : blocks_for(end)]
+            lanes[row.lane].drafted[blocks] = np.clip(end - BLOCK * (first + np.arange(len(blocks))), 0, BLOCK)
+
+    def measure(self, chunk: DecodedTokens, size: int, seconds: float) -> None:
+        """Note the seconds of a call that did nothing but decode."""
+        rounds = np.asarray(chunk.counts if chunk.drafts is None else chunk.drafts.rounds)
+        active = rounds.sum() / max(rounds.max(), 1)
+        if active:
+            self.pace.record(size, chunk.drafts is not None, float(np.sum(chunk.counts) / active), seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call; `speedup` of calls with the latest number of rows, once it is measured."""
+        totals, self._totals = self._totals, DraftTotals()
+        gain = self.pace.gain(self._rows)
+        return {
+            "rollout/speculative/share": totals.speculated / max(totals.tokens, 1),
+            "rollout/speculative/accepted": (totals.speculated - totals.rounds) / max(totals.drafted, 1),
+            "rollout/speculative/length": totals.speculated / max(totals.rounds, 1),
+        } | ({} if gain is None else {"rollout/speculative/speedup": gain})
+
+
+def _loaded(model: Decoder, target: Loaded, max_length: int) -> Loaded:
+    """The draft model where the model's rows are. ConfigError where it cannot be."""
+    config, placement = model.config, target.placement
+    _check_length(config, max_length)
+    shards = _head_shards(placement)
+    if any(block.attention.num_kv_heads % shards for block in config.blocks):
+        least = min(block.attention.num_kv_heads for block in config.blocks)
+        raise ConfigError(
+            f"rollout.speculative: {shards} devices split each weight, which must divide num_kv_heads={least} of the "
+            "draft model; set rollout.tensor, or use another one"
+        )
+    source = ModelWeights(model)
+    try:
+        return Loaded.of(source, source.read(), 0, placement)
+    except ConfigError as error:
+        raise ConfigError(f"rollout.speculative: the draft model: {error}") from error
+
+
+def _check_length(config: ModelConfig, max_length: int) -> None:
+    if max_length > config.max_positions:
+        raise ConfigError(
+            f"rollout.speculative: samples of up to {max_length} tokens are longer than the draft model's "
+            f"max_positions={config.max_positions}; use one with a longer context"
+        )
+
+
+def _head_shards(placement: Placement) -> int:
+    return 1 if placement.mesh is None else placement.mesh.shape["tensor"]

@@ -1,0 +1,228 @@
+"""Drafted tokens change no sample: each is accepted only if it is what the model itself draws."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from posttrain.errors import ConfigError
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.drafting import FIRST_WAIT, PROBE_TOKENS, Choice, Pace, Speculation, Windows
+from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.sampling import Sampling, Tables, guess, sample
+from posttrain.rollout.speculative import lookup
+from posttrain.rollout.types import Completion, SamplingParams
+from tests.rollout.engines import VOCABULARY, assert_same, make_engine, params, requests, unusual
+from tests.tiny import shake, tiny_model
+
+ALWAYS = Choice(True, None)
+
+
+def make(model: Decoder, speculation: Speculation, *, always: bool = True, **changes: Any) -> NativeEngine:
+    engine = make_engine(model, speculation=speculation, **{"decode_steps": 7} | changes)
+    drafter = engine._runner.drafter
+    assert drafter is not None
+    if always:
+        drafter.pace.choose = lambda rows: ALWAYS  # type: ignore[method-assign]
+    # The draft models of tests know the model's distribution well.
+    drafter.windows.choose = lambda: 0.0  # type: ignore[method-assign]
+    return engine
+
+
+SMALL: dict[str, Any] = {"num_layers": 1, "windows": (None,)}
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return tiny_model(**SMALL)
+
+
+@pytest.fixture(scope="module", params=["ngram", "draft"])
+def shared(request: pytest.FixtureRequest) -> NativeEngine:
+    """With a cache so small that rows are preempted, and a draft model that agrees now and then."""
+    draft = tiny_model(**SMALL)
+    shake(draft, 3, 0.003)
+    speculation = Speculation(tokens=3, model=None if request.param == "ngram" else draft)
+    return make(tiny_model(**SMALL), speculation, cache_tokens=160)
+
+
+@pytest.fixture
+def engine(shared: NativeEngine, model: Decoder) -> Iterator[NativeEngine]:
+    shared.update_weights(model, 0)
+    yield shared
+    assert shared.num_free == shared.slots and shared.num_used_blocks == 0
+
+
+@pytest.fixture(scope="module")
+def plain(model: Decoder) -> NativeEngine:
+    return make_engine(model)
+
+
+def check(engine: NativeEngine, plain: NativeEngine, prompts: Sequence[Any], each: list[SamplingParams]) -> None:
+    for got, expected in zip(engine.generate_all(prompts, each), plain.generate_all(prompts, each), strict=True):
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_samples_are_those_without_drafts(engine: NativeEngine, plain: NativeEngine, temperature: float) -> None:
+    """Stops within a block of drafts, lengths that end in one, truncation, and a stop string."""
+    prompts, each = requests(9, temperature=temperature, stop_token_ids=tuple(range(0, VOCABULARY, 20)))
+    prompts[3] = prompts[3][:5] * 6  # what n-grams find
+    each[4], each[5] = replace(each[4], stop=("7>",)), replace(each[5], top_k=20, top_p=0.8)
+    check(engine, plain, prompts, each)
+    assert engine.metrics()["rollout/speculative/share"] == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_every_setting(engine: NativeEngine, plain: NativeEngine, temperature: float) -> None:
+    """Penalties, bias, allowed tokens and top log-probabilities side by side."""
+    prompts, each = requests(9, temperature=temperature, stop_token_ids=tuple(range(0, VOCABULARY, 20)))
+    check(engine, plain, prompts, unusual(each))
+
+
+def test_drafts_are_accepted(engine: NativeEngine, plain: NativeEngine) -> None:
+    """What a greedy sample repeats is found in it; a draft model near the model guesses what it draws."""
+    greedy = engine._runner.drafter.loaded is None  # type: ignore[union-attr]
+    each = [params(i, max_tokens=40, temperature=0.0 if greedy else 1.0) for i in range(4)]
+    check(engine, plain, [[3, 4, 5] * 6, [9, 9, 8, 7] * 4, [1, 2], [100]], each)
+    metrics = engine.metrics()
+    assert metrics["rollout/speculative/accepted"] > (0.3 if greedy else 0.1)
+    assert 1 < metrics["rollout/speculative/length"] < 4 and metrics["rollout/preemptions"] > 0
+
+
+def test_aborted_resumed_cancelled(engine: NativeEngine, plain: NativeEngine) -> None:
+    prompt, p = [5, 6, 7] * 7, params(1, max_tokens=30)
+    [whole] = plain.generate_all([prompt], [p])
+
+    async def run() -> Completion:
+        first, other = (asyncio.create_task(engine.generate(prompt, one)) for one in (p, params(2, max_tokens=40)))
+        while not any(call.partial for call in engine.under_way()):
+            await asyncio.sleep(0.001)
+        other.cancel()
+        engine.abort()
+        begun = await first
+        assert 0 < len(begun.tokens) < 30
+        return await engine.generate(prompt, p, partial=begun)
+
+    assert_same(asyncio.run(asyncio.wait_for(run(), 60)), whole)
+
+
+def test_the_draft_model_has_read_everything(model: Decoder) -> None:
+    """The model itself drafts: whatever is refused shows a hole in its cache, after calls without drafts, preemptions
+    and shared prompts."""
+    engine = make(model, Speculation(tokens=3, model=tiny_model(**SMALL)), cache_tokens=160)
+    turns = iter(range(10**6))
+    engine._runner.drafter.pace.choose = lambda rows: Choice(next(turns) % 3 > 0, None)  # type: ignore
+    prompts = [[*range(40, 60), 7, i % 2] for i in range(6)]
+    engine.generate_all(prompts, [params(i, max_tokens=36) for i in range(6)])
+    metrics = engine.metrics()
+    assert metrics["rollout/preemptions"] > 0 and 0.2 < metrics["rollout/speculative/share"] < 0.9
+    # The last drafts of a call go beyond its tokens.
+    assert metrics["rollout/speculative/accepted"] > 0.6
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["gather", "ragged"])
+@pytest.mark.parametrize("drafts", [1, 5])
+def test_every_layout_and_length(layout: str, drafts: int) -> None:
+    from posttrain.models.config import Compute
+    from tests.tiny import random_model, tiny_config
+
+    compute = Compute(dtype=jnp.dtype(jnp.float32), remat="none", decode_attention=layout)  # type: ignore[arg-type]
+    model, draft = (random_model(tiny_config(), compute, dtype=jnp.float32, seed=0) for _ in range(2))
+    prompts, each = requests(9)
+    expected = make_engine(model).generate_all(prompts, each)
+    for speculation in (Speculation(tokens=drafts), Speculation(tokens=drafts, model=draft)):
+        engine = make(model, speculation)
+        for got, one in zip(engine.generate_all(prompts, each), expected, strict=True):
+            assert_same(got, one)
+    assert engine.metrics()["rollout/speculative/accepted"] > 0.8
+
+
+@pytest.mark.thorough
+def test_the_law_on_a_tiny_vocabulary() -> None:
+    """Chi-square of 10^5 draws of the second and third token, against the product of the model's probabilities."""
+    size, number = 5, 100_000
+    model = tiny_model(vocab_size=size, num_layers=1, windows=(None,))
+    draft = tiny_model(seed=1, vocab_size=size, num_layers=1, windows=(None,))
+    engine = make(model, Speculation(tokens=2, model=draft), slots=512, max_length=8)
+    each = [params(i, max_tokens=3, temperature=0.9) for i in range(number)]
+    found = Counter(c.tokens for c in engine.generate_all([[1]] * number, each))
+    rows = jnp.asarray([[1, a, b] for a in range(size) for b in range(size)], jnp.int32)
+    ones = jnp.ones_like(rows)
+    logits = model.logits(model(rows, jnp.cumsum(ones, 1) - 1, ones)[0]) / 0.9
+    probs = np.asarray(jax.nn.softmax(logits, axis=-1), np.float64)
+    expected = {
+        (a, b, c): number * probs[a * size + b, 0, a] * probs[a * size + b, 1, b] * probs[a * size + b, 2, c]
+        for a in range(size)
+        for b in range(size)
+        for c in range(size)
+    }
+    chi = sum((found[key] - value) ** 2 / value for key, value in expected.items())
+    freedom = size**3 - 1
+    assert abs(chi - freedom) < 5 * np.sqrt(2 * freedom)
+    assert 0.1 < engine.metrics()["rollout/speculative/accepted"] < 0.95
+
+
+def test_the_longest_latest_match_is_continued() -> None:
+    history = jnp.asarray(
+        [[1, 2, 3, 9, 1, 2, 3, 7, 2, 3, 8, 1, 2, 3], [5, 6, 5, 6, 5, -1, -1, -1, -1, -1, -1, -1, -1, -1]]
+    )
+    drafts = lookup(history, jnp.asarray([13, 4]), 4)
+    assert drafts.tokens.tolist() == [[7, 2, 3, 8], [6, 5, 6, 5]] and drafts.found.all()
+    none = lookup(jnp.arange(8)[None], jnp.asarray([7]), 2)
+    assert not none.found.any()
+
+
+def test_a_guess_agrees_more_often_than_a_draw() -> None:
+    rng = np.random.default_rng(0)
+    rows, size = 4000, 64
+    of = rng.normal(0, 2, (rows, size))
+    logits, other = (jnp.asarray(of + rng.normal(0, noise, of.shape), jnp.float32) for noise in (2.0, 0.0))
+    each = [params(i, temperature=0.0 if i % 10 == 0 else 1.0, top_p=0.9 if i % 2 else 1.0) for i in range(rows)]
+    sampling = Sampling.of(each, [[]] * rows, [0] * rows, max_length=8, tables=Tables(size), allowed={})
+    positions = jnp.arange(rows, dtype=jnp.int32)
+    drawn = sample(logits, positions, sampling, None).tokens
+    guesses = [jax.jit(guess)(other, positions, sampling, None, jnp.full(rows, window)) for window in (0.0, 0.25)]
+    agreed = [float(jnp.mean(tokens == drawn)) for tokens in guesses]
+    assert agreed[1] > agreed[0] + 0.01
+    assert (jax.jit(guess)(logits, positions, sampling, None, jnp.zeros(rows)) == drawn).mean() > 0.999
+
+
+def test_drafts_go_where_they_pay() -> None:
+    pace, speeds = Pace(), {(1, True): 300.0, (1, False): 100.0, (8, True): 50.0, (8, False): 100.0}
+    drafted = {1: 0, 8: 0}
+    for _ in range(200):
+        for rows in drafted:
+            choice = pace.choose(rows)
+            tokens = float(choice.limit or 32)
+            drafted[rows] += tokens * choice.drafts
+            pace.record(rows, choice.drafts, tokens, tokens / speeds[rows, choice.drafts])
+    assert pace.gain(1) == pytest.approx(3) and pace.gain(8) == pytest.approx(0.5)
+    assert drafted[1] > 190 * 32 and drafted[8] <= 4 * PROBE_TOKENS
+    for _ in range(40 * FIRST_WAIT):  # it pays now
+        choice = pace.choose(8)
+        pace.record(8, choice.drafts, 32.0, 0.01 if choice.drafts else 0.32)
+    assert pace.choose(8).drafts
+
+
+def test_the_best_window_is_used() -> None:
+    windows, used = Windows(), Counter[float]()
+    for _ in range(200):
+        used[window := windows.choose()] += 1
+        windows.record(int(100 * (0.5 - abs(window - 0.06))), 100)
+    assert used[0.06] > 180 and min(used.values()) > 2
+
+
+def test_a_draft_model_that_cannot_draft_is_refused(model: Decoder) -> None:
+    with pytest.raises(ConfigError, match="max_positions=16"):
+        make(model, Speculation(tokens=2, model=tiny_model(max_positions=16)))
