@@ -1,5 +1,5 @@
 """Command line: `posttrain run | launch | check | reward | plan | replay | view | schema | fields | env | distill |
-generate | serve | evaluate | export | upcycle | prune`."""
+generate | chat | serve | evaluate | export | upcycle | prune`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from posttrain.commands import complete_config, complete_override, evaluate, generate, print_lines, reward, serve
+from posttrain.commands import chat, complete_config, complete_override, evaluate, generate, print_lines, reward, serve
 from posttrain.errors import ConfigError, RunError, outside_error
 
 app = typer.Typer(
@@ -303,6 +303,7 @@ def distill(
 
 
 app.command()(generate)
+app.command()(chat)
 app.command()(serve)
 app.command()(evaluate)
 

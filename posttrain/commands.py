@@ -1,10 +1,11 @@
-"""Commands `generate`, `serve`, `evaluate` and `reward` of the command line, and completion of its words."""
+"""Commands `generate`, `chat`, `serve`, `evaluate` and `reward` of the command line, and completion of its words."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -237,6 +238,64 @@ def _biases(texts: list[str]) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in (text.split("=") for text in texts)}
     except ValueError as error:
         raise ConfigError(f"generate: --logit-bias: {error}; write it as TOKEN=NUMBER, such as 13=-5") from error
+
+
+def chat(
+    model: GeneratorName,
+    system: Annotated[str | None, typer.Option(help="System message; by default that of the run's data.")] = None,
+    tools: Annotated[
+        list[str] | None,
+        typer.Option(help="FILE.py, whose public functions are tools, or FILE.py:FUNCTION; may be repeated."),
+    ] = None,
+    tool_format: Annotated[str, typer.Option(help="Format of calls, as tool_format of RL.")] = "auto",
+    history: Annotated[
+        Path | None, typer.Option(help="JSONL of messages: read if it is there, written after each answer.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
+    family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer; by default what is left.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of the whole chat; by default the model's, at most 4096.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.7,
+    top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens in the text become less likely.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
+    template: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; by default as for generate.")
+    ] = None,
+    chat_template_args: TemplateArgs = None,
+) -> None:
+    """Talk to a model in the terminal, or over a pipe, a message per line; /help there lists commands."""
+    from posttrain.chat import Chat, Terminal, tools_from
+    from posttrain.runs.finished import load_generator
+    from posttrain.runtime.xla import enable_compile_cache
+
+    enable_compile_cache()
+    functions, arguments = tools_from(tools or []), _template_args(chat_template_args)
+    talk = Chat(
+        load_generator(model, adapter=adapter, family=family),
+        tools=functions,
+        tool_format=tool_format,
+        max_length=max_length,
+        max_new_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop or [],
+        seed=seed,
+        chat=template,
+        chat_template_args=arguments,
+    )
+    with closing(talk):
+        if system is not None:
+            talk.begin(system)
+        Terminal(talk, history=history).run()
 
 
 def evaluate(

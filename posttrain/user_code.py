@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import math
@@ -64,6 +65,20 @@ def import_object(spec: str, folder: Path) -> object:
         public = [key for key in vars(module) if not key.startswith("_")]
         raise ConfigError(f"{spec}: {source} has no {name!r}{did_you_mean(name, public)}")
     return getattr(module, name)
+
+
+def public_functions(path: Path) -> list[str]:
+    """Names of the functions that a file defines at its top, but for those that begin with an underscore. ConfigError
+    for a file without any."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError) as error:
+        raise ConfigError(f"{path}: {describe_error(error)}") from error
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    public = [name for name in functions if not name.startswith("_")]
+    if not public:
+        raise ConfigError(f"{path}: defines no public function")
+    return public
 
 
 def _load_file(spec: str, path: Path) -> ModuleType:

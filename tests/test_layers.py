@@ -33,7 +33,7 @@ LAYERS = (
     {"stages"},
     {"plan"},
     {"runs"},
-    {"export", "view"},
+    {"chat", "export", "view"},
     {"results"},
     {"api", "commands"},
     {"cli"},

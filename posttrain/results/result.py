@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from posttrain.config import RunConfig
 from posttrain.config.yaml_file import load_recorded
@@ -17,6 +18,7 @@ from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.export.export import Target, export
 from posttrain.export.readers import Reader
 from posttrain.models.decoder import Decoder
+from posttrain.runs.finished import Generator, load_generator
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runtime.files import is_locked
 from posttrain.stages.table import stage_names
@@ -25,6 +27,9 @@ from posttrain.tracking.history import Records, points, read_metrics, read_sampl
 from posttrain.tracking.notebook import Curves
 from posttrain.tracking.steps import LAYOUTS, shown_number
 from posttrain.weights.load import load_model
+
+if TYPE_CHECKING:
+    from posttrain.generation import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,34 +111,34 @@ class RunResult:
         self,
         message: str | Sequence[Mapping[str, Any]] | None = None,
         *,
+        tools: Sequence[Any] = (),
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
+        **settings: Unpack[Settings],
     ) -> str:
-        """Answer of the final model to a message or a conversation (list of messages with role and content); without
-        one a conversation from the keyboard, until an empty line.
+        """Answer of the run's model, as `posttrain chat` gives it, to a message after the system message of the run's
+        data, or to a conversation (list of messages with role and content) as it stands; without one a chat from the
+        keyboard, until an empty line.
 
-        Returns the last answer. A tokenizer without a chat template continues the text instead.
+        The model is the final one, or that of the newest checkpoint. Without a chat template, or with the data's `chat`
+        off, it continues the text. `tools`: functions, or their names `file.py:function`, that are called until a turn
+        calls none. Returns the last answer. ConfigError for a conversation that the model cannot be given.
         """
-        from posttrain.generation import complete
+        from posttrain.chat import Chat, Terminal, tools_from
+        from posttrain.generation import DEFAULT_NEW_TOKENS
 
-        model, tokenizer = self._loaded
-        chats = tokenizer.chat_template is not None
-
-        def answer(messages: list[Mapping[str, Any]]) -> str:
-            prompts: Any = [messages] if chats or not isinstance(message, str | None) else [messages[-1]["content"]]
-            (done,) = complete(model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature)
-            return done.text
-
-        if message is not None:
-            return answer([{"role": "user", "content": message}] if isinstance(message, str) else list(message))
-        history: list[Mapping[str, Any]] = []
-        text = ""
-        while asked := input("> ").strip():
-            history.append({"role": "user", "content": asked})
-            text = answer(history)
-            history.append({"role": "assistant", "content": text})
-            print(text)
-        return text
+        functions = tools_from(tools)
+        talk = Chat(
+            self._generator,
+            tools=functions,
+            max_new_tokens=max_new_tokens or DEFAULT_NEW_TOKENS,
+            temperature=temperature,
+            **settings,
+        )
+        with closing(talk):
+            if message is None:
+                return Terminal(talk, until_empty=True).run()
+            return talk.ask(message) if isinstance(message, str) else talk.complete(message)
 
     def export(self, to: Target = "hf", out: str | Path | None = None, *, reader: Reader | None = None) -> Path:
         """Write the newest checkpoint's model for other tools, read it back, and return the folder.
@@ -150,9 +155,14 @@ class RunResult:
     def _model(self) -> Path:
         return self.output / self.stages[-1] / "model"
 
+    @property
+    def _generator(self) -> Generator:
+        """Model that answers; the final one is loaded once."""
+        return self._final if self.finished else load_generator(str(self.output))
+
     @cached_property
-    def _loaded(self) -> tuple[Decoder, Tokenizer]:
-        return self.load_model(), self.load_tokenizer()
+    def _final(self) -> Generator:
+        return load_generator(str(self.output))
 
     def _headline(self, stage: str, known: Sequence[str]) -> list[str]:
         """The stage's main metric, and its held-out value if there is one."""

@@ -72,8 +72,12 @@ def test_answers_and_export(done: tuple[pt.RunResult, Any], monkeypatch: pytest.
     result = done[0]
     texts = iter(["1+1=", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(texts))
-    assert result.chat(max_new_tokens=4) == result.chat("1+1=", max_new_tokens=4)
-    assert result.chat([{"role": "user", "content": "1+1="}], max_new_tokens=4) == result.chat("1+1=", max_new_tokens=4)
+    typed = result.chat(max_new_tokens=4)
+    plain = pt.generate(result.load_model(), result.load_tokenizer(), "1+1=", max_new_tokens=4, chat=False)
+    asked = {"role": "user", "content": "1+1="}
+    assert [typed] == [result.chat([asked], max_new_tokens=4)] == plain
+    with pytest.raises(pt.ConfigError, match="without a chat template the model continues one message"):
+        result.chat([asked, {"role": "assistant", "content": "2"}, asked])
     assert (result.export("hf", reader="posttrain") / "config.json").exists()
 
 
