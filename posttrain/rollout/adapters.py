@@ -45,6 +45,10 @@ class AdapterSlots:
                 raise ValueError(f"adapters.{name}: must be at least 1, got {value}")
 
 
+SlotArrays = dict[str, np.ndarray]
+"""Arrays of an adapter in one slot, by parameter path."""
+
+
 class LoadedAdapter(NamedTuple):
     name: str
     slot: int
@@ -94,17 +98,17 @@ class Adapters:
             self._put = jax.jit(_put, out_shardings=placed)
         return outlined, arrays | self._arrays
 
-    def load(
-        self,
-        name: str,
-        folder: str | Path,
-        arrays: Mapping[str, Any],
-        busy: Collection[int],
-        text_name: Callable[[str], str | None] | None,
-    ) -> Weights:
-        """Arrays of the slots with the PEFT adapter of a folder in a slot that is neither held nor `busy`. `arrays`:
-        those of the model. ConfigError for an adapter that cannot be, ValueError for a name that is taken and where no
-        slot is free."""
+    def read(
+        self, name: str, folder: str | Path, arrays: Mapping[str, Any], text_name: Callable[[str], str | None] | None
+    ) -> SlotArrays:
+        """Read a PEFT adapter for `load`, in any thread. `arrays`: those of the model. ConfigError for one that cannot
+        be."""
+        model = self._source.bind({path: w for path, w in arrays.items() if ADAPTER not in path})
+        return self._padded(name, read_pairs(model, folder, text_name=text_name))
+
+    def load(self, name: str, new: SlotArrays, busy: Collection[int]) -> Weights:
+        """Arrays of the slots with an adapter in one that is neither held nor `busy`. ValueError for a name that is
+        taken and where no slot is free."""
         if name in self._held:
             raise ValueError(f"load_adapter: {name!r} is loaded already; drop it first")
         held = {adapter.slot for adapter in self._held.values()}
@@ -115,8 +119,6 @@ class Adapters:
                 + (" and by requests of adapters that were dropped" if {*busy} - held else "")
                 + "; drop one, or make the engine with more"
             )
-        model = self._source.bind({path: w for path, w in arrays.items() if ADAPTER not in path})
-        new = self._padded(name, read_pairs(model, folder, text_name=text_name))
         shardings = {path: self._arrays[path].sharding for path in new}
         self._arrays = self._put(self._arrays, processes.on_devices(new, shardings), jnp.int32(free[0]))
         self._held[name] = LoadedAdapter(name, free[0], next(self._numbers))
@@ -156,7 +158,7 @@ class Adapters:
             site.owner.adapters[site.name] = AdapterStack(arrays, dims, count=self.slots.count)
         return model
 
-    def _padded(self, name: str, pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+    def _padded(self, name: str, pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> SlotArrays:
         """Arrays of one slot, of all stacks. ConfigError for what does not fit."""
         rank = self.slots.rank
         new = {path: np.zeros(_slot(w.shape, path, rank), w.dtype) for path, w in self._arrays.items()}

@@ -19,7 +19,7 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.models.config import check_recording
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.adapters import Adapters, AdapterSlots
+from posttrain.rollout.adapters import Adapters, AdapterSlots, SlotArrays
 from posttrain.rollout.decode_weights import Loaded, choose_placement, device_memory
 from posttrain.rollout.dispatch import Dispatch, DispatchOutcome, deliver
 from posttrain.rollout.drafting import Speculation
@@ -226,17 +226,25 @@ class NativeEngine:
         self._scheduler.forget()
 
     def load_adapter(
-        self, name: str, folder: str | Path, *, text_name: Callable[[str], str | None] | None = None
+        self, name: str, adapter: str | Path | SlotArrays, *, text_name: Callable[[str], str | None] | None = None
     ) -> None:
         """Load a PEFT adapter for requests that name it (`SamplingParams.adapter`), also while others run.
 
-        `text_name`: of a multimodal family's `Wrapper`. ConfigError for an adapter that the engine cannot have beside
-        others, ValueError for a name that is taken, and where no slot is free or there are none.
+        `adapter`: its folder, or what `read_adapter` has read of it. `text_name`: of a multimodal family's `Wrapper`.
+        ConfigError for an adapter that the engine cannot have beside others, ValueError for a name that is taken, and
+        where no slot is free or there are none.
         """
+        new = adapter if isinstance(adapter, dict) else self.read_adapter(name, adapter, text_name=text_name)
         busy = {request.adapter.slot for request in self._scheduler.requests() if request.adapter is not None}
         arrays: Any = self._loaded.arrays
-        loaded = arrays | self._with_adapters.load(name, folder, arrays, busy, text_name)
-        self._loaded = replace(self._loaded, arrays=loaded)
+        self._loaded = replace(self._loaded, arrays=arrays | self._with_adapters.load(name, new, busy))
+
+    def read_adapter(
+        self, name: str, folder: str | Path, *, text_name: Callable[[str], str | None] | None = None
+    ) -> SlotArrays:
+        """Read an adapter for `load_adapter`, whose other part is short; in any thread."""
+        arrays: Any = self._loaded.arrays
+        return self._with_adapters.read(name, folder, arrays, text_name)
 
     def drop_adapter(self, name: str) -> None:
         """Start no more requests of an adapter; those that have come end with it, and free its slot. ValueError for a
