@@ -123,9 +123,28 @@ def _print(answers: Sequence[Generated], before: Sequence[str], tokenizer: Token
         print(json.dumps(answer.record(tokenizer.decode)) if recorded else f"{text}{answer.text}")
 
 
+AdapterNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=FOLDER: a PEFT adapter beside the model, which requests name; several times. FOLDER alone: "
+        "the model has it."
+    ),
+]
+AdapterCount = Annotated[
+    int | None, typer.Option(min=1, help="Adapters beside the model at once; by default those given.")
+]
+AdapterRank = Annotated[
+    int | None, typer.Option(min=1, help="Largest rank of one; by default of those given, else 16.")
+]
+LoadsAdapters = Annotated[bool, typer.Option(help="Clients may load and drop adapters: POST /v1/load_lora_adapter.")]
+
+
 def serve(
     model: GeneratorName,
-    adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
+    adapter: AdapterNames = None,
+    adapter_slots: AdapterCount = None,
+    adapter_rank: AdapterRank = None,
+    load_adapters: LoadsAdapters = False,
     family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need --api-key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
@@ -148,6 +167,7 @@ def serve(
     """Serve a model by the OpenAI API: completions, chats, responses, with streaming and tools, until interrupted."""
     from posttrain.config.locator import Locator
     from posttrain.generation import without_padding
+    from posttrain.rollout.adapters import slots_for
     from posttrain.runs.finished import load_generator
     from posttrain.runtime.xla import enable_compile_cache
     from posttrain.serve import app
@@ -159,7 +179,8 @@ def serve(
     if api_key is None and host not in app.LOOPBACK:
         raise ConfigError(f"serve: --host {host} lets others ask; give --api-key, or POSTTRAIN_API_KEY, as well")
     listener = app.listen(host, port, "serve")
-    loaded = load_generator(model, adapter=adapter, family=family)
+    beside, own = _adapters(adapter or [])
+    loaded = load_generator(model, adapter=own, family=family)
     tokenizer = loaded.tokenizer
     if chat_template is not None:
         tokenizer = with_template(tokenizer, Locator(chat_template), "serve: --chat-template")
@@ -173,10 +194,22 @@ def serve(
         decode_steps=decode_steps,
         tool_format=tool_format,
         limits=Limits(queue=max_queue, timeout_s=timeout),
+        adapters=slots_for(beside.values(), adapter_slots, adapter_rank, loads=load_adapters),
     )
+    for adapter_name, folder in beside.items():
+        served.add_adapter(adapter_name, folder)
     if warm_up:
         served.warm_up()
-    app.serve(served, listener, api_key)
+    app.serve(served, listener, api_key, loads=load_adapters)
+
+
+def _adapters(given: Sequence[str]) -> tuple[dict[str, str], str | None]:
+    """Adapters beside the model by name, and that of the model itself. ConfigError for names given twice."""
+    named = [one.partition("=")[::2] for one in given if "=" in one]
+    alone = [one for one in given if "=" not in one]
+    if len(alone) > 1 or len({name for name, _ in named}) < len(named):
+        raise ConfigError("serve: --adapter: give each NAME=FOLDER a name of its own, and at most one without a name")
+    return dict(named), alone[0] if alone else None
 
 
 def _template_args(text: str | None) -> dict[str, Any]:

@@ -20,9 +20,13 @@ from posttrain.models.adapter import AdapterStack
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Embedding, Linear
 from posttrain.runtime import processes
+from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.lora import ALL_LINEAR, Site, has_lora, sites, targeted
-from posttrain.weights.peft_load import read_pairs
+from posttrain.weights.peft_load import CONFIG, read_pairs
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights
+
+DEFAULT_RANK = 16
+"""Largest rank where no adapter is known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +186,21 @@ class Adapters:
                 index = (..., slice(own)) if key == "lora_a" else (..., slice(own), slice(None))
                 new[path][index] = array
         return new
+
+
+def slots_for(
+    folders: Collection[str | Path], count: int | None, rank: int | None, *, loads: bool
+) -> AdapterSlots | None:
+    """Room for PEFT adapters, by default as many and of such ranks as they have; with `loads` for one more at least.
+    None where there are none."""
+    if not folders and not loads:
+        if count is not None or rank is not None:
+            raise ConfigError("serve: --adapter-slots and --adapter-rank need --adapter NAME=FOLDER or --load-adapters")
+        return None
+    configs = [read_json(find_folder(folder) / CONFIG) for folder in folders]
+    ranks = [max([of.get("r", 1), *(of.get("rank_pattern") or {}).values()]) for of in configs]
+    wanted = len(folders) + loads if count is None else count
+    return AdapterSlots(count=wanted, rank=max(ranks, default=DEFAULT_RANK) if rank is None else rank)
 
 
 def _names(target: str, path: str, site: Site) -> bool:

@@ -228,11 +228,9 @@ class NativeEngine:
     def load_adapter(
         self, name: str, adapter: str | Path | SlotArrays, *, text_name: Callable[[str], str | None] | None = None
     ) -> None:
-        """Load a PEFT adapter for requests that name it (`SamplingParams.adapter`), also while others run.
-
-        `adapter`: its folder, or what `read_adapter` has read of it. `text_name`: of a multimodal family's `Wrapper`.
-        ConfigError for an adapter that the engine cannot have beside others, ValueError for a name that is taken, and
-        where no slot is free or there are none.
+        """Load a PEFT adapter for requests that name it (`SamplingParams.adapter`), also while others run. `adapter`:
+        its folder, or what `read_adapter` has read of it; `text_name`: of a multimodal family's `Wrapper`. ConfigError
+        for one that cannot be beside others, ValueError for a name that is taken, and where no slot is free.
         """
         new = adapter if isinstance(adapter, dict) else self.read_adapter(name, adapter, text_name=text_name)
         busy = {request.adapter.slot for request in self._scheduler.requests() if request.adapter is not None}
@@ -247,8 +245,7 @@ class NativeEngine:
         return self._with_adapters.read(name, folder, arrays, text_name)
 
     def drop_adapter(self, name: str) -> None:
-        """Start no more requests of an adapter; those that have come end with it, and free its slot. ValueError for a
-        name that is not loaded."""
+        """Start no more requests of an adapter; those that have come end with it. ValueError for an unknown name."""
         self._with_adapters.drop(name)
 
     @property

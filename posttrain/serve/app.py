@@ -31,10 +31,11 @@ Lookup = Callable[[Any], Backend]
 """Backend of a request, by its address and key. Refused for one that has none."""
 
 
-def application(lookup: Lookup, *, prefix: str = "", served: Served | None = None) -> Any:
+def application(lookup: Lookup, *, prefix: str = "", served: Served | None = None, loads: bool = False) -> Any:
     """ASGI application over the backends that `lookup` finds, below a prefix of the path.
 
-    `served`: the model of `posttrain serve`, which also answers plain completions and has metrics.
+    `served`: the model of `posttrain serve`, which also answers plain completions and has metrics; with `loads` clients
+    may load and drop its adapters.
     """
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse, PlainTextResponse
@@ -95,10 +96,32 @@ def application(lookup: Lookup, *, prefix: str = "", served: Served | None = Non
             route("/v1/completions", completions),
             route("/v1/models", models, "GET"),
             route("/v1/models/{name:path}", model, "GET"),
+            *(route(path, change) for path, change in (_adapter_changes(served) if served and loads else {}).items()),
             *own,
         ],
         exception_handlers={404: _no_route, 405: _no_route},
     )
+
+
+def _adapter_changes(served: Served) -> dict[str, Callable[[Any, Backend], Awaitable[Any]]]:
+    """Answers by path to clients that load and drop adapters."""
+    from starlette.responses import PlainTextResponse
+
+    async def load(request: Any, backend: Backend) -> Any:
+        body = await _body(request)
+        name, folder = body.text("lora_name"), body.text("lora_path")
+        body.finish()
+        await served.load_adapter(name, folder)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(request: Any, backend: Backend) -> Any:
+        body = await _body(request)
+        name = body.text("lora_name")
+        body.finish()
+        served.drop_adapter(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    return {"/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload}
 
 
 async def _no_route(request: Any, error: Any) -> Any:
@@ -254,15 +277,16 @@ def server_of(app: Any) -> Any:
     return uvicorn.Server(config)
 
 
-def serve(served: Served, listener: socket.socket, api_key: str | None) -> None:
-    """Serve a model until the process is interrupted; then samples under way are ended at once."""
+def serve(served: Served, listener: socket.socket, api_key: str | None, *, loads: bool = False) -> None:
+    """Serve a model until the process is interrupted; then samples under way are ended at once. `loads`: see
+    `application`."""
 
     def lookup(request: Any) -> Backend:
         if api_key is not None:
             check_key(request, api_key)
         return served
 
-    server = server_of(application(lookup, served=served))
+    server = server_of(application(lookup, served=served, loads=loads))
     leave = server.handle_exit
 
     def end() -> None:
@@ -277,7 +301,7 @@ def serve(served: Served, listener: socket.socket, api_key: str | None) -> None:
     host, number, *_ = listener.getsockname()
     url = f"http://{f'[{host}]' if ':' in host else host}:{number}/v1"
     engine = served.engine
-    print(f"{served.name}: {url} ({engine.slots} slots of {engine.max_length} tokens)", flush=True)
+    print(f"{', '.join(served.names)}: {url} ({engine.slots} slots of {engine.max_length} tokens)", flush=True)
     try:
         server.run(sockets=[listener])
     finally:

@@ -77,7 +77,7 @@ class CompletionRequest:
 
     async def begin(self, served: Served) -> CompletionAnswer:
         """Begin the samples. Refused for what cannot be answered."""
-        served.check_model(self._model)
+        adapter = served.check_model(self._model)
         prompts = _prompts(self._prompt, served)
         scored = self._echo and self._logprobs is not None
         params, seed = served.params_of(
@@ -87,6 +87,7 @@ class CompletionRequest:
             self._stop,
             top_logps=self._logprobs or 0,
             grammar=grammar_of(self._body),
+            adapter=adapter,
             prompt_logps=scored,
         )
         several = [

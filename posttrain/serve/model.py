@@ -17,6 +17,7 @@ from posttrain.data.grammar import Grammar
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
+from posttrain.rollout.adapters import AdapterSlots
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.types import Call, Completion, NewTokens, SamplingParams, samples_of
@@ -118,6 +119,7 @@ class Served:
         decode_steps: int,
         tool_format: str,
         limits: Limits,
+        adapters: AdapterSlots | None = None,
     ) -> Served:
         """Make the engine of a model, whose embedding has no more rows than the tokenizer has ids."""
         longest = model.config.max_positions
@@ -134,6 +136,7 @@ class Served:
                 tokenizer_decode=tokenizer.decode,
                 tokenizer=tokenizer,
                 cache_tokens=cache_tokens,
+                adapters=adapters,
             )
         except ValueError as error:
             raise ConfigError(f"serve: {error}") from error
@@ -148,20 +151,47 @@ class Served:
 
     @property
     def names(self) -> Sequence[str]:
-        return (self.name,)
+        return (self.name, *self.engine.adapters)
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served."""
+    def check_model(self, name: str | None) -> str | None:
+        """Adapter of a model's name; None: the base. Refused for a model that is not served."""
         if name is None:
             raise wrong("model", f"give the name of a model: {', '.join(self.names)}")
         if name not in self.names:
             raise Refused(
                 404, "model_not_found", f"model {name!r} is not served here; use {', '.join(self.names)}", "model"
             )
+        return None if name == self.name else name
+
+    def add_adapter(self, name: str, folder: str) -> None:
+        """Serve an adapter from the start. ConfigError for one that cannot be."""
+        if name == self.name:
+            raise ConfigError(f"serve: --adapter {name}={folder}: the model has this name; give another")
+        try:
+            self.engine.load_adapter(name, folder)
+        except ValueError as error:
+            raise ConfigError(f"serve: --adapter {name}={folder}: {error}") from error
+
+    async def load_adapter(self, name: str | None, folder: str | None) -> None:
+        """Serve a PEFT adapter under a name, while requests go on. Refused for what cannot be."""
+        if not name or not folder or name in self.names:
+            taken = f"{name!r} is served already" if name in self.names else "needs lora_name and lora_path"
+            raise wrong("lora_path" if name and not folder else "lora_name", taken)
+        try:
+            read = await asyncio.to_thread(self.engine.read_adapter, name, folder)
+            self.engine.load_adapter(name, read)
+        except (ConfigError, ValueError) as error:
+            raise Refused(400, "invalid_value", str(error), "lora_path") from error
+
+    def drop_adapter(self, name: str | None) -> None:
+        """Answer no more requests of an adapter; those that have come end with it."""
+        if name not in self.engine.adapters:
+            raise Refused(404, "model_not_found", f"no adapter {name!r} is served here", "lora_name")
+        self.engine.drop_adapter(name)
 
     async def chat(self, ask: ChatAsk) -> Turns:
         """Begin the turns of a chat completion."""
-        self.check_model(ask.model)
+        adapter = self.check_model(ask.model)
         arguments = ask.body.take("chat_template_kwargs") or {}
         try:
             renderer = self.renderer(json.dumps(arguments, sort_keys=True))
@@ -173,7 +203,9 @@ class Served:
         if grammar is not None:
             refuse_tools_with(ask)
             grammar = grammar.led_by(renderer.spaces_before_content)
-        params, seed = self.params_of(ask.body, prompt, ask.max_tokens, ask.stop, top_logps=top_logps, grammar=grammar)
+        params, seed = self.params_of(
+            ask.body, prompt, ask.max_tokens, ask.stop, top_logps=top_logps, grammar=grammar, adapter=adapter
+        )
         samples = self.sample([Call(prompt, one) for one in samples_of(params, n=ask.n, seed=seed)])
         turns = [TurnStream(renderer, prompt, params, tool_format, parallel=ask.parallel) for _ in range(ask.n)]
         return Turns(
@@ -212,6 +244,7 @@ class Served:
         *,
         top_logps: int,
         grammar: Grammar | None,
+        adapter: str | None,
         prompt_logps: bool = False,
     ) -> tuple[SamplingParams, int]:
         """Read the sampling settings of a request, the last of its fields; also returns its seed."""
@@ -250,7 +283,7 @@ class Served:
         body.finish()
         try:
             recorded: dict[str, Any] = {"top_logps": top_logps, "prompt_logps": prompt_logps}
-            params = SamplingParams(**fields, **recorded, grammar=grammar, key=(0, 0))
+            params = SamplingParams(**fields, **recorded, grammar=grammar, adapter=adapter, key=(0, 0))
             params = params.stopped_at(stop, self.tokenizer)
             params.check_vocabulary(self.vocab_size)
         except ValueError as error:

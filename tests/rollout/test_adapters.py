@@ -21,7 +21,7 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import mesh_of_arrays
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Linear
-from posttrain.rollout.adapters import AdapterSlots
+from posttrain.rollout.adapters import AdapterSlots, slots_for
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion
 from posttrain.weights.lora import sites
@@ -255,6 +255,15 @@ def test_what_an_engine_cannot_have(several: NativeEngine, model: Decoder, tmp_p
     for call in (lambda: plain.load_adapter("a", tmp_path), lambda: plain.generate_all([[1]], [params(adapter="a")])):
         with pytest.raises(ValueError, match="the engine has no slots for adapters"):
             call()
+
+
+def test_room_for_given_adapters(folders: Mapping[str, Path]) -> None:
+    assert slots_for([folders["all"], folders["some"]], None, None, loads=False) == AdapterSlots(count=2, rank=4)
+    assert slots_for([folders["all"]], None, None, loads=True) == AdapterSlots(count=2, rank=3)
+    assert slots_for([], 3, None, loads=True) == AdapterSlots(count=3, rank=16)
+    assert slots_for([], None, None, loads=False) is None
+    with pytest.raises(ConfigError, match="--adapter-slots and --adapter-rank need --adapter NAME=FOLDER"):
+        slots_for([], 1, None, loads=False)
 
 
 @pytest.mark.thorough

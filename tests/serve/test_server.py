@@ -8,16 +8,19 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import openai
 import pytest
+from safetensors.numpy import save_file
 
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.generation import without_padding
 from posttrain.models.decoder import Decoder
+from posttrain.rollout.adapters import AdapterSlots
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import SamplingParams, samples_of, text_of
 from posttrain.serve.app import application, listen, server_of
@@ -45,18 +48,33 @@ def served(tokenizer: Tokenizer) -> Served:
         decode_steps=5,
         tool_format="hermes",
         limits=Limits(queue=64, timeout_s=60.0),
+        adapters=AdapterSlots(count=1, rank=2),
     )
 
 
 @pytest.fixture(scope="module")
 def url(served: Served) -> Iterator[str]:
     listener = listen("127.0.0.1", 0, "test")
-    server = server_of(application(lambda request: served, served=served))
+    server = server_of(application(lambda request: served, served=served, loads=True))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     server.should_exit = True
     thread.join()
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """PEFT's adapter of one matrix."""
+    folder, draw = tmp_path / "adapter", np.random.default_rng(0)
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    prefix = "base_model.model.model.layers.1.mlp.down_proj.lora_"
+    sizes = {"A.weight": (2, 48), "B.weight": (32, 2)}
+    tensors = {f"{prefix}{name}": draw.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +328,39 @@ def test_models_health_and_metrics(url: str, client: openai.OpenAI) -> None:
     assert int(values['posttrain_requests_total{path="/v1/completions",status="200"}']) > 0
     buckets = [int(v) for name, v in values.items() if name.startswith("posttrain_request_seconds_bucket")]
     assert buckets == sorted(buckets) and buckets[-1] == int(values["posttrain_request_seconds_count"])
+
+
+def test_adapters_have_names_of_models(
+    url: str, client: openai.OpenAI, served: Served, tmp_path: Path, adapter: Path
+) -> None:
+    def post(path: str, **body: Any) -> tuple[int, str]:
+        answer = httpx.post(f"{url}/{path}", json=body)
+        return answer.status_code, answer.text
+
+    base = plain(client, [65, 66]).choices[0].text
+    assert post("load_lora_adapter", lora_name="other", lora_path=str(adapter))[0] == 200
+    assert [model.id for model in client.models.list()] == [MODEL, "other"]
+    messages: Any = [{"role": "user", "content": "ab"}]
+    for ask in (
+        lambda name: client.completions.create(model=name, prompt=[65, 66], max_tokens=16, temperature=0),
+        lambda name: client.chat.completions.create(model=name, messages=messages, max_tokens=16, temperature=0),
+    ):
+        one, other = ask(MODEL), ask("other")
+        assert other.model == "other" and one.choices[0] != other.choices[0]
+    assert plain(client, [65, 66]).choices[0].text == base
+    for body, words in {
+        ("other", str(adapter)): "is served already",
+        (MODEL, str(adapter)): "is served already",
+        ("third", str(adapter)): "all 1 slots are taken, by other",
+        ("third", ""): "needs lora_name and lora_path",
+    }.items():
+        status, text = post("load_lora_adapter", lora_name=body[0], lora_path=body[1])
+        assert status == 400 and words in text
+    assert post("unload_lora_adapter", lora_name="other")[0] == 200
+    assert post("unload_lora_adapter", lora_name="other")[0] == 404
+    assert post("load_lora_adapter", lora_name="a", lora_path=str(tmp_path / "none"))[0] == 400
+    with pytest.raises(openai.NotFoundError, match="model 'other' is not served here"):
+        ask("other")
 
 
 def test_many_clients_of_whom_some_hang_up(url: str, client: openai.OpenAI, served: Served) -> None:
