@@ -142,10 +142,21 @@ def __getattr__(name: str) -> Any:
     if name in _UNITS:
         return import_module(f"posttrain.{name}")
     if name not in _MODULES:
-        raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
+        raise AttributeError(f"module 'posttrain' has no attribute {name!r}{_hint(name)}")
     value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
+
+
+def _hint(name: str) -> str:
+    """What stands for a name of another framework, or is spelt nearly so."""
+    if name.startswith("_"):
+        return ""
+    from posttrain.config.other_names import find_class
+    from posttrain.errors import did_you_mean
+
+    here = find_class(name)
+    return did_you_mean(name, [*_MODULES, *_UNITS]) if here is None else f"; here it is {here}"
 
 
 def __dir__() -> list[str]:

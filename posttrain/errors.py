@@ -77,8 +77,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
-    """Return the option most similar to a misspelt name, if any."""
-    return next(iter(difflib.get_close_matches(name, list(options), n=1, cutoff=SIMILAR)), None)
+    """Return the option most similar to a misspelt name, if any; capital letters do not matter."""
+    known = {option.lower(): option for option in options}
+    return next(
+        (known[near] for near in difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=SIMILAR)), None
+    )
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:

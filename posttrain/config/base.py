@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, g
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from posttrain.config.other_names import meant_kind
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.files import check_local
 
@@ -155,7 +156,7 @@ def with_kind(sections: Any) -> BeforeValidator:
         if not isinstance(value, str):
             return value
         if value not in kinds:
-            raise ValueError(f"{value!r} is unknown{did_you_mean(value, kinds)}; there are {', '.join(kinds)}")
+            raise ValueError(f"{value!r} is unknown{meant_kind(value, kinds)}; there are {', '.join(kinds)}")
         return {"kind": value}
 
     # A literal of words that are known only here.

@@ -207,6 +207,7 @@ def _resolve(loc: tuple[str | int, ...]) -> tuple[Key, Sections, Sections]:
     return key, parents, here
 
 
+@functools.cache
 def _below(parents: Sections) -> dict[str, str]:
     """Dotted names below the sections with their last words, nearest first."""
     keys = [key for parent in parents for key, _ in config_fields(parent)]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from posttrain.errors import did_you_mean
+
 PAIRS = ("preference", "online_preference")
+OFFLINE_PAIRS = ("preference", "reward_model")
 SAMPLED = ("rl", "online_preference")
 
 
@@ -31,7 +34,7 @@ OTHER_NAMES = (
     OtherName("use_gradient_checkpointing", "model.remat", "write full, dots or offload"),
     OtherName("random_state", "seed"),
     OtherName("max_lora_rank", "model.lora.rank"),
-    OtherName("dataset_num_proc", "dataset", "rows are read by threads; nothing to set"),
+    OtherName("train_on_responses_only", "train_on_prompt", "false, the default, trains on answers alone"),
     # verl
     OtherName("apply_chat_template_kwargs", "model.chat_template_args"),
     OtherName("train_files", "dataset.path"),
@@ -63,6 +66,8 @@ OTHER_NAMES = (
     OtherName("adv_estimator", "algorithm", "such as grpo, rloo or ppo"),
     OtherName("norm_adv_by_std_in_grpo", "algorithm.advantage_scale", "write none for false"),
     OtherName("n", "group_size"),
+    OtherName("rollout_n", "group_size"),
+    OtherName("actor_lr", "optimizer.learning_rate"),
     OtherName("val_kwargs", "eval_sampling"),
     OtherName("filter_groups", "refill", "write refill: {keep: mixed}"),
     OtherName("tensor_model_parallel_size", "rollout.tensor"),
@@ -90,7 +95,23 @@ OTHER_NAMES = (
     OtherName("metrics_logging_options", "tensorboard", "true or false"),
     # TRL's arguments of trainers, and widespread words
     OtherName("args", "num_steps", "settings are keywords, such as num_steps or optimizer"),
-    OtherName("ref_model", "reference", "the model at the start; write reference: {path: PATH} for another"),
+    OtherName("ref_model", "reference.path", "by default the model at the start"),
+    OtherName("sync_ref_model", "reference.refresh_every", "steps between updates of the reference"),
+    OtherName("ref_model_sync_steps", "reference.refresh_every"),
+    OtherName("ref_model_mixup_alpha", "reference.mixup"),
+    OtherName("max_prompt_length", "row_tokens", "of prompt and answer; overlong says what to do", kinds=OFFLINE_PAIRS),
+    OtherName("rpo_alpha", "loss", "write loss: {kind: [sigmoid, sft], weights: [1, 0.1]}", kinds=PAIRS),
+    OtherName("f_divergence_type", "loss", "write loss: {kind: sigmoid, divergence: forward_kl}", kinds=PAIRS),
+    OtherName("response_template", "train_on_prompt", "false, the default, trains on answers alone"),
+    OtherName("packing_strategy", "packing", "true or false"),
+    OtherName("log_completions", "samples_every", "steps between tables"),
+    OtherName("load_best_model_at_end", "evaluate.keep_best", "the best model is in best/"),
+    OtherName("rollout_func", "agent", "a loop of your own: write agent: {fn: file.py:function}"),
+    OtherName("environment_factory", "env", "write env: {fn: file.py:Class}"),
+    OtherName("run_name", "output", "a folder, whose name is that of the run"),
+    OtherName("logging_dir", "output"),
+    OtherName("train_file", "dataset.path"),
+    OtherName("num_epochs", "num_steps", "steps, not passes over the data", kinds=SAMPLED),
     OtherName("reward_func", "rewards"),
     OtherName("reward_fn", "rewards"),
     OtherName("reward", "rewards"),
@@ -129,7 +150,23 @@ ABSENT: Mapping[str, str] = {
     "logging_strategy": "every step is logged",
     "save_strategy": "checkpoints are written every checkpoint_every steps and at the end",
     "save_total_limit": "the newest two checkpoints are kept",
-    "load_best_model_at_end": "evaluate: {keep_best: true} keeps the best model in best/",
+    "load_best_model_at_end": "the newest two checkpoints are kept; eval/loss in metrics.jsonl says which was best",
+    "metric_for_best_model": "where evaluate.keep_best is there, it compares the mean reward",
+    "ref_model": "the reference is the model at the start of the stage",
+    "sync_ref_model": "the reference is the model at the start of the stage",
+    "ref_model_sync_steps": "the reference is the model at the start of the stage",
+    "ref_model_mixup_alpha": "the reference is the model at the start of the stage",
+    "reference_free": "losses without a reference have names of their own, such as loss: simpo",
+    "dataset_num_proc": "rows are read by threads",
+    "group_by_length": "rows are packed by the stage itself",
+    "label_pad_token_id": "rows are packed, and padding never counts",
+    "pad_token": "rows are packed, and padding never counts",
+    "model_init_kwargs": "fields of the model have names of their own, such as model.compute_dtype",
+    "wandb_project": "set WANDB_PROJECT in the environment, and trackers: [wandb]",
+    "hub_model_id": "the result is a folder in Hugging Face layout, which hf upload takes",
+    "save_only_model": "model/ has the weights alone, checkpoints/ what a run resumes from",
+    "logging_first_step": "every step is logged",
+    "vllm_server_base_url": "the built-in engine samples with the trainer's own weights",
     "resume_from_checkpoint": "the same call resumes from the newest checkpoint",
     "eval_strategy": "eval_dataset is evaluated before and after, and every eval_every steps",
     "evaluation_strategy": "eval_dataset is evaluated before and after, and every eval_every steps",
@@ -155,6 +192,55 @@ ABSENT: Mapping[str, str] = {
     "trust_remote_code": "no code of a checkpoint is run; model.family takes a file of your own",
 }
 """Names without a field, and the reason or the remedy that completes `there is none: ...`."""
+
+
+OTHER_WORDS = (
+    ("dpo", "sigmoid", "the loss of DPO is sigmoid, the default"),
+    ("dpo", "grpo", "DPO is a stage of kind preference, pt.Preference"),
+    ("online_dpo", "grpo", "it is a stage of kind online_preference, pt.OnlinePreference"),
+    ("reinforce", "grpo", "REINFORCE with a baseline is rloo or reinforce_plus_plus"),
+    ("gkd", "grpo", "it is a stage of kind distill with on_policy, pt.Distill"),
+    ("cross_entropy", "nll", "it is nll, the default"),
+    ("chunked_nll", "nll", "it is nll, always computed from chunks of logits"),
+)
+"""Words for kinds of losses and algorithms: the word, a kind that is known where it is meant, and the answer."""
+
+OTHER_CLASSES: Mapping[str, tuple[str, ...]] = {
+    "pt.SFT": ("SFTTrainer", "SFTConfig", "PeftTrainer", "TrainingArguments"),
+    "pt.Preference": (
+        *("DPO", "DPOTrainer", "DPOConfig", "KTO", "KTOTrainer", "KTOConfig", "ORPO", "ORPOTrainer", "ORPOConfig"),
+        *("CPO", "CPOTrainer", "CPOConfig", "SimPO", "BCOTrainer", "BCOConfig", "DPOLearner"),
+    ),
+    "pt.RewardModel": ("Reward", "RewardTrainer", "RewardConfig", "PRMTrainer", "PRMConfig"),
+    "pt.RL": ("GRPOTrainer", "GRPOConfig", "RLOOTrainer", "RLOOConfig", "PPOTrainer", "PPOConfig", "RLCluster"),
+    "pt.RL with algorithm=pt.GRPO()": ("GRPOLearner", "GrpoLearner", "GrpoConfig"),
+    "pt.OnlinePreference": ("OnlineDPO", "OnlineDPOTrainer", "OnlineDPOConfig"),
+    "pt.Distill": ("DistillationTrainer", "DistillationConfig", "GKDTrainer", "GKDConfig", "GOLDTrainer", "GOLDConfig"),
+    "pt.LoRA": ("LoraConfig", "LoRAConfig", "get_peft_model"),
+    "pt.load_model, and model= of every stage": ("AutoModelForCausalLM", "FastLanguageModel", "FastModel"),
+    "pt.load_tokenizer": ("AutoTokenizer",),
+    "dataset= of every stage": ("load_dataset", "Dataset"),
+    ".fit() of pt.SFT, pt.RL, ...": ("train", "fit"),
+    ".export() of a result": ("export", "push_to_hub"),
+    ".plot() of a result": ("plot",),
+    ".plan() of pt.SFT, pt.RL, ..., or posttrain plan": ("plan",),
+    "posttrain view": ("view",),
+    "posttrain check": ("check",),
+}
+"""Where names of classes and functions lead, by what is there for them in Python."""
+
+
+def find_class(name: str) -> str | None:
+    """What stands for another framework's class or function; None if nothing is known of it."""
+    return next((here for here, names in OTHER_CLASSES.items() if name in names), None)
+
+
+def meant_kind(word: str, kinds: Iterable[str]) -> str:
+    """Hint at the kind that an unknown word means: a word of others, or the nearest kind; empty if there is none."""
+    known = list(kinds)
+    found = (text for name, beside, text in OTHER_WORDS if name == word.lower() and beside in known)
+    hint = next(found, None)
+    return did_you_mean(word, known) if hint is None else f"; {hint}"
 
 
 def find_other_name(word: str, known: Iterable[str], kind: str | None = None) -> tuple[str, OtherName] | None:
@@ -307,7 +393,7 @@ TRL_NAMES = (
     TRLName("num_completions_to_print", "samples_every", "steps between tables"),
     TRLName("lmbda", "on_policy"),
     TRLName("teacher_model_name_or_path", "teachers", "write teachers: [{path: PATH}]"),
-    TRLName("use_uld_loss", "teachers", "write teachers: [{path: PATH, tokenizer: gold}]"),
+    TRLName("use_uld_loss", "teachers", "write teachers: [{path: PATH, tokenizer: gold}]", kinds=("distill",)),
 )
 
 

@@ -24,12 +24,13 @@ from posttrain.config import (
     UserObject,
 )
 from posttrain.config.locator import FORMS, checked_settings
+from posttrain.config.other_names import meant_kind
 from posttrain.data.pair_examples import ComparisonBatches, PairExamples
 from posttrain.data.preference import is_paired, labelled_answers
 from posttrain.data.prefetch import Prefetch
 from posttrain.data.sources import checked_rows, each_row
 from posttrain.data.turns import stop_notes
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import ConfigError
 from posttrain.evaluation.pairs import PairEvaluation, with_margins
 from posttrain.kernels.attention.dispatch import supports_parents
 from posttrain.kernels.logits.chunk_stats import Terms
@@ -178,8 +179,9 @@ def _named(kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]]) -> tu
     names = list(kind) if isinstance(kind, list | tuple) else [kind]
     wrong = [name for name in names if name not in known]
     if wrong or not names:
+        first = (wrong or [None])[0]
         raise ConfigError(
-            f"loss: kind {(wrong or [None])[0]!r} is unknown{did_you_mean(str((wrong or [None])[0]), known)}; "
+            f"loss: kind {first!r} is unknown{meant_kind(str(first), known)}; "
             f"there are {', '.join(known)}, or give your own as {FORMS}"
         )
     several = {name: known[name][0] for name in names}

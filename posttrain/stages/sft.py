@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from posttrain.batch import TokenLoss
 from posttrain.config import DatasetSection, SequenceSection, SFTSection, UserObject
 from posttrain.config.locator import FORMS
+from posttrain.config.other_names import meant_kind
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import tokenize_example
 from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer
 from posttrain.data.prefetch import MeasuredStream, Prefetch
 from posttrain.data.sources import Rows, checked_rows, each_row
 from posttrain.data.turns import stop_notes
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import ConfigError
 from posttrain.evaluation.sequences import (
     Record,
     evaluate_sequences,
@@ -233,6 +234,6 @@ def sft_loss(section: SFTSection) -> TokenLoss:
     if section.loss in SFT_LOSSES:
         return SFT_LOSSES[section.loss]()
     raise ConfigError(
-        f"loss: {section.loss!r} is unknown{did_you_mean(section.loss, SFT_LOSSES)}; "
+        f"loss: {section.loss!r} is unknown{meant_kind(section.loss, SFT_LOSSES)}; "
         f"there are {', '.join(SFT_LOSSES)}, or give your own as {FORMS}"
     )
