@@ -36,7 +36,7 @@ if importlib.util.find_spec("posttrain") is None:
     import sys
     from importlib.metadata import distributions
 
-    # The checkout that holds this notebook. Elsewhere: its folder, or git+https://HOST/OWNER/posttrain
+    # The checkout that holds this notebook. Elsewhere: the folder of a checkout, or a wheel of it
     repository = ".."
 
     installed = {d.name.lower().replace("_", "-"): d.version for d in distributions()}

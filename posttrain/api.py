@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import secrets
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import Parameter, Signature
@@ -29,6 +30,7 @@ from posttrain.runs.code_identity import code_digests
 from posttrain.runs.finished import Generator, load_generator
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runs.run import run
+from posttrain.runtime import processes
 from posttrain.runtime.files import digest
 from posttrain.stages.table import stage_names
 from posttrain.tracking.sink import CallbackSink, OnStep
@@ -75,6 +77,11 @@ TEMPLATE_NAME = "chat_template.jinja"
 TEMPLATES = ("prompt", "completion", "system", "chat")
 """Fields of a dataset that are keywords as well; an `eval_dataset` that is a mapping has its own."""
 MODEL_FIELDS = frozenset(ModelSection.model_fields) - {"path"}
+
+
+class Stopped(SystemExit, KeyboardInterrupt):
+    """Run that was stopped in a script, which it ends with the code of the signal and one line; the same script resumes
+    it. It is caught as KeyboardInterrupt."""
 
 
 class PythonRun:
@@ -163,7 +170,8 @@ class PythonRun:
 
         `on_step`: a function of step and metrics, called in the first process for every line of metrics. An interrupt
         in a notebook or an interactive Python (the stop button, Ctrl-C) returns a result that is not `finished`; the
-        same call resumes. Elsewhere it raises Interrupted. ConfigError for mistakes, before any work.
+        same call resumes. A script ends with one line and code 130, unless it catches KeyboardInterrupt. ConfigError
+        for mistakes, before any work.
         """
         output = Path(self.config.output)
         try:
@@ -172,8 +180,11 @@ class PythonRun:
             trained = run(self.config, [CallbackSink(on_step)] if on_step is not None else [])
         except ConfigError as error:
             raise _in_python(error) from None
-        except (Interrupted, KeyboardInterrupt):
-            if not hasattr(sys, "ps1") or not (output / CONFIG_NAME).exists():
+        except (Interrupted, KeyboardInterrupt) as stop:
+            begun = (output / CONFIG_NAME).exists()
+            if not hasattr(sys, "ps1"):
+                raise _stopped(stop, begun=begun) from None
+            if not begun:
                 raise
             return attach(output)
         return RunResult(output=output, stages=stage_names(self.config), trained=trained)
@@ -205,6 +216,15 @@ class PythonRun:
 
     def __repr__(self) -> str:
         return dump_config(self.config)
+
+
+def _stopped(stop: Interrupted | KeyboardInterrupt, *, begun: bool) -> Stopped:
+    """Print the last line of a script whose run was interrupted; return what ends it."""
+    said, number = (str(stop), stop.number) if isinstance(stop, Interrupted) else ("interrupted", signal.SIGINT)
+    if processes.writes():
+        again = "run the same script again to resume" if begun else "nothing was trained"
+        print(f"{said}; {again}", file=sys.stderr)
+    return Stopped(128 + number)
 
 
 def _stage(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from posttrain.stages.table import stage_names
 from posttrain.tracking.console import cut
 from posttrain.tracking.history import Records, points, read_metrics, read_samples
 from posttrain.tracking.notebook import Curves
-from posttrain.tracking.steps import LAYOUTS, shown_number
+from posttrain.tracking.steps import LAYOUTS, means_of_functions, shown_number
 from posttrain.weights.load import load_model
 
 if TYPE_CHECKING:
@@ -219,6 +219,7 @@ def _answers(result: Mapping[str, Any]) -> str:
         for old, new in pairs[:NUM_ANSWERS]
     ]
     rows.append((f"mean {measure}, 95 % interval", _interval(before), "", _interval(after), ""))
+    rows += [(f"mean {name}", old, "", new, "") for name, old, new in means_of_functions(before, after)]
     head = "".join(f"<th {CELL}>{escape(name)}</th>" for name in heads)
     body = "".join(
         "<tr>" + "".join(f"<td {CELL}>{escape(cut(str(text), TEXT_CELLS))}</td>" for text in row) + "</tr>"

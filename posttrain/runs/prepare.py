@@ -326,7 +326,7 @@ def _head_shape(kind: AttentionConfig | LatentAttentionConfig) -> dict[str, Any]
 Lengths = list[int | None]
 """Tokens of a row's sequences; None for a dropped one."""
 COUNTS = "epochs.json"
-"""File in the run's folder: `num_steps` by digest of the count's inputs."""
+"""File in the run's folder: number of rows by digest of the count's inputs."""
 
 
 def read_counts(output: Path) -> dict[str, int]:
@@ -355,8 +355,8 @@ def with_steps(inputs: Inputs, seed: int, counts: dict[str, int], *, estimate: b
     passes = f"num_epochs={num_epochs:g}"
     sources = inputs.epoch_sources
     if isinstance(sources, int):
-        return _resolved(inputs, section, math.ceil(math.ceil(num_epochs * sources) / section.batch_rows), passes)
-    key = _digest(section, num_epochs, seed, sources)
+        return _resolved(inputs, section, math.ceil(num_epochs * sources), passes)
+    key = f"rows-{_digest(section, num_epochs, seed, sources)}"
     if key not in counts:
         sampled, whole = sum(len(checked_rows(one.count)) for one in sources), sum(one.count for one in sources)
         estimated = estimate and sampled < whole
@@ -367,18 +367,29 @@ def with_steps(inputs: Inputs, seed: int, counts: dict[str, int], *, estimate: b
                 f"{passes} is about {steps:,} steps of {section.batch_rows} rows, estimated from {sampled:,} of "
                 f"{whole:,} sequences; run counts them all, once"
             ]
-        counts[key] = math.ceil(rows / section.batch_rows)
+        counts[key] = rows
     return _resolved(inputs, section, counts[key], passes)
 
 
-def _resolved(inputs: Inputs, section: OfflineSection, num_steps: int, passes: str) -> tuple[Inputs, list[str]]:
+FEW_STEPS = 50
+"""Updates below which a note says that there are few."""
+
+
+def _resolved(inputs: Inputs, section: OfflineSection, num_rows: int, passes: str) -> tuple[Inputs, list[str]]:
+    """Inputs with the steps that hold `num_rows` rows, and a note that says how many these are."""
+    num_steps = math.ceil(num_rows / section.batch_rows)
     try:
         section.check_warmup(num_steps)
     except ValueError as error:
         raise ConfigError(f"{error}, which {passes} makes of the data") from error
     counted = section.model_copy(update={"num_steps": num_steps, "num_epochs": None})
     resolved: Any = inputs
-    return replace(resolved, section=counted), [f"{passes} is num_steps={num_steps:,} of {section.batch_rows} rows"]
+    note = f"{passes} is num_steps={num_steps:,} of {section.batch_rows} rows"
+    if num_steps < FEW_STEPS and section.batch_rows > 1:
+        fewer = max(1, num_rows // FEW_STEPS)
+        more = f"batch_rows={fewer} makes {math.ceil(num_rows / fewer):,} of the same passes"
+        note += f" of {section.row_tokens} tokens: few updates; {more}"
+    return replace(resolved, section=counted), [note]
 
 
 def _num_rows(

@@ -30,7 +30,7 @@ from posttrain.stages.table import check_processes, check_row_tokens, row_notes,
 from posttrain.statistics import PairedDifference, paired_difference
 from posttrain.tracking.console import console, cut, printable
 from posttrain.tracking.sink import Sink
-from posttrain.tracking.steps import shown_number, with_interval
+from posttrain.tracking.steps import means_of_functions, shown_number, with_interval
 from posttrain.tracking.trackers import check_dashboards
 from posttrain.train.loop import StopRequest, stop_on_signals
 from posttrain.weights.locate import ModelFiles
@@ -239,6 +239,8 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
         table.add_row(*(Text(cut(printable(str(text), out.encoding), ANSWER_CELLS, out.encoding)) for text in texts))
     table.add_section()
     table.add_row(f"mean {measure}, 95 % interval", _interval(before), "", _interval(after), "")
+    for function, old_mean, new_mean in means_of_functions(before, after):
+        table.add_row(Text(f"mean {function}"), old_mean, "", new_mean, "")
     out.print(table)
     out.print(_difference(pairs, measure), markup=False)
 

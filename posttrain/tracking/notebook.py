@@ -84,7 +84,7 @@ def svg_curve(name: str, found: Sequence[Point]) -> str:
     (first, last), values = (shown[0][0], shown[-1][0]), [value for _, value in shown]
     low, high = min(values), max(values)
     if low == high:
-        low, high = low - max(abs(low), 1.0) * 0.05, high + max(abs(high), 1.0) * 0.05
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
 
     def place(step: int, value: float) -> str:
         x = LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / max(last - first, 1)
@@ -147,7 +147,10 @@ class NotebookSink:
         facts = [f"step {self._step} of {self._num_steps}"]
         if found := self._series.get(main):
             facts += [f"{main} {number(found[-1][1])}", f"trend {trend.shown}", f"best {number(trend.best)}"]
-        facts.append(f"{seconds(trend.left_s)} to go" if self._step < self._num_steps else "done")
+        if self._step >= self._num_steps:
+            facts.append("done")
+        elif not math.isnan(trend.left_s):
+            facts.append(f"{seconds(trend.left_s)} to go")
         names = [name for name in (main, f"eval/{main}", *MORE) if name in self._series][:NUM_CURVES]
         done = 100 * self._step / self._num_steps
         bar = f'<progress max="100" value="{done:.1f}" style="width:12em"></progress>'

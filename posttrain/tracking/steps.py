@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -176,7 +177,10 @@ def sample_table(title: str, rows: Sequence[Sample], output: Console) -> Table:
 
     names = list(dict.fromkeys(name for row in rows for name in row.rewards))
     scores = [] if len(names) == 1 else names
-    heads = [printable(head, output.encoding) for head in ("reward", *scores, "advantage", "stop")]
+    narrowest = 9 if output.width >= 100 else 6
+    folded = [folded_name(name, narrowest) for name in scores]
+    heads = ["reward", *("\n".join(printable(line, output.encoding) for line in lines) for lines in folded)]
+    heads += ["advantage", "stop"]
     body = [
         [
             shown_number(row.reward),
@@ -187,8 +191,8 @@ def sample_table(title: str, rows: Sequence[Sample], output: Console) -> Table:
         for row in rows
     ]
     body = [[printable(cell, output.encoding) for cell in cells] for cells in body]
-    narrowest = 9 if output.width >= 100 else 6
-    widths = [max(min(cell_len(h), narrowest), *(cell_len(cells[i]) for cells in body), 1) for i, h in enumerate(heads)]
+    texts_of = ([*head.split("\n"), *(cells[i] for cells in body)] for i, head in enumerate(heads))
+    widths = [max(map(cell_len, texts)) for texts in texts_of]
     # Each column takes 3 cells for padding and border, plus one border at the end.
     free = max(24, output.width - sum(widths) - 3 * (len(widths) + 2) - 1)
     texts = free // 3, free - free // 3
@@ -201,6 +205,33 @@ def sample_table(title: str, rows: Sequence[Sample], output: Console) -> Table:
         completion = clean(row.completion, lines * texts[1], output)
         table.add_row(prompt, completion, *(Text(cell) for cell in cells))
     return table
+
+
+def folded_name(name: str, cells: int) -> list[str]:
+    """Lines of a name, as long as `cells` where its words are, which end with `_`, `/` or `-`.
+
+    >>> folded_name("has_only_numbers", 9), folded_name("reward", 3)
+    (['has_only_', 'numbers'], ['reward'])
+    """
+    lines = [""]
+    for word in re.findall(r"[^_/-]+[_/-]*|[_/-]+", name):
+        if lines[-1] and len(lines[-1] + word) > cells:
+            lines.append("")
+        lines[-1] += word
+    return lines
+
+
+EACH = re.compile(r"eval/rewards/(.+)/mean")
+
+
+def means_of_functions(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, mean before and mean after of each reward function of two evaluations; none where there is one alone, whose
+    mean is that of the reward."""
+    found = [match for name in after["metrics"] if (match := EACH.fullmatch(name))]
+    if len(found) < 2:
+        return []
+    shown = [[format(values["metrics"].get(one[0], math.nan), ".3f") for values in (before, after)] for one in found]
+    return [(one[1], old, new) for one, (old, new) in zip(found, shown, strict=True)]
 
 
 def shown_number(value: float | None) -> str:
@@ -352,6 +383,8 @@ LAYOUTS["reward_model"] = LAYOUTS["preference"]
 """Console lines by stage kind."""
 
 
+COMPILING = 3
+"""Steps after which times that include compilation count where there are no others."""
 WINDOW = 10
 """Steps of each of the two means whose difference is the trend."""
 
@@ -364,7 +397,7 @@ class Trend:
         self._values: deque[float] = deque(maxlen=2 * WINDOW)
         self._times: deque[float] = deque(maxlen=2 * WINDOW)
         self._best = math.nan
-        self._step = 0
+        self._step = self._steps = 0
         self._compiled = True
         """True while every known time includes compilation."""
 
@@ -376,6 +409,7 @@ class Trend:
             self._values.append(value)
             better = value > self._best if self._rises else value < self._best
             self._best = value if better or math.isnan(self._best) else self._best
+        self._steps += 1
         if "step_time" in metrics:
             self._add_time(metrics["step_time"], compiled=metrics.get("perf/compilations", 0.0) > 0)
 
@@ -397,8 +431,8 @@ class Trend:
 
     @property
     def left_s(self) -> float:
-        """Estimated seconds to the last step; NaN before the first time of a step."""
-        if not self._times:
+        """Estimated seconds to the last step; NaN before the first time of a step, and while the first ones compile."""
+        if not self._times or (self._compiled and self._steps < COMPILING):
             return math.nan
         return (self._num_steps - self._step) * sum(self._times) / len(self._times)
 

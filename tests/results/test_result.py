@@ -126,10 +126,10 @@ def test_attach_reads_a_folder(done: tuple[pt.RunResult, Any], folder: Path) -> 
 
 
 @pytest.mark.parametrize("interactive", [True, False])
-def test_the_stop_button(folder: Path, monkeypatch: pytest.MonkeyPatch, interactive: bool) -> None:
-    """Red if an interrupt in a notebook raised, or one of a script went on as if the run had ended."""
-    from posttrain.train.loop import Interrupted
-
+def test_the_stop_button(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, interactive: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Red if an interrupt in a notebook raised, or one of a script went on, or ended it with a traceback."""
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     if not interactive:
         monkeypatch.delattr(sys, "ps1")
@@ -140,8 +140,11 @@ def test_the_stop_button(folder: Path, monkeypatch: pytest.MonkeyPatch, interact
             os.kill(os.getpid(), signal.SIGINT)
 
     if not interactive:
-        with pytest.raises(Interrupted, match="stopped after step 1 of 3"):
+        with pytest.raises(KeyboardInterrupt) as stopped_script:
             run.fit(on_step=stop)
+        assert isinstance(stopped_script.value, SystemExit) and stopped_script.value.code == 130
+        last = capfd.readouterr().err.splitlines()[-1]
+        assert last.startswith("stopped after step 1 of 3") and last.endswith("; run the same script again to resume")
         return
     stopped = run.fit(on_step=stop)
     assert not stopped.finished and "stopped after step 1" in repr(stopped) and stopped.results == []

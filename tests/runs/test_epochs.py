@@ -39,7 +39,8 @@ def test_epochs_of_every_offline_kind(tmp_path: Path) -> None:
         prepared = prepare(loaded, offline_ok=True)
         expected = -(-int(1.5 * count) // 4)
         assert prepared.config.stages[0].num_steps == prepared.stages[0].section.num_steps == expected
-        assert f"0-{kind}: num_epochs=1.5 is num_steps={expected} of 4 rows" in prepared.notes
+        few = f"of 64 tokens: few updates; batch_rows=1 makes {int(1.5 * count)} of the same passes"
+        assert f"0-{kind}: num_epochs=1.5 is num_steps={expected} of 4 rows {few}" in prepared.notes
 
 
 def test_passes_are_counted_once_per_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,12 @@ def test_difference_is_paired() -> None:
 
 def test_numbers_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     sample = {"prompt": "p", "completion": "c", "reward": 0.019999999552965164}
-    one = {"measure": "reward", "n": 2, "mean": 0.02, "low": 0.0, "high": 0.1, "samples": [sample] * 2}
+    one: dict[str, Any] = {"measure": "reward", "n": 2, "mean": 0.02, "low": 0.0, "high": 0.1, "samples": [sample] * 2}
+    one["metrics"] = {"eval/rewards/exact/mean": 0.375, "eval/rewards/short/mean": 0.5}
     other = {**one, "samples": [{**sample, "reward": None}, {**sample, "reward": 1.0}]}
     _print_answers("0-rl", {"before": one, "after": other})
     shown = capsys.readouterr().out
+    assert "mean exact" in shown and "0.375" in shown
     assert "0.0199" not in shown and " 0.02 " in shown and " - " in shown and " 1 " in shown
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from posttrain.metrics import Sample
 from posttrain.tracking import steps as steps_module
 from posttrain.tracking.console import console, cut, printable, progress, progress_bar, shown_log
-from posttrain.tracking.steps import LAYOUTS, Trend
+from posttrain.tracking.steps import LAYOUTS, Trend, means_of_functions
 
 pytestmark = pytest.mark.fast
 
@@ -98,13 +98,38 @@ def test_trend_best_and_time_to_go():
     trend = Trend("nll", False, 100)
     assert trend.shown == "-" and math.isnan(trend.best) and math.isnan(trend.left_s)
     trend.add(1, {"nll": 9.0, "step_time": 50.0, "perf/compilations": 9.0})
-    assert trend.left_s == 99 * 50
+    assert math.isnan(trend.left_s)  # a step that compiles says nothing about the others
     for step in range(2, 22):
         trend.add(step, {"nll": 8.0 if step < 12 else 7.5, "step_time": 2.0, "perf/compilations": 0.0})
         assert trend.left_s == 2.0 * (100 - step)
     assert (trend.shown, trend.best, trend.left_s) == ("-0.5", 7.5, 158.0)
     trend.add(22, {"nll": math.nan, "step_time": 2.0})
     assert trend.best == 7.5
+
+
+def test_steps_that_all_compile_have_a_time_to_go_in_the_end():
+    trend = Trend("nll", False, 100)
+    for step in range(1, 4):
+        assert math.isnan(trend.left_s)
+        trend.add(step, {"nll": 9.0, "step_time": 5.0, "perf/compilations": 1.0})
+    assert trend.left_s == 97 * 5
+
+
+def test_names_of_rewards_are_cut_between_their_words():
+    """Red if `advantage` breaks at 80 columns, or a name of a reward inside a word."""
+    output = capture(80)
+    rewards = {"has_only_numbers": 1.0, "format": 0.5}
+    ConsoleSink("rl", 10, output).samples(4, [sample(rewards=rewards)])
+    words = [line.split() for line in text_of(output).splitlines()[1:6]]
+    assert {"advantage", "only_", "numbers"} <= {word for line in words for word in line}
+
+
+def test_the_final_table_has_each_reward():
+    metrics = {"eval/reward": 1.5, "eval/rewards/exact/mean": 0.375, "eval/rewards/short/mean": 0.5}
+    before, after = {"metrics": metrics}, {"metrics": metrics | {"eval/rewards/exact/mean": 0.4}}
+    assert means_of_functions(before, after) == [("exact", "0.375", "0.400"), ("short", "0.500", "0.500")]
+    alone = {"metrics": {"eval/rewards/exact/mean": 0.375}}
+    assert means_of_functions(alone, alone) == []
 
 
 def test_a_terminal_redraws_one_line():
@@ -195,7 +220,7 @@ def test_samples_keep_to_the_width_and_are_not_interpreted(width, wide):
     columns = ["".join(cells) for cells in zip(*body, strict=True)]
     assert columns[0].startswith("…")
     assert columns[0].endswith("END")
-    assert columns[1].startswith("数学" * 9 if wide else r"First line\nsecond")
+    assert columns[1].replace(" ", "").startswith("数学" * 9 if wide else r"Firstline\nsecond")
     assert columns[1].endswith("…")
     if width == 160 and not wide:
         assert r"\nsecond [bold]not markup[/bold] \x1b[31m\u200b and more" in columns[1]
