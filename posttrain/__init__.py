@@ -149,7 +149,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _hint(name: str) -> str:
-    """What stands for a name of another framework, or is spelt nearly so."""
+    """Name here for one of another framework, or for one that is misspelt."""
     if name.startswith("_"):
         return ""
     from posttrain.config.other_names import find_class

@@ -231,7 +231,7 @@ OTHER_CLASSES: Mapping[str, tuple[str, ...]] = {
 
 
 def find_class(name: str) -> str | None:
-    """What stands for another framework's class or function; None if nothing is known of it."""
+    """Name here for a class or function of another framework; None if nothing is known of it."""
     return next((here for here, names in OTHER_CLASSES.items() if name in names), None)
 
 
