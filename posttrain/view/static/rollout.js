@@ -16,7 +16,7 @@ export async function rollout(given, runs) {
     "sampled tokens": found.sampled_tokens, "token sequences": found.parts > 1 ? found.parts : null, stop: found.stop,
   };
   const list = el("dl", { class: "facts" }, Object.entries(facts).filter(([, value]) => value !== null).map(([name, value]) =>
-    el("div", {}, el("dt", {}, name), el("dd", { class: name === "advantage" ? sign(value) : null },
+    el("div", {}, el("dt", {}, breakable(name)), el("dd", { class: name === "advantage" ? sign(value) : null },
       typeof value === "number" ? number(value, 6) : value))));
   const group = found.grp === null ? null : el("nav", { class: "chips", "aria-label": "Samples of the group" },
     found.group.map((one) => el("a", { href: address("rollout", { run: run.run, id: one.id }),
@@ -33,4 +33,9 @@ export async function rollout(given, runs) {
     : await microscope(run.run, found);
   return { element: el("section", {}, el("h2", {}, `${run.name}, ${found.stage}, step ${found.step}, group ${found.grp ?? "–"}, sample ${found.sample}`),
     links, list, group, pieces, tokens) };
+}
+
+// A name that breaks between its words, where it is too long for a line.
+function breakable(name) {
+  return name.split(/(?<=[_/])/).flatMap((part) => [part, el("wbr")]);
 }
