@@ -216,11 +216,26 @@ def chat_ask(body: Body) -> ChatAsk:
 
 def grammar_of(body: Body) -> Grammar | None:
     """Read the language that a request's text must be in: `response_format`, as in the OpenAI API and with `{type:
-    regex, pattern: ...}`."""
-    given = body.take("response_format")
-    name = "response_format"
+    regex, pattern: ...}`, or `structured_outputs`, as in vLLM's."""
+    given, outputs = body.take("response_format"), body.take("structured_outputs")
+    name = "response_format" if outputs is None else "structured_outputs"
+    if given is not None and outputs is not None:
+        raise wrong(name, "is not supported together with response_format; leave one out")
     try:
+        match outputs:
+            case {"json": dict() as schema} if len(outputs) == 1:
+                return Grammar.json_schema(schema)
+            case {"json": str() as text} if len(outputs) == 1:
+                return Grammar.json_schema(json.loads(text))
+            case {"regex": str() as pattern} if len(outputs) == 1:
+                return Grammar.regex(pattern)
+            case {"choice": list() as texts} if len(outputs) == 1:
+                return Grammar.choice(texts)
+            case {"json_object": True} if len(outputs) == 1:
+                return Grammar.json_object()
         match given:
+            case _ if outputs is not None:
+                raise wrong(name, f"{_shown(outputs)} must hold one of json, regex, choice, or json_object: true")
             case None:
                 return None
             case {"type": "text"} if len(given) == 1:

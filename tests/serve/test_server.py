@@ -204,6 +204,8 @@ def test_chats(client: openai.OpenAI, served: Served) -> None:
     assert set(banned.choices[0].message.content) <= {"B", "C"}
     answer = chat(client, "hi", response_format={"type": "regex", "pattern": "(yes|no)[0-9]{2}"}, temperature=1.0)
     assert answer.choices[0].message.content[-2:].isdecimal()
+    chosen = chat(client, "hi", extra_body={"structured_outputs": {"choice": ["Paris", "Rome"]}})
+    assert chosen.choices[0].message.content in ("Paris", "Rome") and chosen.choices[0].finish_reason == "stop"
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     shaped = chat(client, "hi", response_format=wanted, temperature=1.0, max_tokens=60)
@@ -277,6 +279,18 @@ ODD: dict[str, tuple[str, Any, int, str]] = {
         {"model": MODEL, "prompt": "a", "response_format": {"type": "xml"}},
         400,
         "response_format",
+    ),
+    "schema": (
+        "completions",
+        {"model": MODEL, "prompt": "a", "structured_outputs": {"json": '{"not": {}}'}},
+        400,
+        'structured_outputs: json_schema: keywords that are not supported: ["not"]',
+    ),
+    "structure": (
+        "completions",
+        {"model": MODEL, "prompt": "a", "structured_outputs": {"grammar": "x"}},
+        400,
+        "must hold one of json, regex, choice, or json_object",
     ),
     "messages": ("chat/completions", {"model": MODEL, "messages": []}, 400, "non-empty list"),
     "image": (
