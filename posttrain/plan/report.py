@@ -64,7 +64,12 @@ def not_counted(section: RLSection) -> list[str]:
     """Memory and time that such a stage takes beside its phases."""
     turns = "the turns of conversations after the first: their prompts, tools and environments"
     refresh = f"the second copy of the reference at its refresh, every {section.reference.refresh_every} versions"
-    found = {turns: section.converses, refresh: section.reference.refresh_every is not None}
+    drafts = "rollout.speculative: accepted drafts, and the weights, cache and passes of a draft model"
+    found = {
+        turns: section.converses,
+        refresh: section.reference.refresh_every is not None,
+        drafts: section.rollout.speculative is not None,
+    }
     return [name for name, is_met in found.items() if is_met]
 
 
