@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from posttrain.mesh import make_mesh as make_mesh
     from posttrain.metrics import to_host as to_host
     from posttrain.models.decoder import Decoder as Decoder
+    from posttrain.results.compare import compare as compare
     from posttrain.results.result import RunResult as RunResult
     from posttrain.results.result import attach as attach
     from posttrain.reward.rubric import Rubric as Rubric
@@ -121,6 +122,7 @@ _MODULES = {
     "Trainer": "posttrain.train.trainer",
     "Trajectory": "posttrain.rollout.trajectory",
     "attach": "posttrain.results.result",
+    "compare": "posttrain.results.compare",
     "complete": "posttrain.generation",
     "evaluate": "posttrain.api",
     "generate": "posttrain.generation",

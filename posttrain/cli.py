@@ -1,5 +1,5 @@
 """Command line: `posttrain run | launch | check | reward | plan | replay | view | schema | fields | env | distill |
-generate | chat | serve | evaluate | export | upcycle | prune`."""
+generate | chat | serve | evaluate | compare | export | upcycle | prune`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from posttrain.commands import chat, complete_config, complete_override, evaluate, generate, print_lines, reward, serve
+from posttrain.commands import (
+    chat,
+    complete_config,
+    complete_override,
+    evaluate,
+    generate,
+    print_lines,
+    reward,
+    serve,
+)
 from posttrain.errors import ConfigError, RunError, outside_error
 
 app = typer.Typer(
@@ -306,6 +315,25 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(evaluate)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Output folders of runs.")],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="May be repeated; by default the stage's main metric, and its held-out value."),
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="Name such as 0-sft; by default the last of each run.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the curves on one plot per metric: .svg or .html.")] = None,
+) -> None:
+    """Compare runs: curves, means over seeds, settings that differ, and tests over the prompts that they share."""
+    from posttrain.results.compare import compare as recipe
+
+    found = recipe(*runs, metrics=metric or [], stage=stage)
+    print_lines(found.lines())
+    if save is not None:
+        print(found.save(save))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Commands `generate`, `chat`, `serve`, `evaluate` and `reward` of the command line, and completion of its words."""
+"""Commands that generate, chat, serve, evaluate and examine rewards, and completion of words in a shell."""
 
 from __future__ import annotations
 
