@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,6 @@ knows the model's distribution, the smaller the best window."""
 WINDOW_CALLS = 16
 """Calls of the best window before another one is tried."""
 
-PROBE_TOKENS = 8
-"""Tokens of a row in a call that only measures drafts."""
 FIRST_WAIT, LONGEST_WAIT = 32, 512
 """Calls until the other way is measured again; as many more each time that it is slower."""
 MEMORY = 0.7
@@ -97,12 +94,6 @@ def check_drafts(section: RolloutSection, tokenizer: Tokenizer, max_length: int)
         )
 
 
-class Choice(NamedTuple):
-    drafts: bool
-    limit: int | None
-    """Tokens of a row at most; None: those of any call."""
-
-
 class Pace:
     """Chooses for each call whether tokens are drafted, by the speeds of earlier calls with as many rows.
 
@@ -125,16 +116,14 @@ class Pace:
         with_drafts, without = self.speed(rows, True), self.speed(rows, False)
         return None if with_drafts is None or without is None else with_drafts / without
 
-    def choose(self, rows: int) -> Choice:
+    def choose(self, rows: int) -> bool:
+        """Return True if the next call of as many rows shall draft."""
         gain = self.gain(rows)
         if gain is None:
-            drafts = self.speed(rows, True) is None
-            return Choice(drafts, PROBE_TOKENS if drafts else None)
-        drafts = gain > 1
+            return self.speed(rows, True) is None
         self._since[rows] = self._since.get(rows, 0) + 1
-        if self._since[rows] <= self._waits.setdefault(rows, FIRST_WAIT):
-            return Choice(drafts, None)
-        return Choice(not drafts, PROBE_TOKENS)
+        waits = self._since[rows] <= self._waits.setdefault(rows, FIRST_WAIT)
+        return (gain > 1) == waits
 
     def record(self, rows: int, drafts: bool, tokens: float, seconds: float) -> None:
         """Note the tokens of an active row in a call, and its seconds."""

@@ -20,7 +20,7 @@ from posttrain.rollout.blocks import BLOCK, Chain, blocks_for
 from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.decoding import DecodeRows
 from posttrain.rollout.dispatch import DecodeCall, Dispatch, DispatchOutcome, PromptCall
-from posttrain.rollout.drafting import Choice, Drafter, Speculation
+from posttrain.rollout.drafting import Drafter, Speculation
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
 from posttrain.rollout.programs import (
     DecodeShape,
@@ -222,9 +222,9 @@ class Runner:
             calls |= {(shape, params.is_plain): params for shape in shapes.decodes(within, tail=tail)}
         for (shape, _), params in sorted(calls.items(), key=lambda call: call[0]):
             places = {0: Row(Request(prompt=(0,), params=params), 0, Chain(), 0)}
-            yield self._rows(shape, places, None)
+            yield self._rows(shape, places)
             if self.drafter is not None:
-                yield self._speculative_rows(shape, places, None)
+                yield self._speculative_rows(shape, places)
 
     def lower(self, loaded: Loaded, inputs: Inputs) -> jax.stages.Lowered:
         """Lower the program for inputs of these shapes, of weights that may be shapes."""
@@ -320,20 +320,18 @@ class Runner:
         # Pause for those who wait when a quarter has ended; else when the next smaller batch would do. After a token
         # under a grammar the host says what may follow.
         smaller = max((size for size in shapes.sizes(tail) if size < shape.rows), default=0)
-        choice = Choice(False, None)
-        if self.drafter is not None and not constrained:
-            choice = self.drafter.pace.choose(shape.rows)
-        if choice.drafts:
+        drafts = self.drafter is not None and not constrained and self.drafter.pace.choose(shape.rows)
+        if drafts:
             smaller = count - max(1, count // 2)  # the faster half waits no longer for the slower one
         stop_at = count - max(1, count // 4) if plan.waiting else smaller
         stop_at = max(stop_at, count - constrained) if constrained else stop_at
         self._fit_stop_ids([row.request.params for row in plan.decode])
-        rows = (self._speculative_rows if choice.drafts else self._rows)(shape, places, choice.limit)
+        rows = (self._speculative_rows if drafts else self._rows)(shape, places)
         return DecodeCall(rows=rows, stop_at=np.int32(min(stop_at, count - 1)), places=places, size=shape.rows)
 
-    def _speculative_rows(self, shape: DecodeShape, places: dict[int, Row], limit: int | None) -> SpeculativeRows:
+    def _speculative_rows(self, shape: DecodeShape, places: dict[int, Row]) -> SpeculativeRows:
         assert self.drafter is not None
-        rows = self._rows(shape, places, limit)
+        rows = self._rows(shape, places)
         history = context = before = window = None
         if self.drafter.loaded is None:
             tokens = np.full((rows.tokens.shape[0], shape.width), -1, np.int32)
@@ -353,8 +351,7 @@ class Runner:
             context, before, window = jax.device_put((blocks.reshape(rows.context.shape), newest, windows))
         return SpeculativeRows(rows=rows, history=history, context=context, before=before, window=window)
 
-    def _rows(self, shape: DecodeShape, places: dict[int, Row], limit: int | None) -> DecodeRows:
-        """`limit`: tokens of each row at most."""
+    def _rows(self, shape: DecodeShape, places: dict[int, Row]) -> DecodeRows:
         lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
         requests = [places[row].request if row in places else IDLE for row in range(rows)]
         params = [request.params for request in requests]
@@ -378,7 +375,7 @@ class Runner:
                 {
                     "tokens": np.asarray([r.newest for r in requests], np.int32),
                     "positions": np.asarray([r.position for r in requests], np.int32),
-                    "ends": np.asarray([_end(r, limit) for r in requests], np.int32),
+                    "ends": np.asarray([r.end if r.constraint is None else r.position + 2 for r in requests], np.int32),
                     "active": np.asarray([row in places for row in range(rows)]),
                     "context": context.reshape(lanes, shape.rows, -1),
                     "targets": targets.reshape(lanes, shape.rows, -1),
@@ -406,9 +403,3 @@ class Runner:
     def _fit_stop_ids(self, params: Sequence[SamplingParams]) -> None:
         while self._stop_ids < max(len(p.ends) for p in params):
             self._stop_ids *= 2
-
-
-def _end(request: Request, limit: int | None) -> int:
-    """First position that a dispatch may not sample: one token under a grammar, else at most `limit`."""
-    limit = limit if request.constraint is None else 1
-    return request.end if limit is None else min(request.end, request.length + limit)
