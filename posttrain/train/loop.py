@@ -241,10 +241,12 @@ class TrainingLoop:
             self._lines.flush()
             host: dict[str, Any] = {"step": done, "skipped_updates": self._trainer.skipped_updates}
             host |= {"data": self._data.state(), "origin": dict(self._origin.parts)}
+            started = time.perf_counter()
             with span("checkpoint"):
                 # What the update has freed holds no room beside what the writer needs.
                 trim_host_memory(platform_of(self._trainer.mesh))
                 self._checkpointer.save(done, self._trainer.state(), host)
+            self._lines.carry({"timing_s/checkpoint": time.perf_counter() - started})
         if stop and not last:
             self._checkpointer.wait()
             raise self._stop.interrupted(f"stopped after step {done} of {self._num_steps}")
@@ -265,20 +267,25 @@ class _StepLines:
         self._sink, self._observe = sink, observe
         self._compiles = CompileCounter()
         self._pending: _Pending | None = None
+        self._carried: dict[str, float] = {}
         self._started = self._finished = time.perf_counter()
 
     def start(self) -> None:
         self._started = time.perf_counter()
+
+    def carry(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the line of the next step."""
+        self._carried |= metrics
 
     def add(self, step: int, metrics: Mapping[str, Any], learning_rate: Any) -> None:
         """Add a dispatched step: write the previous step, and this one if it is done.
 
         It is done if its metrics are on the host, or if programs run in the calling thread, as on CPU.
         """
-        compiled = self._compiles.metrics()
+        (carried, self._carried), compiled = (self._carried, {}), self._compiles.metrics()
         self.flush()
         shown = {**metrics, **({} if learning_rate is None else {"learning_rate": learning_rate})}
-        self._pending = _Pending(step=step, metrics=shown, started=self._started, compiled=compiled)
+        self._pending = _Pending(step=step, metrics=shown, started=self._started, compiled=compiled | carried)
         if _are_ready(metrics):
             self.flush()
 

@@ -132,6 +132,7 @@ def test_what_happens_when(tmp_path: Path) -> None:
     loop.run(5, checkpoint=2, evaluation=2)
     assert [step for step, metrics in loop.sink.lines if "grad_norm" in metrics] == [1, 2, 3, 4, 5]
     assert loop.evaluations == [2, 4] and loop.saved == [4, 5]
+    assert [step for step, metrics in loop.sink.lines if metrics.get("timing_s/checkpoint", 0) > 0] == [3, 5]
     _, metrics = loop.sink.lines[0]
     assert metrics["learning_rate"] == 0.5 and metrics["num_tokens"] == 16
     assert metrics["perf/tokens_per_s"] == pytest.approx(16 / metrics["step_time"])
