@@ -58,6 +58,8 @@ class SessionBackend:
         for name in OF_THE_RUN:
             ask.body.take(name)
         ask.body.finish()
+        if ask.forced is not None:
+            raise wrong("tool_choice", "must be auto or none in a session: a forced call would not be the policy's own")
         if not ask.parallel:
             raise wrong("parallel_tool_calls", "false is not supported in a session: all that is sampled is trained on")
         if ask.top_logprobs:

@@ -175,6 +175,8 @@ class ChatAsk:
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     """Tools that the model may call."""
+    forced: str | None
+    """Name of the tool that it must call, or empty for any of them; None: it may call none."""
     parallel: bool
     """The model may make several calls in a turn."""
     n: int
@@ -200,10 +202,12 @@ def chat_ask(body: Body) -> ChatAsk:
     logprobs, top = body.flag("logprobs"), body.whole("top_logprobs", 0, MAX_TOP)
     if top is not None and not logprobs:
         raise wrong("top_logprobs", "needs logprobs: true")
+    tools, forced = chosen_tools(body.take("tools"), body.take("tool_choice"))
     return ChatAsk(
         model=body.text("model"),
         messages=messages,
-        tools=chosen_tools(body.take("tools"), body.take("tool_choice")),
+        tools=tools,
+        forced=forced,
         parallel=body.flag("parallel_tool_calls", True),
         n=body.whole("n", 1, MAX_CHOICES) or 1,
         max_tokens=longest[0] or longest[1],
@@ -251,12 +255,27 @@ def grammar_of(body: Body) -> Grammar | None:
     raise wrong(name, f"{_shown(given)} must be of type {FORMATS}")
 
 
-def chosen_tools(tools: Any, choice: Any) -> list[dict[str, Any]] | None:
-    """Tools that a request lets the model call: all, or with `tool_choice: none` none."""
+def chosen_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]] | None, str | None]:
+    """Tools that a request lets the model call, and `ChatAsk.forced`."""
     try:
         checked = checked_tools(tools)
     except ConfigError as error:
         raise Refused(400, "invalid_value", str(error), "tools") from error
-    if choice not in (None, "auto", "none"):
-        raise wrong("tool_choice", f"{_shown(choice)} is not supported here; use auto or none")
-    return None if choice == "none" else checked
+    match choice:
+        case None | "auto":
+            return checked, None
+        case "none":
+            return None, None
+        case "required":
+            forced = ""
+        case {"type": "function", "function": {"name": str() as forced}} | {
+            "type": "function",
+            "name": str() as forced,
+        }:
+            pass
+        case _:
+            raise wrong("tool_choice", f"{_shown(choice)} must be auto, none, required, or a function with its name")
+    names = [tool["function"]["name"] for tool in checked or ()]
+    if forced not in ("", *names) or not names:
+        raise wrong("tool_choice", f"{_shown(choice)}: there is no such tool; there are {', '.join(names) or 'none'}")
+    return checked, forced

@@ -132,12 +132,14 @@ class ResponseRequest:
         self._tools, self._choice = body.take("tools"), body.take("tool_choice")
         self._tools = [] if self._tools is None else self._tools
         self._temperature, self._top_p = body.number("temperature", 0.0, 100.0), body.number("top_p", 0.0, 1.0)
+        tools, forced = chosen_tools(_chat_tools(self._tools), self._choice)
         text = body.take("text") or {}
         self._format = text.get("format") if isinstance(text, Mapping) else None
         self._ask = ChatAsk(
             model=body.text("model"),
             messages=_messages(body.take("input"), self._instructions),
-            tools=chosen_tools(_chat_tools(self._tools), self._choice),
+            tools=tools,
+            forced=forced,
             parallel=body.flag("parallel_tool_calls", True),
             n=1,
             max_tokens=body.whole("max_output_tokens", 1),

@@ -23,8 +23,9 @@ from posttrain.rollout.programs import Expected
 from posttrain.rollout.types import Call, Completion, NewTokens, SamplingParams, samples_of
 from posttrain.serve.body import Body, ChatAsk, Refused, grammar_of, wrong
 from posttrain.serve.metrics import Metrics
-from posttrain.serve.text import TurnStream, token_texts
+from posttrain.serve.text import TurnStream, in_thought, token_texts
 from posttrain.tools.formats import Format, make_format
+from posttrain.tools.grammar import tool_grammar
 from posttrain.tools.prompts import ToolText
 from posttrain.tools.types import ToolCall
 
@@ -199,10 +200,7 @@ class Served:
             raise Refused(400, "invalid_value", str(error), "chat_template_kwargs") from error
         prompt, tool_format = self._prompt(renderer, ask)
         top_logps = ask.top_logprobs
-        grammar = grammar_of(ask.body)
-        if grammar is not None:
-            refuse_tools_with(ask)
-            grammar = grammar.led_by(renderer.spaces_before_content)
+        grammar = self._grammar(ask, renderer, prompt, tool_format)
         params, seed = self.params_of(
             ask.body, prompt, ask.max_tokens, ask.stop, top_logps=top_logps, grammar=grammar, adapter=adapter
         )
@@ -227,6 +225,22 @@ class Served:
             return renderer.prompt(ask.messages, ask.tools), tool_format
         except ConfigError as error:
             raise Refused(400, "invalid_value", str(error), "messages") from error
+
+    def _grammar(
+        self, ask: ChatAsk, renderer: Renderer, prompt: Sequence[int], tool_format: Format | None
+    ) -> Grammar | None:
+        """Language of the answer: that of its format, or of calls that must be made."""
+        grammar = grammar_of(ask.body)
+        if grammar is not None and ask.tools is not None:
+            raise wrong("response_format", "is not supported together with tools, whose calls it would not allow")
+        if ask.forced is not None and tool_format is not None:
+            thinks = in_thought(self.tokenizer, prompt)
+            named = ask.forced or None
+            try:
+                grammar = tool_grammar(tool_format, self.tokenizer, name=named, several=ask.parallel, in_thought=thinks)
+            except (ValueError, ConfigError) as error:
+                raise wrong("tools", str(error).removeprefix("sampling.grammar: ")) from error
+        return grammar and grammar.led_by(renderer.spaces_before_content)
 
     def _renderer(self, arguments: str) -> Renderer:
         parsed = json.loads(arguments)
@@ -337,12 +351,6 @@ class Served:
             "samples_waiting": (float(engine.num_waiting), "Samples that wait for a slot."),
             "cache_blocks_used": (float(engine.num_used_blocks), "Blocks of the cache that running samples hold."),
         }
-
-
-def refuse_tools_with(ask: ChatAsk) -> None:
-    """Refuse tools beside a language of the text."""
-    if ask.tools is not None:
-        raise wrong("response_format", "is not supported together with tools, whose calls it would not allow")
 
 
 def _last(turn: TurnStream) -> tuple[str, tuple[()], list[ToolCall]]:

@@ -93,7 +93,7 @@ class TurnStream:
         self._renderer, self._format, self._parallel = renderer, tool_format, parallel
         self._marks = () if tool_format is None else OPENINGS.get(tool_format.name, ("",))
         self._ending = None if tool_format is None else ENDINGS.get(tool_format.name)
-        self._thinks = _thinks(renderer.tokenizer.decode(prompt[-CONTEXT:], False))
+        self._thinks = in_thought(renderer.tokenizer, prompt)
         self._sent = ""
         """Content that was handed out."""
         self._read = 0
@@ -145,6 +145,11 @@ class TurnStream:
         ]
         self.calls += named
         return named
+
+
+def in_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Return whether a prompt ends within a thought."""
+    return _thinks(tokenizer.decode(prompt[-CONTEXT:], False))
 
 
 def _thinks(text: str) -> bool:

@@ -308,3 +308,22 @@ def test_addresses_are_secret(sessions: Sessions, tokenizer: Tokenizer) -> None:
     for url in (urls[0], urls[0].replace("/v1", "x/v1")):
         with pytest.raises(openai.NotFoundError):
             ask_once(url, [{"role": "user", "content": "?"}])
+
+
+def test_the_key_of_a_session(tokenizer: Tokenizer) -> None:
+    """Where others can reach the server, an address is not enough."""
+    told: list[int] = []
+
+    def agent(base_url: str, api_key: str) -> float:
+        body = {"messages": [{"role": "user", "content": "?"}]}
+        for key in ("", "x", api_key):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            told.append(httpx.post(f"{base_url}/chat/completions", json=body, headers=headers).status_code)
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            told.append(len(client.responses.create(model="policy", input="?").output))
+        return 1.0
+
+    outside = Sessions("127.0.0.2")
+    made = run(outside, tokenizer, agent)
+    outside.close()
+    assert (told, made.error, len(made.rows)) == ([401, 401, 200, 1], None, 2)

@@ -135,6 +135,27 @@ def test_requests_at_once(tokenizer: Tokenizer) -> None:
     assert [sum(branch.transcript.sampled) for branch in one.branches] == [4, 2]
 
 
+def test_a_request_that_is_cancelled_is_no_turn(tokenizer: Tokenizer) -> None:
+    """Its history goes on as it was, token by token; a new one is gone."""
+    engine = Counting(tokenizer, wait=0.02)
+    one = session(tokenizer, engine)
+    first = ask(one, USER)
+
+    async def hang_up(*messages: Message) -> None:
+        task = asyncio.create_task(one.complete(list(messages), None, None, ()))
+        await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(hang_up(USER, first, USER))
+    asyncio.run(hang_up({"role": "user", "content": "new"}))
+    (branch,) = one.branches
+    second = ask(one, USER, first, USER)
+    assert one.branches == [branch] and list(engine.asked[-1][0]) == one.renderer.prompt([USER, first, USER])
+    assert len(branch.messages) == 4 and second["content"] == "4" and len(branch.transcript.turns) == 2
+
+
 def test_limits(tokenizer: Tokenizer) -> None:
     engine = Counting(tokenizer)
     one = session(tokenizer, engine, max_rows=2, max_turns=4, row_tokens=60)

@@ -212,20 +212,31 @@ def test_chats(client: openai.OpenAI, served: Served) -> None:
     assert json.loads(shaped.choices[0].message.content)["a"] in (1, 2)
 
 
-ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-
-
-def test_tools(client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are read from what is sampled, here forced token by token, and come back as deltas before the end."""
-    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    pattern = text.replace("{", "[{]").replace("}", "[}]")
-    forced: Any = {"type": "regex", "pattern": f"{pattern}{pattern}"}
-    monkeypatch.setattr("posttrain.serve.model.refuse_tools_with", lambda *_: None)
-    fields = {"tools": [ADD], "response_format": forced, "max_tokens": 2 * len(text) + 4}
-    message = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "?"}], **fields)
-    choice = message.choices[0]
-    assert choice.finish_reason == "tool_calls" and choice.message.content is None
-    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"a": 1}] * 2
+@pytest.mark.thorough
+def test_tools(client: openai.OpenAI, served: Served) -> None:
+    """A call that must be made is made, whatever the model would say, whole, streamed, and as an item."""
+    two = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": two}} for name in ("add", "sub")]
+    messages: Any = [{"role": "user", "content": "?"}]
+    fields: Any = {"model": MODEL, "messages": messages, "tools": tools, "max_tokens": 90, "seed": 1}
+    forced: Any = {"type": "function", "function": {"name": "sub"}}
+    whole = client.chat.completions.create(**fields, tool_choice=forced, parallel_tool_calls=False).choices[0]
+    (call,) = whole.message.tool_calls
+    assert (whole.finish_reason, call.function.name) == ("tool_calls", "sub") and whole.message.content is None
+    assert json.loads(call.function.arguments)["a"] in (1, 2)
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in client.chat.completions.create(
+            **fields, tool_choice="required", parallel_tool_calls=False, stream=True
+        )
+    ]
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [call.index for call in calls] == [0] and calls[0].function.name in ("add", "sub")
+    flat: Any = [{"type": "function", **tool["function"], "strict": True} for tool in tools]
+    done = client.responses.create(
+        model=MODEL, input="?", tools=flat, tool_choice="required", parallel_tool_calls=False, max_output_tokens=90
+    )
+    assert [item.type for item in done.output] == ["function_call"]
 
 
 def test_responses(client: openai.OpenAI, served: Served) -> None:
@@ -310,6 +321,12 @@ ODD: dict[str, tuple[str, Any, int, str]] = {
         {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "top_logprobs": 1},
         400,
         "logprobs: true",
+    ),
+    "choice": (
+        "chat/completions",
+        {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "tool_choice": "required"},
+        400,
+        "there is no such tool",
     ),
     "store": ("responses", {"model": MODEL, "input": "a", "store": True}, 400, "store=true"),
     "memory": ("responses", {"model": MODEL, "input": "a", "previous_response_id": "x"}, 400, "previous_response_id"),
