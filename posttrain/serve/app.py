@@ -22,6 +22,9 @@ MAX_BODY = 64 << 20
 """Maximum bytes of a request."""
 HUNG_UP = 499
 """Status in the metrics of a request whose client hung up."""
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection stays open: longer than clients keep theirs (httpx 5 s), which else lose the request
+that they send while it is closed."""
 GRACE_S = 2
 """Seconds that answers have to end when the server is stopped."""
 
@@ -273,7 +276,14 @@ def server_of(app: Any) -> Any:
     """Server of an application, to be run with sockets that listen."""
     import uvicorn
 
-    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=GRACE_S)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
     return uvicorn.Server(config)
 
 
