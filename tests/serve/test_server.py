@@ -159,6 +159,7 @@ def params_of(served: Served) -> SamplingParams:
     return SamplingParams(max_tokens=16, temperature=0.0, stop_token_ids=served.tokenizer.stop_ids, key=(0, 0))
 
 
+@pytest.mark.thorough
 def test_scores_of_a_prompt(client: openai.OpenAI, served: Served) -> None:
     """As lm-eval asks for them: echo, one token, one alternative, which is the most probable one."""
     prompt = [*expected(served, [65, 66], max_tokens=9)]
@@ -241,6 +242,7 @@ def test_tools(client: openai.OpenAI, served: Served) -> None:
     assert [item.type for item in done.output] == ["function_call"]
 
 
+@pytest.mark.thorough
 def test_responses(client: openai.OpenAI, served: Served) -> None:
     whole = client.responses.create(
         model=MODEL,
