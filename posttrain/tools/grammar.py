@@ -12,8 +12,6 @@ from posttrain.data.grammar import Grammar, GrammarError, json_rule
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.tools.formats import THINK_END, Format, value_types
 
-PYTHON_ESCAPES = 'nrtbf\\"'
-"""Escapes that mean the same in JSON's strings and Python's."""
 NOTES = {"type", "title", "description", "default", "examples", "deprecated", "nullable"}
 """Keywords of a schema that bare text obeys, whatever it is."""
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -162,9 +160,7 @@ class _Rules:
     def python_call(self, name: str, schema: dict[str, Any]) -> str:
         """name(key=value, ...): literals in JSON's form, which the reader takes."""
         self._check_names(name, schema)
-        values = {
-            key: self.add(f'"{key}=" {json_rule(one)}') for key, one in self.properties(schema, python=True).items()
-        }
+        values = {key: self.add(f'"{key}=" {json_rule(one)}') for key, one in self.properties(schema).items()}
         return f'"{name}(" {self.in_order(values, schema.get("required", ()))} ")"'
 
     def in_order(self, items: Mapping[str, str], required: Sequence[str]) -> str:
@@ -179,11 +175,9 @@ class _Rules:
                 after = self.add(f"{going} | {after}" if after else f"({going})?")
         return first
 
-    def properties(self, schema: dict[str, Any], *, python: bool = False) -> dict[str, Any]:
+    def properties(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Schema of each argument, with the definitions that it may refer to."""
         shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        if python:
-            shared["x-guidance"] = {"json_allowed_escapes": PYTHON_ESCAPES}
         unknown = set(schema) - {"type", "properties", "required", "additionalProperties", "$schema", *NOTES, *shared}
         if unknown or schema.get("additionalProperties") not in (False, None):
             what = ", ".join(sorted(unknown)) or "additionalProperties"

@@ -130,6 +130,12 @@ def test_parts_of_characters() -> None:
     assert allowed_in(constraint.allowed) == {0xA9}
     constraint.advance([0xA9])
     assert allowed_in(constraint.allowed) == {258, 260}
+    fallback = GrammarCompiler(sentence_pieces(), VOCABULARY).start(Grammar.choice(["é"]), [1, 5], (END,))
+    for byte in "é".encode():
+        (token,) = allowed_in(fallback.allowed)
+        assert sentence_pieces().byte_of[token] == byte
+        fallback.advance([token])
+    assert allowed_in(fallback.allowed) == {END}
 
 
 def test_an_end_that_is_text_ends_only_where_the_grammar_may() -> None:

@@ -172,6 +172,13 @@ def test_marks_of_versions() -> None:
     assert [call.name for call in Format("deepseek", SCHEMAS).parse(text).calls] == ["now"]
 
 
+def test_escapes_that_python_reads_otherwise_are_not_written() -> None:
+    grammar, tokenizer = grammar_of("pythonic", tokenizer_of()), tokenizer_of()
+    assert fits(grammar, r'[weather(city="a\n", days=3)]', tokenizer)
+    assert not fits(grammar, r'[weather(city="\ud83d\ude00", days=3)]', tokenizer)
+    assert not fits(grammar, r'[weather(city="a\/b", days=3)]', tokenizer)
+
+
 @pytest.mark.parametrize(
     ("name", "schema", "message"),
     [
