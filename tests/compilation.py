@@ -41,6 +41,8 @@ def prune(cache: Path) -> None:
 
 def quick(wanted: bool) -> None:
     """Compile without costly passes, or as for a run; from now on in this process and in children to come."""
+    for recent in kept_programs():
+        recent.size = KEPT
     if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != str(int(wanted)):
         forget_programs()
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(wanted))
@@ -71,10 +73,13 @@ KEPT = 32
 
 def forget_programs() -> None:
     """Give later trainers and engines programs of their own."""
-    if xla := sys.modules.get("posttrain.runtime.xla"):
-        for recent in xla.Recent.every:
-            recent.size = KEPT
-            recent.clear()
+    for recent in kept_programs():
+        recent.clear()
+
+
+def kept_programs() -> list[Any]:
+    xla = sys.modules.get("posttrain.runtime.xla")
+    return [] if xla is None else xla.Recent.every
 
 
 def forget_at_patches(patch: type[Any]) -> None:
