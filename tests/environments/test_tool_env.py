@@ -24,6 +24,7 @@ from posttrain.tools.function import FunctionTool
 from posttrain.tools.prompts import ToolText
 from posttrain.tools.readers import WrittenCall
 from tests.environments.helpers import Script, with_template
+from tests.often import often
 
 
 def double(number: int) -> int:
@@ -96,7 +97,7 @@ CONVERSATIONS = {
 BROKEN = {"gemma": "```tool_code\ndouble(\n```", "qwen_coder": "<tool_call>\n<function=double>\n</tool_call>"}
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("name", often(CONVERSATIONS, *list(CONVERSATIONS)[::3]))
 def test_conversations_with_tools_over_real_templates(shared: Path, name: str) -> None:
     """A turn with calls, one with a broken call, and an answer, from tokens to tokens.
 

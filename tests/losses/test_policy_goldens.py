@@ -18,6 +18,7 @@ from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, se
 from posttrain.losses.surrogates import CISPOObjective, Clip, SAPOObjective, Surrogate, VESPOObjective
 from posttrain.rl.step import top_entropy
 from posttrain.tree import Mean, Metric, replace
+from tests.often import often
 
 RTOL = 1e-6
 NUM_CASES = 98
@@ -146,7 +147,7 @@ def as_batch(arrays: dict[str, np.ndarray], args: dict[str, Any]) -> Batch:
     return kept
 
 
-@pytest.mark.parametrize("loss_type", REDUCTIONS)
+@pytest.mark.parametrize("loss_type", often(REDUCTIONS, "grpo", "dapo", "dr_grpo"))
 def test_grpo(golden: Callable[..., Any], loss_type: str) -> None:
     data = golden("grpo")
     for case in data.cases:

@@ -74,7 +74,7 @@ NAMES: tuple[RematName, ...] = ("qkv", "attention", "projection", "gate", "up")
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("qk_norm", often([True, False], True))
 def test_a_name_saves_its_bytes_and_spares_its_operations(name: RematName, qk_norm: bool) -> None:
     """Of attention the call of its kernel, which would run again without its statistics."""
     config = tiny_config(num_layers=2, windows=(None,), qk_norm=qk_norm)
@@ -86,7 +86,7 @@ def test_a_name_saves_its_bytes_and_spares_its_operations(name: RematName, qk_no
     assert calls - fewer_calls == (config.num_layers if name == "attention" else 0)
 
 
-@pytest.mark.parametrize("family", often(FAMILIES, "deepseek_v3", "gemma2", "qwen3_moe"))
+@pytest.mark.parametrize("family", often(FAMILIES, "qwen3_moe"))
 def test_all_names_save_their_bytes_and_spare_the_forward_kernels(family: str) -> None:
     config = config_from_init(random_fields(family, 1))
     costs = saved_costs(config, 4, ROWS, LENGTH)

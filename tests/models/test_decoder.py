@@ -23,6 +23,7 @@ from posttrain.models.config import stages_of
 from posttrain.models.decoder import Decoder
 from posttrain.weights.load import init_model
 from posttrain.weights.state import ModelWeights
+from tests.often import often
 from tests.tiny import WINDOW, forward, shake, tiny_config, tiny_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -175,7 +176,7 @@ QWEN3 = {
 }
 
 
-@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("unroll", often([False, True], True))
 def test_eight_devices_are_one(unroll: bool) -> None:
     mesh = make_mesh(MeshSection(fsdp=4, tensor=2))
     alone = init_model(QWEN3, dtype=jnp.float32, seed=3)
@@ -214,7 +215,7 @@ def test_tables_of_rope_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyP
     assert len(made) == len(set(made)) == 1
 
 
-@pytest.mark.parametrize("kernel", get_args(AttentionKernel))
+@pytest.mark.parametrize("kernel", often(get_args(AttentionKernel), "auto", "blockwise"))
 def test_the_run_chooses_the_kernel_of_attention(kernel: AttentionKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name through the model's settings; what cannot serve here says why."""
     ran, run = set[str](), dispatch.run_attention

@@ -16,9 +16,13 @@ from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.weights.load import load_model
 from posttrain.weights.state import ModelWeights
 from tests.models.goldens import DENSE, GEMMA, GOLDENS, MIXTURES, Batch, Golden, GoldenChecks, decode, logits_of
+from tests.often import often
+
+USUAL = ("llama", "llama_bf16", "qwen3", "olmo3", "smollm3", "glm4")
+"""What the others have, these have: biases, norms after, rotary parts, layers without positions."""
 
 
-@pytest.fixture(scope="module", params=DENSE)
+@pytest.fixture(scope="module", params=often(DENSE, *USUAL))
 def golden(request: pytest.FixtureRequest) -> Golden:
     return Golden(request.param)
 

@@ -41,11 +41,16 @@ from tests.models.goldens import (
     same_as_transformers,
     transformers_logits,
 )
+from tests.often import often
 
 PACKED_FILE = "gpt_oss_mxfp4"
 
 
-@pytest.fixture(scope="module", params=[name for name in MIXTURES if name != PACKED_FILE])
+USUAL = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+"""Between them they have what the others have: shared experts, groups, corrections, dense layers, biases, sinks."""
+
+
+@pytest.fixture(scope="module", params=often([name for name in MIXTURES if name != PACKED_FILE], *USUAL))
 def golden(request: pytest.FixtureRequest) -> Golden:
     return Golden(request.param)
 

@@ -312,7 +312,7 @@ PULLED = {
 
 
 @pytest.mark.parametrize("names", PULLED)
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", often([False, True], False))
 def test_a_gradient_with_the_value_is_that_of_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch, names: str, frozen: bool
 ) -> None:

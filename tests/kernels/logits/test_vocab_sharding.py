@@ -50,8 +50,6 @@ TERMS = {
 }
 CASES = often(
     [(name, kind) for name in MESHES for kind in TERMS],
-    ("fsdp", "groups"),
-    ("fsdp", "live"),
     ("tensor", "ids"),
     ("expert", "own"),
     ("both", "groups"),
@@ -252,7 +250,7 @@ HEADS: dict[str, tuple[dict[str, Any], Callable[[Decoder], None]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", often(HEADS, "adapted table", "int8"))
 def test_heads_of_models(kind: str) -> None:
     """Gradients of what is trained of a scaled and capped head with ids that have no token."""
     changes, prepare = HEADS[kind]
