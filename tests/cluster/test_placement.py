@@ -36,7 +36,6 @@ from posttrain.train.trainer import Trainer
 from posttrain.tree import digests
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights, without_adapter
-from tests.often import often
 from tests.rl.helpers import collector, example, make_algorithm, step_settings
 from tests.rollout.test_placement import in_loops, of_weights
 from tests.tiny import WINDOW, tiny_model
@@ -139,7 +138,8 @@ def test_every_placement_gives_the_same_run(lora: bool, temperature: float) -> N
 INT8 = {"quantize": "int8"}
 
 
-@pytest.mark.parametrize("engine", often(({"merge_lora": True}, INT8), INT8))
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", [{"merge_lora": True}, INT8])
 def test_copies_for_sampling_are_made_where_samples_are(engine: dict[str, Any]) -> None:
     """The adapter alone moves; merged or quantised weights are made of it on the engine's devices."""
     world = World("other", lora=True, **engine)
@@ -165,7 +165,8 @@ def test_devices_and_buffers_of_each_placement() -> None:
     assert apart[0].isdisjoint(apart[1])
 
 
-@pytest.mark.parametrize("place", often(("layout", "other"), "other"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", ["layout", "other"])
 def test_no_weight_travels_while_samples_run(place: str) -> None:
     """The search finds weights in the trainer's own layout, see tests/rollout/test_placement.py."""
     world = World(place, lora=False)
