@@ -71,7 +71,9 @@ class Stress:
             answer = await session.post(url, content=b'{"prompt": [' + b"x" * (number % 50))
             self.counts["refused" if answer.status_code == 400 else "wrong"] += 1
         elif number % HANGS_UP == 3:
-            async with session.stream("POST", url, json=self.body(prompt, stream=True, ignore_eos=True)) as stream:
+            async with session.stream(
+                "POST", url, json=self.body(prompt, stream=True, ignore_eos=True) | {"max_tokens": 48}
+            ) as stream:
                 await anext(stream.aiter_lines())
             self.counts["hung up"] += 1
         elif number % 2:
