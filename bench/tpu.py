@@ -39,13 +39,13 @@ from posttrain.plan.lowered import Figures, compile_program
 from posttrain.plan.machine import GIB, has_libtpu, libtpu_version, topology_devices
 from posttrain.plan.phases import (
     POLICY_ARRAYS,
-    RolloutShapes,
     active_parameters,
     attention_flops,
     batch_of,
     model_of,
     vocabulary_trips,
 )
+from posttrain.plan.sampling import RolloutShapes
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms

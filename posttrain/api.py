@@ -108,7 +108,7 @@ class PythonRun:
         *,
         output: str | Path | None = None,
         seed: int | None = None,
-        mesh: Mapping[str, int] | None = None,
+        mesh: Mapping[str, Any] | None = None,
         tensorboard: bool = True,
         trackers: Sequence[str] = (),
         profile: Mapping[str, Any] | None = None,
@@ -165,7 +165,7 @@ class PythonRun:
         self._files = {folder / name: text for name, text in texts.items()}
         self.config = build(folder, _seed(folder) if seed is None else seed)
 
-    def fit(self, *, on_step: OnStep | None = None) -> RunResult:
+    def fit(self, *, on_step: OnStep | None = None, force: bool = False) -> RunResult:
         """Train until the last step, resuming from the newest checkpoint.
 
         `on_step`: a function of step and metrics, called in the first process for every line of metrics. An interrupt
@@ -177,7 +177,7 @@ class PythonRun:
         try:
             for file, text in self._files.items():
                 _write_text(file, text)
-            trained = run(self.config, [CallbackSink(on_step)] if on_step is not None else [])
+            trained = run(self.config, [CallbackSink(on_step)] if on_step is not None else [], force=force)
         except ConfigError as error:
             raise _in_python(error) from None
         except (Interrupted, KeyboardInterrupt) as stop:

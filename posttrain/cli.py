@@ -81,6 +81,9 @@ def run(
         bool,
         typer.Option("--strict", help="End, and do not resume from the one before, if a checkpoint is damaged."),
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Begin what cannot fit the memory of the devices, as it is known.")
+    ] = False,
 ) -> None:
     """Run all stages of a configuration; the same command resumes an interrupted run."""
     from posttrain.config.yaml_file import load_config
@@ -93,7 +96,7 @@ def run(
         from posttrain.tracking.console import shown_log
 
         with shown_log():
-            recipe.run(loaded, strict=strict)
+            recipe.run(loaded, strict=strict, force=force)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

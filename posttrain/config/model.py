@@ -170,6 +170,10 @@ class ModelSection(Section):
             yield f"quantize={self.quantize} needs lora or adapter: quantized weights cannot be trained"
 
 
+GATHERED_AXES = ("data", "fsdp")
+"""Mesh axes with which weights can be gathered once an update."""
+
+
 class MeshSection(Section):
     """Device mesh: devices per axis, of each slice; -1 takes the remaining devices. On TPU neighbours on an axis are
     neighbours on the torus where it can be."""
@@ -191,6 +195,12 @@ class MeshSection(Section):
     slice_axis: Literal["data", "fsdp"] = "data"
     """Axis that continues across slices: `data`, which sends gradients between them, or `fsdp`, which gathers the
     weights of every layer from all slices and takes less memory."""
+    gather: Literal["auto", "layer", "update"] = "auto"
+    """Time at which devices gather the weights of the trained model that `fsdp` splits. `layer`: before each layer of
+    each micro-batch, whose gradients are reduced with it. `update`: all once an update, whose gradients each device
+    adds up in float32, to be reduced once; needs memory for both, axes `data` and `fsdp` alone and no dropout. `auto`:
+    `update` where that can be, a step has several micro-batches and an estimate, which `posttrain plan` shows, finds
+    the memory; a run that is resumed keeps its choice."""
 
     def _mistakes(self) -> Iterator[str]:
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
@@ -199,6 +209,9 @@ class MeshSection(Section):
             yield f"{named}: sizes are positive, and at most one is -1 (what is left)"
         if self.slices == 1 and self.slice_axis != "data":
             yield f"slice_axis={self.slice_axis} has no effect on one slice; set slices, or remove it"
+        others = [axis for axis in MESH_AXES if axis not in GATHERED_AXES and sizes[axis] != 1]
+        if self.gather == "update" and others:
+            yield f"gather=update is for data and fsdp alone; remove {' and '.join(others)}, or set gather=layer"
 
     @property
     def sizes(self) -> tuple[int, ...]:

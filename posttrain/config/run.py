@@ -108,6 +108,8 @@ class RunConfig(Section):
                 "set model.dtype=bfloat16, or remove stochastic_rounding"
             )
         lora = self.model.lora
+        if lora is not None and lora.dropout and self.mesh.gather == "update":
+            yield f"mesh.gather=update cannot be with model.lora.dropout={lora.dropout}; set one of them to its default"
         if lora is not None and lora.dropout and any(map(trains_on_samples, self.stages)):
             yield (
                 f"model.lora.dropout={lora.dropout}: RL has none, nor have online preference and on-policy "

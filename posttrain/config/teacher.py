@@ -52,6 +52,8 @@ class TeacherSection(Section):
         own = self.devices == "own"
         if self.mesh is not None and (self.url is not None or (own and -1 in self.mesh.sizes)):
             yield "mesh: give the number of devices on each axis (fsdp: 4), and no url"
+        if self.mesh is not None and self.mesh.gather != "auto":
+            yield f"mesh.gather={self.mesh.gather} has no effect on a teacher, which is not trained; remove it"
         if self.mesh is None and not own:
             yield "devices=shared has no effect without mesh, the arrangement of the shared devices; set mesh"
         plain = TeacherSection.model_construct(path=self.path)

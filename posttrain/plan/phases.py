@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from posttrain.batch import Batch, ScoreLoss, TokenLoss, rows_per_pass
 from posttrain.cluster.reference import FrozenModel
-from posttrain.config import DistillSection, PreferenceSection, RLSection, RolloutSection, SFTSection, TrainSection
+from posttrain.config import DistillSection, PreferenceSection, RLSection, SFTSection, TrainSection
 from posttrain.config.algorithm import PPO
 from posttrain.distill.features import distill_loss
 from posttrain.errors import ConfigError
@@ -27,7 +25,7 @@ from posttrain.models import hf
 from posttrain.models.activations import attention_flops, recomputed_flops
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
-from posttrain.plan.lowered import active_parameters, bytes_on_device, sizes_of, total_parameters
+from posttrain.plan.lowered import active_parameters, bytes_on_device, sizes_of
 from posttrain.plan.report import (
     CACHE,
     COPY,
@@ -39,6 +37,7 @@ from posttrain.plan.report import (
     PREFILL,
     REFERENCE,
     STATISTICS,
+    TEACHERS,
     UPDATE,
     VALUES,
     WEIGHTS,
@@ -51,13 +50,9 @@ from posttrain.plan.report import (
     not_counted,
     refuse,
 )
+from posttrain.plan.sampling import RolloutShapes, sampling_phases
 from posttrain.rl.algorithms import loss_of, needs_reference
-from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
-from posttrain.rollout.programs import Expected, PromptPieces
-from posttrain.rollout.runner import Runner
-from posttrain.rollout.speculative import SpeculativeRows
-from posttrain.rollout.types import SamplingParams
-from posttrain.stages.cluster import critic_settings, engine_slots
+from posttrain.stages.cluster import critic_settings
 from posttrain.stages.distill import terms_of
 from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss, train_settings
@@ -69,22 +64,25 @@ from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
 
 
-def stage_plan(section: TrainSection, model: Decoder, mesh: Mesh, memory: int, roles: Roles) -> StagePlan:
+def stage_plan(
+    section: TrainSection, model: Decoder, mesh: Mesh, memory: int, roles: Roles, *, gather_once: bool = False
+) -> StagePlan:
     """Phases of a stage on devices with `memory` bytes each. Raises ConfigError for one that it cannot plan."""
     if isinstance(section, SFTSection):
-        return _sft(section, model, mesh)
+        return _sft(section, model, mesh, gather_once)
     if isinstance(section, PreferenceSection):
-        return _preference(section, model, mesh)
+        return _preference(section, model, mesh, gather_once)
     if isinstance(section, DistillSection):
-        return _distill(section, model, mesh, roles.teachers)
+        return _distill(section, model, mesh, roles.teachers, gather_once)
     if isinstance(section, RLSection):
-        return _rl(section, model, mesh, memory, roles)
+        return _rl(section, model, mesh, memory, roles, gather_once)
     kind = type(section).__name__.removesuffix("Section")
     raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet")
 
 
-def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
+def _sft(section: SFTSection, model: Decoder, mesh: Mesh, gather_once: bool) -> StagePlan:
     settings = train_settings(section, model.config.vocab_size, dropout_seed=0)
+    settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, sft_loss(section), settings, mesh)
     batch = batch_of(section.batch_rows, section.row_tokens)
     phases = [_update(programs, batch, {})]
@@ -95,7 +93,9 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
 
-def _distill(section: DistillSection, model: Decoder, mesh: Mesh, teachers: Sequence[Decoder]) -> StagePlan:
+def _distill(
+    section: DistillSection, model: Decoder, mesh: Mesh, teachers: Sequence[Decoder], gather_once: bool
+) -> StagePlan:
     refusals = {
         "on_policy": section.on_policy > 0,
         "features": section.features is not None,
@@ -104,6 +104,7 @@ def _distill(section: DistillSection, model: Decoder, mesh: Mesh, teachers: Sequ
     }
     refuse("a distillation stage", refusals)
     settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=terms_of(section, {}))
+    settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, distill_loss(section), settings, mesh, teachers)
     rows, length = section.batch_rows, section.row_tokens
     batch = batch_of(rows, length)
@@ -112,19 +113,21 @@ def _distill(section: DistillSection, model: Decoder, mesh: Mesh, teachers: Sequ
         batch = dataclasses.replace(batch, teacher_weights=shares)
     update, passes = _update(programs, batch, {}), -(-rows // programs.micro_rows(rows))
     flops = sum(2 * active_parameters(t) * rows * length + attention_flops(t.config, rows, length) for t in teachers)
-    read = passes * sum(bytes_on_device(placed_shapes(ModelWeights(t), mesh)) for t in teachers)
-    phases = [dataclasses.replace(update, flops=update.flops + flops / mesh.size, read=update.read + read)]
+    taught = sum(bytes_on_device(placed_shapes(ModelWeights(t), mesh)) for t in teachers)
+    flops, read = update.flops + flops / mesh.size, update.read + passes * taught
+    phases = [dataclasses.replace(update, flops=flops, read=read, own={**update.own, TEACHERS: taught})]
     if section.eval_dataset is not None:
         state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
         phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state))
     return StagePlan(phases=phases, tokens=rows * length, unit="tokens of rows", **_saved(section, programs))
 
 
-def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh) -> StagePlan:
+def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh, gather_once: bool) -> StagePlan:
     loss = pair_loss(section)
     if loss.needs.squares or loss.needs.margins:
         raise ConfigError(f"plan: the loss {section.loss} cannot be planned yet; plan with loss=sigmoid")
     settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=PLAIN)
+    settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, loss, settings, mesh)
     scored = batch_of(section.batch_rows, section.row_tokens)
     scored = replace(scored, roles=scored.segments)
@@ -141,7 +144,7 @@ def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh) -> Stage
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
 
-def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Roles) -> StagePlan:
+def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Roles, gather_once: bool) -> StagePlan:
     refusals = {
         "teachers": bool(section.teachers),
         "reward models": any(reward.model is not None for reward in section.rewards),
@@ -153,6 +156,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
     refuse("an RL stage", refusals)
     loss = loss_of(section)
     settings = TrainSettings.of(section, temperature=section.sampling.temperature, dropout_seed=None, terms=PLAIN)
+    settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, loss, settings, mesh)
     reference = needs_reference(section)
     arrays = ["sampler_logps", "behaviour_logps", "advantages", "sample_shares"]
@@ -161,7 +165,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
     rollout = RolloutShapes.of(section, model, roles.rollout or mesh, memory)
     critic = None if roles.critic is None else critic_programs(section, *roles.critic)
     held = list(_held(section, programs, rollout, critic, roles, reference))
-    phases = list(_sampling(section, rollout, held, WEIGHTS if roles.rollout is None else COPY))
+    phases = list(sampling_phases(section, rollout, held, WEIGHTS if roles.rollout is None else COPY))
     of_actor = section.proximal_logps == "trainer" or section.algorithm.top_entropy is not None
     if scored := int(of_actor) + int(reference and roles.reference is None):
         there = beside(held, mesh, STATISTICS, WEIGHTS)
@@ -250,6 +254,7 @@ def _scoring(section: RLSection, model: Decoder, mesh: Mesh, there: Mapping[str,
         trips=(vocabulary_trips(mesh, rows, length, model.config.vocab_size),),
         flops=flops / mesh.size,
         read=float(bytes_on_device(weights)),
+        own={REFERENCE: bytes_on_device(weights)},
         parameters=sizes_of(weights),
         mesh=mesh,
         beside=there,
@@ -270,9 +275,11 @@ def _of_critic(section: RLSection, critic: TrainPrograms, held: Sequence[Held]) 
     scored = batch_of(section.step_rows, section.row_tokens)
     there = beside(held, critic.mesh, VALUES, CRITIC)
     values = _forward(critic, scored, VALUES, critic.lower_stats, section.updates, there)
-    yield dataclasses.replace(values, role="critic")
+    weights = bytes_on_device(critic.weights)
+    yield dataclasses.replace(values, role="critic", own={CRITIC: weights})
     update = _update(critic, batch, beside(held, critic.mesh, UPDATE, CRITIC, CRITIC_OPTIMIZER))
-    yield dataclasses.replace(update, role="critic", runs=section.updates_per_batch)
+    own = {CRITIC: weights, CRITIC_OPTIMIZER: bytes_on_device(critic.opt_state)}
+    yield dataclasses.replace(update, role="critic", runs=section.updates_per_batch, own=own)
 
 
 def _programs(
@@ -322,6 +329,7 @@ def _update(programs: TrainPrograms, batch: Batch, there: Mapping[str, int]) -> 
         trips=(chunks,) if passes == 1 else (passes, chunks),
         flops=flops / programs.mesh.size,
         read=float(3 * passes * weights + 2 * state),
+        own={WEIGHTS: weights, OPTIMIZER: state},
         parameters=sizes_of(programs.weights),
         mesh=programs.mesh,
         beside=there,
@@ -349,61 +357,10 @@ def _forward(
         trips=(-(-rows // micro), chunks),
         flops=flops / programs.mesh.size,
         read=float(-(-rows // micro) * bytes_on_device(programs.weights)),
+        own={WEIGHTS: bytes_on_device(programs.weights)},
         parameters=sizes_of(programs.weights),
         mesh=programs.mesh,
         beside=there,
-    )
-
-
-def _sampling(section: RLSection, rollout: RolloutShapes, held: Sequence[Held], own: str) -> Iterator[Phase]:
-    """Layout of the weights, if any are laid out, once a step; then prompts and tokens. `own`: name of the weights."""
-    model, devices, prompts = rollout.loaded.source.model, rollout.mesh.size, rollout.prompts.tokens
-    arrays, derived = rollout.loaded.arrays, dict(enumerate(rollout.weights.derived))
-    shared: dict[str, Any] = {
-        "role": "sampler",
-        "mesh": rollout.mesh,
-        "parameters": sizes_of(arrays) | sizes_of(derived),
-    }
-    if derived:
-        yield Phase(
-            name=LAYOUT,
-            lower=lambda: rollout.layout.lowered,
-            runs=1,
-            trips=(),
-            flops=0.0,
-            read=float(bytes_on_device(arrays) + bytes_on_device(derived)),
-            beside=beside(held, rollout.mesh, LAYOUT, own),
-            **shared,
-        )
-    # What the sampler has elsewhere lies beside the trainer's.
-    unread = bytes_on_device(arrays) - bytes_on_device(rollout.weights.own)
-    there = beside(held, rollout.mesh, DECODE, own, CACHE) | ({"weights before layout": unread} if unread else {})
-    active, weights = active_parameters(model), bytes_on_device(rollout.weights)
-    prompt_tokens = section.sequence_tokens - section.sampling.max_tokens
-    yield Phase(
-        name=PREFILL,
-        lower=rollout.lower_prefill,
-        # Samples of a group share their prompt's blocks.
-        runs=math.ceil(section.prompts_per_step * prompt_tokens / prompts.size),
-        trips=(),
-        flops=(2 * active * prompts.size + attention_flops(model.config, *prompts.shape)) / devices,
-        read=float(weights),
-        beside=there,
-        **shared,
-    )
-    slots = rollout.rows.tokens.shape[0]
-    pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
-    mean_length = prompt_tokens + section.sampling.max_tokens / 2
-    filled = min(1.0, mean_length * slots / max(1, rollout.runner.blocks * rollout.runner.shapes.lanes * 16))
-    yield Phase(
-        name=DECODE,
-        lower=rollout.lower_decode,
-        runs=section.max_sampled_tokens * math.ceil(section.samples_per_step / slots),
-        trips=(1,),
-        flops=2 * active * slots / devices,
-        read=weights * active / total_parameters(model) + pool * filled,
-        beside=there,
-        **shared,
     )
 
 
@@ -413,7 +370,6 @@ def vocabulary_trips(mesh: Mesh, rows: int, length: int, vocab_size: int) -> int
 
 
 POLICY_ARRAYS = ("old_logps", "sampler_logps", "behaviour_logps", "ref_logps", "advantages", "sample_shares")
-DEFAULTS = RolloutSection()
 """Float arrays of a batch of samples."""
 
 
@@ -433,68 +389,3 @@ def batch_of(rows: int, length: int, *, arrays: tuple[str, ...] = ()) -> Batch:
     )
     more: dict[str, Any] = {name: blank(np.float32) for name in arrays}
     return dataclasses.replace(batch, **more)
-
-
-class RolloutShapes:
-    """Rollout engine as shapes: its largest prefill call and its largest decode call."""
-
-    def __init__(
-        self,
-        model: Decoder,
-        mesh: Mesh,
-        *,
-        slots: int,
-        max_length: int,
-        steps: int,
-        max_tokens: int,
-        memory: int,
-        settings: RolloutSection = DEFAULTS,
-    ):
-        """`memory`: bytes of a device; `settings`: split of the weights, cache."""
-        source, self.mesh = ModelWeights(model), mesh
-        arrays = placed_shapes(source, mesh)
-        placement = choose_placement(settings.tensor, source, arrays, memory, slots=slots)
-        self.loaded = Loaded.of(source, arrays, 0, placement)
-        cache: dict[str, Any] = {"cache_tokens": settings.cache_tokens, "kind": settings.cache_dtype}
-        self.runner = Runner.of(self.loaded, slots=slots, max_length=max_length, steps=steps, record=False, **cache)
-        params = SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_token_ids=(), key=(0, 0))
-        longest = max_length - max_tokens
-        calls = self.runner.examples([Expected(params=params, shortest=longest, longest=longest)], rereads=False)
-        self.num_programs = len(calls)
-        prompts = [call for call in calls if isinstance(call, PromptPieces) and call.context is None]
-        self.prompts = max(prompts, key=lambda call: call.tokens.size)
-        """Inputs of the largest prefill call of whole prompts."""
-        plain = (call for call in calls if not isinstance(call, PromptPieces | SpeculativeRows))
-        self.rows = max(plain, key=lambda call: call.context.size)
-        """Inputs of the decode call with all slots and the widest table."""
-
-    @classmethod
-    def of(cls, section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> RolloutShapes:
-        """Engine of a stage on a mesh; the model is that of the trainer."""
-        there: Decoder = nnx.merge(*nnx.split(model))
-        there.compute = dataclasses.replace(model.compute, mesh=mesh)
-        return cls(
-            there,
-            mesh,
-            slots=engine_slots(section),
-            max_length=section.sequence_tokens,
-            steps=section.rollout.decode_steps,
-            max_tokens=section.sampling.max_tokens,
-            memory=memory,
-            settings=section.rollout,
-        )
-
-    @property
-    def layout(self) -> DecodeLayout:
-        return self.runner.programs.layout_of(self.loaded)
-
-    @cached_property
-    def weights(self) -> DecodeWeights:
-        """Shapes of the weights that both programs read: the trainer's own, and those made for sampling."""
-        return self.layout.shapes(self.loaded)
-
-    def lower_prefill(self) -> jax.stages.Lowered:
-        return self.runner.lower(self.loaded, self.prompts)
-
-    def lower_decode(self) -> jax.stages.Lowered:
-        return self.runner.lower(self.loaded, self.rows)

@@ -25,6 +25,7 @@ NUM_LARGEST = 3
 
 OPTIMIZER, REFERENCE, CACHE, COPY = "optimizer state", "reference", "cache", "weights of the sampler"
 WEIGHTS, CRITIC, CRITIC_OPTIMIZER = "weights of the actor", "critic", "optimizer state of the critic"
+TEACHERS = "teachers"
 """Names of what roles hold."""
 UPDATE, STATISTICS, VALUES, LAYOUT, PREFILL, DECODE = "update", "statistics", "values", "layout", "prefill", "decode"
 
@@ -100,6 +101,13 @@ class Phase:
     """Devices of the role."""
     beside: Mapping[str, int]
     """Bytes of what else is in their memory, by name: optimizer state, cache, other models."""
+    own: Mapping[str, int]
+    """Bytes of its arrays that are there before it, by name, but for inputs."""
+
+    @property
+    def held(self) -> int:
+        """Bytes on a device before the program has made anything."""
+        return sum(self.own.values()) + self.bytes_beside
 
     @property
     def bytes_beside(self) -> int:
@@ -278,11 +286,11 @@ def largest(outcome: Outcome) -> list[tuple[str, int, str]]:
     if phase.name == "update":
         by_size = f"optimizer.moments, optimizer.stochastic_rounding, {by_size}"
     found.append((held, figures.arguments, by_size if phase.role == "trainer" else f"{by_size}, rollout.slots"))
-    found += [(f"{name}, beside the program", size, _knob_of(name)) for name, size in phase.beside.items()]
+    found += [(f"{name}, beside the program", size, knob_of(name)) for name, size in phase.beside.items()]
     return sorted(found, key=lambda each: -each[1])[:NUM_LARGEST]
 
 
-def _knob_of(name: str) -> str:
+def knob_of(name: str) -> str:
     """Fields that make what a role holds smaller."""
     fields = {
         CACHE: "rollout.slots, rollout.cache_tokens",
@@ -290,6 +298,7 @@ def _knob_of(name: str) -> str:
         REFERENCE: "placement.reference, model.lora with reference.model=base",
         CRITIC_OPTIMIZER: "placement.critic, algorithm.critic.optimizer.moments",
         CRITIC: "placement.critic.devices",
+        TEACHERS: "teachers.N.quantize, a larger mesh.fsdp",
     }
     return fields.get(name, "a larger mesh.fsdp, model.lora, model.quantize")
 

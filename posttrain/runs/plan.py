@@ -5,57 +5,36 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 
-from posttrain.batch import rows_per_pass
 from posttrain.config import (
     MESH_AXES,
-    DistillSection,
-    MeshSection,
     OnlineSection,
-    Remat,
-    RematName,
-    RLSection,
     RunConfig,
-    SavedActivations,
-    TeacherSection,
     TrainSection,
 )
-from posttrain.config.algorithm import PPO
-from posttrain.config.base import Quantize
-from posttrain.config.locator import Locator
 from posttrain.config.yaml_file import dump_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.kernels.logits.layout import VocabSharding, chunk_length
-from posttrain.mesh import make_mesh, row_shards, torus_note
-from posttrain.models.activations import ATTENTION, SavedCost, saved_costs, saved_names, shown_remat
-from posttrain.models.config import Compute
-from posttrain.models.decoder import Decoder
-from posttrain.models.moe import SLACK
+from posttrain.mesh import make_mesh, torus_note
 from posttrain.plan.lowered import Figures, bytes_on_device, figures_of
 from posttrain.plan.machine import GIB, Machine, libtpu_version
 from posttrain.plan.phases import stage_plan
-from posttrain.plan.report import UPDATE, Outcome, Roles, StagePlan, in_units, moments, report, report_process
-from posttrain.rl.algorithms import needs_reference
-from posttrain.runs.check import FLOAT32_BYTES, model_outline, training_size
+from posttrain.plan.report import Outcome, StagePlan, moments, report, report_process
+from posttrain.runs.memory import GatherChoice, RematChoice, choose_gather, choose_remat, outline_on, roles_of
 from posttrain.runs.prepare import fit_lengths
-from posttrain.stages.cluster import engine_mesh
 from posttrain.stages.context import RoleDevices, devices_of_teachers, num_training_devices, role_devices
 from posttrain.stages.online import one_process
 from posttrain.stages.table import check_row_tokens, stage_names
 from posttrain.train.programs import placed_shapes
-from posttrain.weights.load import check_mesh, random_weights
-from posttrain.weights.locate import ModelFiles, read_model_files, tokenizer_name, trained_model_files
-from posttrain.weights.scalar_head import add_scalar_head
+from posttrain.weights.load import random_weights
+from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
 from posttrain.weights.state import ModelWeights
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -90,8 +69,8 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
     for name, section in zip(stage_names(config), config.stages, strict=True):
         stage = _stage(section, config, files, mesh, machine)
         yield f"{name}:"
-        own = _role_devices(section, config, machine)
-        yield from choose_remat(section, config, files, mesh, own, chip.memory).lines()
+        for choice in _choices(section, config, files, mesh, machine):
+            yield from () if choice is None else choice.lines()
         try:
             outcomes = _compiled(stage, machine)
         except MemoryError as error:
@@ -127,7 +106,7 @@ def _compiled(stage: StagePlan, machine: Machine) -> list[Outcome]:
 
 def _loading(config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine) -> Figures | int:
     """Figures of the program that draws random weights; of a checkpoint bytes of the weights and of the largest."""
-    outline = _outline(config, files, mesh, "full")
+    outline = outline_on(config, files, mesh, "full")
     if config.model.init is None:
         sizes = [bytes_on_device(array) for array in placed_shapes(ModelWeights(outline), mesh).values()]
         return sum(sizes) + max(sizes)
@@ -159,11 +138,21 @@ def _mesh(config: RunConfig, machine: Machine) -> Mesh:
 
 
 def _stage(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine) -> StagePlan:
-    remat, own, memory = config.model.remat, _role_devices(section, config, machine), machine.chip.memory
-    if remat == "auto":
-        remat = choose_remat(section, config, files, mesh, own, memory).remat
-    roles = _roles(section, config, files, mesh, own, memory, remat)
-    return stage_plan(section, _outline(config, files, mesh, remat), mesh, memory, roles)
+    own, memory = _role_devices(section, config, machine), machine.chip.memory
+    remat, gather = _choices(section, config, files, mesh, machine)
+    chosen = config.model.remat if config.model.remat != "auto" else remat.remat
+    roles = roles_of(section, config, files, mesh, own, memory, chosen)
+    once = gather is not None and gather.once
+    return stage_plan(section, outline_on(config, files, mesh, chosen), mesh, memory, roles, gather_once=once)
+
+
+def _choices(
+    section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine
+) -> tuple[RematChoice, GatherChoice | None]:
+    """What a stage saves, and when it gathers, as a run on the machine would choose."""
+    given = section, config, files, mesh, _role_devices(section, config, machine), machine.chip.memory
+    remat = choose_remat(*given)
+    return remat, choose_gather(*given, remat, platform=machine.chip.platform)
 
 
 def _role_devices(section: TrainSection, config: RunConfig, machine: Machine) -> RoleDevices:
@@ -174,188 +163,6 @@ def _role_devices(section: TrainSection, config: RunConfig, machine: Machine) ->
         raise ConfigError(f"plan: {machine.name} has {machine.num_hosts} hosts with a process each, and {reason}")
     found = vars(role_devices(config, section.placement, machine.devices()))
     return RoleDevices(**{role: None if own is None else machine.part(own) for role, own in found.items()})
-
-
-def _roles(
-    section: TrainSection,
-    config: RunConfig,
-    files: ModelFiles,
-    mesh: Mesh,
-    own: RoleDevices,
-    memory: int,
-    remat: Remat,
-) -> Roles:
-    """Models and devices of the roles of a stage, as `make_cluster` has them."""
-    if isinstance(section, DistillSection):
-        inside = [teacher for teacher in section.teachers if not teacher.outside and section.cache is None]
-        return Roles(teachers=[_teacher(teacher, config, files, mesh, remat) for teacher in inside])
-    if not isinstance(section, RLSection):
-        return Roles()
-    model, rollout, reference, critic = _outline(config, files, mesh, remat), None, None, None
-    if own.rollout is not None:
-        rollout = engine_mesh(model, mesh, own.rollout, section, memory)
-    if needs_reference(section) and (own.reference is not None or section.reference.path is not None):
-        there = mesh if own.reference is None else make_mesh(MeshSection(fsdp=-1), own.reference)
-        reference = _other(section.reference.path, config, files, there, "none"), there
-    if isinstance(section.algorithm, PPO):
-        there = mesh if own.critic is None else make_mesh(MeshSection(fsdp=-1), own.critic)
-        whole = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
-        without = config.model_copy(update={"model": whole})
-        scored = _other(section.algorithm.critic.path, without, files, there, remat)
-        critic = nnx.eval_shape(lambda made: _with_score(made, config.seed), scored), there
-    return Roles(rollout=rollout, reference=reference, critic=critic)
-
-
-def _with_score(model: Decoder, seed: int) -> Decoder:
-    add_scalar_head(model, seed=seed)
-    return model
-
-
-def _other(
-    path: Locator | None, config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat, quantize: Quantize = "none"
-) -> Decoder:
-    """Model of a role as shapes: another checkpoint, or the trained one."""
-    if path is None:
-        return _outline(config, files, mesh, remat)
-    other = read_model_files(path.resolved)
-    if other.config is None:
-        raise ConfigError(f"plan: no network to read the config.json of {path}; give a folder")
-    plain = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": quantize})
-    return _outline(config.model_copy(update={"model": plain}), other, mesh, remat)
-
-
-def _outline(config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
-    outline, section = model_outline(config, files), config.model
-    check_mesh(outline, mesh.shape)
-    outline.compute = Compute(
-        dtype=jnp.dtype(section.compute_dtype or section.dtype),
-        remat=remat,
-        attention=section.attention,
-        decode_attention=section.decode_attention,
-        grouped_matmul=section.grouped_matmul,
-        mesh=mesh,
-    )
-    return outline
-
-
-def _teacher(section: TeacherSection, config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
-    """Teacher as shapes, in its precision. ConfigError where its vocabulary has other rows than the student's."""
-    changes: dict[str, Any] = {"dtype": section.dtype or config.model.dtype}
-    changes["compute_dtype"] = config.model.compute_dtype or changes["dtype"]
-    types = config.model_copy(update={"model": config.model.model_copy(update=changes)})
-    teacher = _other(section.path, types, files, mesh, remat, section.quantize)
-    assert files.config is not None
-    if teacher.config.vocab_size != files.config.vocab_size:
-        raise ConfigError(
-            f"plan: cannot plan the teacher {section.title} yet: its vocabulary has {teacher.config.vocab_size:,} "
-            f"rows, the student's {files.config.vocab_size:,}"
-        )
-    return teacher
-
-
-HEADROOM = 0.08
-"""Share of the memory that `remat: auto` leaves free for what its estimate does not see."""
-
-KERNEL_TIME = 2.0
-"""Time of an operation in the attention kernel relative to one in a matrix product."""
-
-PLAIN_FACTOR = 4.0
-"""Bytes that `remat: none` saves, relative to those of all named activations."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RematChoice:
-    """Activations that a stage saves on a machine, and what `auto` weighs."""
-
-    remat: Remat
-    spare: int | None
-    """Bytes on a device that `auto` may fill, beyond what `full` needs by estimate; None: `remat` was set."""
-    costs: Mapping[RematName, SavedCost]
-    """Costs of each activation on a device and in a step, in the order in which `auto` saves them."""
-
-    def lines(self) -> Iterator[str]:
-        """Lines on each activation, with its cost."""
-        saved = list(self.costs) if self.remat == "none" else saved_names(self.remat)
-        spare = "" if self.spare is None else f", by auto for {in_units(max(0, self.spare))} to spare by estimate"
-        yield f"  remat: {shown_remat(self.remat)}{spare}; for a step, per device:"
-        for name, cost in self.costs.items():
-            state = "saved" if name in saved else "computed again"
-            yield f"    {name:<10}  {in_units(cost.bytes):>10}  {cost.flops / 1e12:8.3g} TFLOP  {state}"
-
-
-def choose_remat(
-    section: TrainSection,
-    config: RunConfig,
-    files: ModelFiles,
-    mesh: Mesh,
-    own: RoleDevices,
-    memory: int,
-) -> RematChoice:
-    """Costs of a stage's activations and, for `remat: auto`, those that fit `memory` bytes of a device, the one that
-    spares most time per byte first. ConfigError for a stage whose memory is not known."""
-    outline, wanted = _outline(config, files, mesh, "full"), config.model.remat
-    rows = section.step_rows
-    micro = rows_per_pass(rows, section.pass_rows, row_shards(mesh))
-    size, slack = outline.compute.dtype.itemsize, SLACK if mesh.shape["expert"] > 1 else 1.0
-    step = saved_costs(outline.config, size, rows, section.row_tokens, slack)
-
-    def value(name: RematName) -> float:
-        return step[name].flops * (KERNEL_TIME if name == ATTENTION else 1.0) / step[name].bytes
-
-    costs = {
-        name: SavedCost(bytes=step[name].bytes * micro / rows / mesh.size, flops=step[name].flops / mesh.size)
-        for name in sorted(step, key=lambda name: -value(name))
-    }
-    if wanted != "auto":
-        return RematChoice(remat=wanted, spare=None, costs=costs)
-    held = sum(cost.bytes for cost in costs.values())
-    beside = _beside(section, config, files, mesh, own, memory)
-    needed = _full_bytes(section, config, outline, mesh, micro, held) + beside
-    spare = left = int((1 - HEADROOM) * memory - needed)
-    saved: list[RematName] = []
-    for name, cost in costs.items():
-        if cost.bytes <= left:
-            saved.append(name)
-            left -= int(cost.bytes)
-    remat: Remat = SavedActivations(save=tuple(saved)) if saved else "full"
-    return RematChoice(remat="none" if PLAIN_FACTOR * held <= spare else remat, spare=spare, costs=costs)
-
-
-def _full_bytes(
-    section: TrainSection, config: RunConfig, outline: Decoder, mesh: Mesh, micro: int, held: float
-) -> float:
-    """Bytes on a device of an update with `remat: full`, by estimate; `held`: bytes of all named activations."""
-    model, size = outline.config, outline.compute.dtype.itemsize
-    state = training_size(config, outline, mesh.shape, section.optimizer)
-    sums = FLOAT32_BYTES * state.trained / mesh.size if micro < section.step_rows else 0.0
-    shapes = placed_shapes(ModelWeights(outline), mesh)
-    layers = sum(x.size for path, x in shapes.items() if path.startswith("stages."))
-    gathered = size * layers / (mesh.shape["tensor"] * mesh.shape["expert"])
-    # In the backward pass of a layer: its activations and weights, with the gradients of both.
-    layer = 2 * (held + gathered) / model.num_layers
-    sharding = VocabSharding.of(mesh)
-    chunk = chunk_length(micro, section.row_tokens, model.vocab_size, sharding) * micro / sharding.groups
-    logits = 3 * FLOAT32_BYTES * chunk * model.vocab_size / sharding.shards
-    inputs = model.num_layers * micro * section.row_tokens * model.embed_dim * size / mesh.size
-    return state.per_device + sums + inputs + max(layer, logits)
-
-
-def _beside(
-    section: TrainSection,
-    config: RunConfig,
-    files: ModelFiles,
-    mesh: Mesh,
-    own: RoleDevices,
-    memory: int,
-) -> int:
-    """Bytes on a device beside an update. ConfigError for a stage whose memory is not known."""
-    try:
-        roles = _roles(section, config, files, mesh, own, memory, "full")
-        phases = stage_plan(section, _outline(config, files, mesh, "full"), mesh, memory, roles).phases
-    except ConfigError as error:
-        raise ConfigError(f"model.remat=auto: name the activations to save; {error}") from None
-    teachers = sum(bytes_on_device(placed_shapes(ModelWeights(teacher), mesh)) for teacher in roles.teachers)
-    return teachers + next(phase.bytes_beside for phase in phases if (phase.role, phase.name) == ("trainer", UPDATE))
 
 
 def _nearest(section: TrainSection, config: RunConfig, files: ModelFiles, machine: Machine) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from posttrain.config import OnlineSection, PlacementSection, Remat, RunConfig, TrainSection, trains_on_samples
 from posttrain.config.yaml_file import stage_settings
 from posttrain.errors import ConfigError, OutsideError, outside_error
+from posttrain.kernels.platform import platform_of
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.folder import claimed
 from posttrain.runs.prepare import keep_clock, prepare, write_counts
@@ -36,12 +37,12 @@ from posttrain.train.loop import StopRequest, stop_on_signals
 from posttrain.weights.locate import ModelFiles
 
 
-def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = False) -> list[str]:
+def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = False, force: bool = False) -> list[str]:
     """Run the remaining steps of all stages; return the names of those that were trained.
 
     `watchers`: sinks in addition to the run's own, of which each stage's metrics go to all. `strict`: end where the
-    newest checkpoint is damaged. Raises ConfigError for mistakes, before any work, Interrupted, and
-    OutsideError.
+    newest checkpoint is damaged. `force`: begin what cannot fit the devices. Raises ConfigError for mistakes, before
+    any work, Interrupted, and OutsideError.
     """
     enable_compile_cache()
     mesh = mesh_of(config)
@@ -50,14 +51,14 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
     output, names = Path(config.output), stage_names(config)
-    remats = _chosen_remats(config, prepared.files, mesh)
+    chosen = _memory_choices(config, prepared.files, mesh, force=force)
     with _outside_failures(output), claimed(output, config), stop_on_signals() as stop:
         if processes.writes():
             write_counts(output, prepared.counts)
             keep_clock(output, prepared.tokenizer)
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
-        trained = _train_stages(prepared, mesh, watchers, stop, remats, strict=strict)
+        trained = _train_stages(prepared, mesh, watchers, stop, chosen, strict=strict)
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     if not trained:
         _print_nothing_trained(output, _finished(output / names[-1]))
@@ -70,14 +71,14 @@ def _train_stages(
     mesh: Mesh,
     watchers: Sequence[Sink],
     stop: StopRequest,
-    remats: Sequence[Remat],
+    chosen: Sequence[Chosen],
     *,
     strict: bool,
 ) -> list[str]:
     """Run the stages that are not done, each from the model of the one before; return their names."""
     config, output, names = prepared.config, Path(prepared.config.output), stage_names(prepared.config)
     source, trained = None, []
-    for name, inputs, remat in zip(names, prepared.stages, remats, strict=True):
+    for name, inputs, own in zip(names, prepared.stages, chosen, strict=True):
         folder = output / name
         if processes.writes():
             folder.mkdir(exist_ok=True)
@@ -111,7 +112,10 @@ def _train_stages(
             raise stop.interrupted(f"stopped before {name}")
         trained.append(name)
         if config.model.remat == "auto":
-            stage = stage.with_remat(remat)
+            stage = stage.with_remat(own.remat)
+        if own.gather_once is not None:
+            stage = stage.with_gather(own.gather_once)
+            console().print(f"{name}: gather: {'update' if stage.gather_once else 'layer'}", highlight=False)
         console().rule(f"{name}: {inputs.section.steps} steps", align="left")
         kind = stage_kind(stage.kind)
         print_placement(inputs.section, mesh, stage.devices, kind.roles(inputs))
@@ -120,28 +124,46 @@ def _train_stages(
     return trained
 
 
-def _chosen_remats(config: RunConfig, files: ModelFiles, mesh: Mesh) -> list[Remat]:
-    """`model.remat` of each stage; `auto` is decided by the memory of the devices. ConfigError for a stage for which it
-    cannot be."""
-    own = config.model.remat
-    if own != "auto":
-        return [own for _ in config.stages]
-    from posttrain.runs.plan import choose_remat
+class Chosen(NamedTuple):
+    """Settings of a stage that are decided by the memory of the devices."""
 
-    memory = processes.agreed(lambda: device_memory(mesh))
-    places = [getattr(section, "placement", PlacementSection()) for section in config.stages]
-    devices = [role_devices(config, place, jax.devices()) for place in places]
+    remat: Remat
+    gather_once: bool | None
+    """None where weights can only be gathered in each layer."""
+
+
+SUSPECT = 64
+"""Part of the host's memory, one over this, below which the weights of a run on CPU leave no doubt that it fits."""
+
+
+def _memory_choices(config: RunConfig, files: ModelFiles, mesh: Mesh, *, force: bool) -> list[Chosen]:
+    """`model.remat` and `mesh.gather` of each stage. ConfigError for `auto` where it cannot be decided and, without
+    `force`, for a stage whose arrays do not fit the devices."""
+    own, stated = config.model.remat, _stated_memory(mesh)
+    memory = processes.agreed(lambda: stated or host_memory(mesh))
+    gathers = mesh.shape["fsdp"] > 1 and (platform_of(mesh) != "cpu" or config.mesh.gather != "auto")
+    model = files.config
+    size = 0 if model is None else 2 * model.embed_dim * (model.vocab_size + 4 * model.num_layers * model.embed_dim)
+    suspect = stated is not None or size > memory // SUSPECT
+    if own != "auto" and (model is None or not (gathers or (suspect and not force))):
+        return [Chosen(own, None) for _ in config.stages]
+    from posttrain.runs.memory import choices_of
+
+    limit = None if force or not suspect else memory
     return [
-        choose_remat(section, config, files, mesh, own, memory).remat
-        for section, own in zip(config.stages, devices, strict=True)
+        Chosen(*choices_of(name, section, config, files, mesh, memory, limit))
+        for name, section in zip(stage_names(config), config.stages, strict=True)
     ]
 
 
-def device_memory(mesh: Mesh) -> int:
-    """Bytes that programs can use on a device of the mesh; of CPU devices, which share the host's, a part of it."""
-    device = mesh.local_devices[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(mesh.local_devices)
+def _stated_memory(mesh: Mesh) -> int | None:
+    """Bytes that programs can use on a device of the mesh, where its backend says so."""
+    return (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
+
+
+def host_memory(mesh: Mesh) -> int:
+    """Part of the host's memory for each of its devices, which share it on CPU."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(mesh.local_devices)
 
 
 def _print_nothing_trained(output: Path, when: str) -> None:

@@ -98,6 +98,8 @@ class StageRun:
     """Dotted names and values of the configuration, for dashboards."""
     watchers: Sequence[Sink] = ()
     """Sinks of the caller, in addition to the run's own."""
+    gather_once: bool = False
+    """Gather the weights once an update, see `TrainSettings`."""
     strict: bool = False
     """End where the newest checkpoint is damaged, in place of resuming from the one before."""
 
@@ -151,6 +153,7 @@ class StageRun:
     ) -> Trainer:
         """Make the trainer of `model` on the stage's mesh, with the section's optimizer."""
         optimizer = make_optimizer(section.optimizer, section.steps, self.seed)
+        settings = replace(settings, gather_once=self.gather_once)
         return Trainer(model, loss, optimizer, settings, mesh=self.mesh, teachers=teachers)
 
     def _num_tokens(self, rows: int) -> int | None:
@@ -277,6 +280,10 @@ class StageRun:
         made = f"{self.name}: remat auto: {shown_remat(remat)}"
         console().print(made if remat == chosen else f"{made}, as when the stage began", markup=False, soft_wrap=True)
         return replace(self, model=self.model.model_copy(update={"remat": remat}))
+
+    def with_gather(self, chosen: bool) -> StageRun:
+        """Context that gathers weights once an update as chosen, or as when the stage began."""
+        return replace(self, gather_once=self.remember("gather", lambda: chosen))
 
     def forget(self, name: str) -> None:
         """Remove a value stored by `remember`."""

@@ -10,8 +10,8 @@ from posttrain.config import RolloutSection
 from posttrain.kernels.platform import CHIPS
 from posttrain.models.moe import Experts
 from posttrain.plan.hlo import Collective
-from posttrain.plan.lowered import compile_program
-from posttrain.plan.phases import RolloutShapes, bytes_on_device
+from posttrain.plan.lowered import bytes_on_device, compile_program
+from posttrain.plan.sampling import RolloutShapes
 from posttrain.weights.state import ModelWeights
 from tests.aot.bounds import DECODE, GIB, LAYOUT_MIB, MIB
 from tests.aot.slices import FAMILIES, QWEN3, SMALL, mesh_of, model

@@ -18,17 +18,9 @@ from posttrain.plan import lowered
 from posttrain.plan.lowered import bytes_on_device
 from posttrain.plan.machine import Machine, machine
 from posttrain.plan.report import Phase, StagePlan
-from posttrain.runs.plan import (
-    HEADROOM,
-    RematChoice,
-    _mesh,
-    _model_files,
-    _role_devices,
-    _stage,
-    choose_remat,
-    plan,
-    plan_elsewhere,
-)
+from posttrain.runs.memory import HEADROOM, GatherChoice, RematChoice, check_memory, choose_gather, choose_remat
+from posttrain.runs.plan import _mesh, _model_files, _role_devices, _stage, plan, plan_elsewhere
+from posttrain.runs.run import _memory_choices
 from posttrain.stages.context import RoleDevices
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.save import save_model
@@ -264,3 +256,52 @@ def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
     assert spares[0] - spares[1] == 2 * bytes_on_device(placed_shapes(ModelWeights(model), mesh))
     with pytest.raises(ConfigError, match="cannot plan a distillation stage with cache"):
         _stage(outside.stages[0], outside, _model_files(outside), _mesh(outside, CPU_8), CPU_8)
+
+
+def gather_of(folder: Path, memory: int, *overrides: str, platform: str = "tpu") -> GatherChoice | None:
+    config = load_config(write_run(folder, sft_stage(batch_rows=32, micro_batch_rows=8)), [*overrides])
+    given = config.stages[0], config, _model_files(config), _mesh(config, CPU_8), RoleDevices(), memory
+    return choose_gather(*given, choose_remat(*given), platform=platform)
+
+
+def test_when_weights_are_gathered(tmp_path: Path) -> None:
+    """Once an update where memory for them and their gradients is there; not on CPU, whose devices share theirs."""
+    found = gather_of(tmp_path, 1 << 30)
+    assert found is not None and found.once and found.chosen and found.passes == 4 and found.spare is not None
+    count = 6544
+    assert found.needed == 4 * count + 7 * (4 + 4) * count // 8
+    assert found.layer == 7 / 8 * 3 * 4 * count and found.update == 7 / 8 * 2 * 4 * count
+    needed = (1 << 30) - round((found.spare - found.needed) / (1 - HEADROOM))
+    for memory, once in ((needed + 9, True), (needed - 9, False)):
+        again = gather_of(tmp_path, memory)
+        assert again is not None and again.once == once
+    on_cpu, one_pass = (
+        gather_of(tmp_path, 1 << 30, platform="cpu"),
+        gather_of(tmp_path, 1 << 30, "stages.0.micro_batch_rows=32"),
+    )
+    assert on_cpu is not None and one_pass is not None and not on_cpu.once and not one_pass.once
+    two = gather_of(tmp_path, 1 << 30, "mesh={data: 2, fsdp: 4}")
+    assert two is not None and two.update == 3 / 4 * 8 * count + 2 / 2 * 4 * count / 4
+    asked = gather_of(tmp_path, 1, "mesh.gather=update", platform="cpu")
+    assert asked is not None and asked.once and not asked.chosen
+    assert next(asked.lines()) == "  gather: update; wire by arithmetic at least:"
+    assert gather_of(tmp_path, 1 << 30, "mesh={fsdp: 4, expert: 2}") is None
+    with pytest.raises(ConfigError, match="mesh.gather=update needs fsdp above 1"):
+        gather_of(tmp_path, 1 << 30, "mesh={data: 8, fsdp: 1, gather: update}")
+
+
+def test_what_cannot_fit_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where devices state their memory: by what must lie there at once, to the byte."""
+    config = run_of(tmp_path, rl_stage(algorithm="ppo"))
+    files, mesh, stage = _model_files(config), _mesh(config, CPU_8), stage_of(tmp_path, algorithm="ppo")
+    weights, critic = weights_on(8), weights_on(8, 262 * 16)
+    held = {f"{phase.role}: {phase.name}": phase.held for phase in stage.phases}
+    assert held["trainer: update"] == held["critic: update"] == 3 * (weights + critic) + 2 * COUNTERS
+    most = max(held.values())
+    check_memory("0-rl", stage.phases, most)
+    monkeypatch.setattr("posttrain.runs.run._stated_memory", lambda mesh: held["trainer: update"] - 1)
+    with pytest.raises(ConfigError, match=r"0-rl: \w+: \w+ needs at least .* of a device, which has .* --force"):
+        _memory_choices(config, files, mesh, force=False)
+    assert _memory_choices(config, files, mesh, force=True) == [("none", None)]
+    monkeypatch.setattr("posttrain.runs.run._stated_memory", lambda mesh: most)
+    assert _memory_choices(config, files, mesh, force=False) == [("none", None)]

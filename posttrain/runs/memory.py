@@ -1,0 +1,390 @@
+"""Memory of a run by arithmetic: roles as shapes, activations that `remat: auto` saves, weights that
+`mesh.gather: auto` gathers at once, and the refusal of a run that cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from posttrain.batch import rows_per_pass
+from posttrain.config import (
+    DistillSection,
+    MeshSection,
+    PlacementSection,
+    Remat,
+    RematName,
+    RLSection,
+    RunConfig,
+    SavedActivations,
+    TeacherSection,
+    TrainSection,
+    trains_on_samples,
+)
+from posttrain.config.algorithm import PPO
+from posttrain.config.base import Quantize
+from posttrain.config.locator import Locator
+from posttrain.config.model import GATHERED_AXES
+from posttrain.errors import ConfigError
+from posttrain.kernels.logits.layout import VocabSharding, chunk_length
+from posttrain.kernels.platform import platform_of
+from posttrain.mesh import make_mesh, row_shards
+from posttrain.models.activations import ATTENTION, SavedCost, saved_costs, saved_names, shown_remat
+from posttrain.models.adapter import has_dropout
+from posttrain.models.config import Compute
+from posttrain.models.decoder import Decoder
+from posttrain.models.moe import SLACK
+from posttrain.plan.lowered import bytes_on_device
+from posttrain.plan.phases import stage_plan
+from posttrain.plan.report import UPDATE, Phase, Roles, in_units, knob_of
+from posttrain.rl.algorithms import needs_reference
+from posttrain.runs.check import FLOAT32_BYTES, TrainingSize, model_outline, training_size
+from posttrain.stages.cluster import engine_mesh
+from posttrain.stages.context import RoleDevices, role_devices
+from posttrain.train.programs import placed_shapes
+from posttrain.weights.load import check_mesh
+from posttrain.weights.locate import ModelFiles, read_model_files
+from posttrain.weights.scalar_head import add_scalar_head
+from posttrain.weights.state import ModelWeights
+
+
+def roles_of(
+    section: TrainSection,
+    config: RunConfig,
+    files: ModelFiles,
+    mesh: Mesh,
+    own: RoleDevices,
+    memory: int,
+    remat: Remat,
+) -> Roles:
+    """Models and devices of the roles of a stage, as `make_cluster` has them."""
+    if isinstance(section, DistillSection):
+        inside = [teacher for teacher in section.teachers if not teacher.outside and section.cache is None]
+        return Roles(teachers=[_teacher(teacher, config, files, mesh, remat) for teacher in inside])
+    if not isinstance(section, RLSection):
+        return Roles()
+    model, rollout, reference, critic = outline_on(config, files, mesh, remat), None, None, None
+    if own.rollout is not None:
+        rollout = engine_mesh(model, mesh, own.rollout, section, memory)
+    if needs_reference(section) and (own.reference is not None or section.reference.path is not None):
+        there = mesh if own.reference is None else make_mesh(MeshSection(fsdp=-1), own.reference)
+        reference = _other(section.reference.path, config, files, there, "none"), there
+    if isinstance(section.algorithm, PPO):
+        there = mesh if own.critic is None else make_mesh(MeshSection(fsdp=-1), own.critic)
+        whole = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
+        without = config.model_copy(update={"model": whole})
+        scored = _other(section.algorithm.critic.path, without, files, there, remat)
+        critic = nnx.eval_shape(lambda made: _with_score(made, config.seed), scored), there
+    return Roles(rollout=rollout, reference=reference, critic=critic)
+
+
+def _with_score(model: Decoder, seed: int) -> Decoder:
+    add_scalar_head(model, seed=seed)
+    return model
+
+
+def _other(
+    path: Locator | None, config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat, quantize: Quantize = "none"
+) -> Decoder:
+    """Model of a role as shapes: another checkpoint, or the trained one."""
+    if path is None:
+        return outline_on(config, files, mesh, remat)
+    other = read_model_files(path.resolved)
+    if other.config is None:
+        raise ConfigError(f"plan: no network to read the config.json of {path}; give a folder")
+    plain = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": quantize})
+    return outline_on(config.model_copy(update={"model": plain}), other, mesh, remat)
+
+
+def outline_on(config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
+    outline, section = model_outline(config, files), config.model
+    check_mesh(outline, mesh.shape)
+    outline.compute = Compute(
+        dtype=jnp.dtype(section.compute_dtype or section.dtype),
+        remat=remat,
+        attention=section.attention,
+        decode_attention=section.decode_attention,
+        grouped_matmul=section.grouped_matmul,
+        mesh=mesh,
+    )
+    return outline
+
+
+def _teacher(section: TeacherSection, config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
+    """Teacher as shapes, in its precision. ConfigError where its vocabulary has other rows than the student's."""
+    changes: dict[str, Any] = {"dtype": section.dtype or config.model.dtype}
+    changes["compute_dtype"] = config.model.compute_dtype or changes["dtype"]
+    types = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+    teacher = _other(section.path, types, files, mesh, remat, section.quantize)
+    assert files.config is not None
+    if teacher.config.vocab_size != files.config.vocab_size:
+        raise ConfigError(
+            f"plan: cannot plan the teacher {section.title} yet: its vocabulary has {teacher.config.vocab_size:,} "
+            f"rows, the student's {files.config.vocab_size:,}"
+        )
+    return teacher
+
+
+HEADROOM = 0.08
+"""Share of the memory that `remat: auto` leaves free for what its estimate does not see."""
+
+KERNEL_TIME = 2.0
+"""Time of an operation in the attention kernel relative to one in a matrix product."""
+
+PLAIN_FACTOR = 4.0
+"""Bytes that `remat: none` saves, relative to those of all named activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RematChoice:
+    """Activations that a stage saves on a machine, and what `auto` weighs."""
+
+    remat: Remat
+    spare: int | None
+    """Bytes on a device that `auto` may fill, beyond what `full` needs by estimate; None: `remat` was set."""
+    costs: Mapping[RematName, SavedCost]
+    """Costs of each activation on a device and in a step, in the order in which `auto` saves them."""
+
+    @property
+    def bytes(self) -> float:
+        """Bytes on a device of what is saved there, by estimate."""
+        if self.remat == "none":
+            return PLAIN_FACTOR * sum(cost.bytes for cost in self.costs.values())
+        offloaded = self.remat.offload if isinstance(self.remat, SavedActivations) else ()
+        names = set(saved_names(self.remat)) - set(offloaded)
+        return sum(cost.bytes for name, cost in self.costs.items() if name in names)
+
+    def lines(self) -> Iterator[str]:
+        """Lines on each activation, with its cost."""
+        saved = list(self.costs) if self.remat == "none" else saved_names(self.remat)
+        spare = "" if self.spare is None else f", by auto for {in_units(max(0, self.spare))} to spare by estimate"
+        yield f"  remat: {shown_remat(self.remat)}{spare}; for a step, per device:"
+        for name, cost in self.costs.items():
+            state = "saved" if name in saved else "computed again"
+            yield f"    {name:<10}  {in_units(cost.bytes):>10}  {cost.flops / 1e12:8.3g} TFLOP  {state}"
+
+
+def choose_remat(
+    section: TrainSection,
+    config: RunConfig,
+    files: ModelFiles,
+    mesh: Mesh,
+    own: RoleDevices,
+    memory: int,
+) -> RematChoice:
+    """Costs of a stage's activations and, for `remat: auto`, those that fit `memory` bytes of a device, the one that
+    spares most time per byte first. ConfigError for a stage whose memory is not known."""
+    outline, wanted = outline_on(config, files, mesh, "full"), config.model.remat
+    rows = section.step_rows
+    micro = rows_per_pass(rows, section.pass_rows, row_shards(mesh))
+    size, slack = outline.compute.dtype.itemsize, SLACK if mesh.shape["expert"] > 1 else 1.0
+    step = saved_costs(outline.config, size, rows, section.row_tokens, slack)
+
+    def value(name: RematName) -> float:
+        return step[name].flops * (KERNEL_TIME if name == ATTENTION else 1.0) / step[name].bytes
+
+    costs = {
+        name: SavedCost(bytes=step[name].bytes * micro / rows / mesh.size, flops=step[name].flops / mesh.size)
+        for name in sorted(step, key=lambda name: -value(name))
+    }
+    if wanted != "auto":
+        return RematChoice(remat=wanted, spare=None, costs=costs)
+    held = sum(cost.bytes for cost in costs.values())
+    spare = left = _spare(section, config, files, mesh, own, memory, costs)
+    saved: list[RematName] = []
+    for name, cost in costs.items():
+        if cost.bytes <= left:
+            saved.append(name)
+            left -= int(cost.bytes)
+    remat: Remat = SavedActivations(save=tuple(saved)) if saved else "full"
+    return RematChoice(remat="none" if PLAIN_FACTOR * held <= spare else remat, spare=spare, costs=costs)
+
+
+def _spare(
+    section: TrainSection,
+    config: RunConfig,
+    files: ModelFiles,
+    mesh: Mesh,
+    own: RoleDevices,
+    memory: int,
+    costs: Mapping[RematName, SavedCost],
+) -> int:
+    """Bytes of a device that an update with `remat: full` leaves free, by estimate. ConfigError where it is not
+    known."""
+    micro = rows_per_pass(section.step_rows, section.pass_rows, row_shards(mesh))
+    held = sum(cost.bytes for cost in costs.values())
+    beside = _beside(section, config, files, mesh, own, memory)
+    outline = outline_on(config, files, mesh, "full")
+    return int((1 - HEADROOM) * memory - _full_bytes(section, config, outline, mesh, micro, held) - beside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherChoice:
+    """Time at which weights are gathered, with what it needs and what a device sends, by arithmetic."""
+
+    once: bool
+    chosen: bool
+    """True if `auto` chose."""
+    spare: int | None
+    """Bytes of a device beyond those of the activations; None: not known."""
+    needed: int
+    """Bytes of whole weights and float32 gradients, beyond the device's parts of them."""
+    passes: int
+    layer: float
+    """Bytes that a device sends in each micro-batch if weights are gathered in each layer, forward and backward."""
+    update: float
+    """Bytes that a device sends in an update if weights are gathered once."""
+
+    def lines(self) -> Iterator[str]:
+        """Line on the choice, and one on what each sends."""
+        spare = "not known" if self.spare is None else in_units(max(0, self.spare))
+        why = f", by auto: update needs {in_units(self.needed)}, and by estimate {spare} is to spare"
+        chosen = f"{'update' if self.once else 'layer'}{why if self.chosen else ''}"
+        yield f"  gather: {chosen}; wire by arithmetic at least:"
+        each = f"{self.passes} x {in_units(self.layer)} in micro-batches" if self.passes > 1 else "one micro-batch"
+        yield f"    layer {in_units(self.passes * self.layer)} an update ({each}), update {in_units(self.update)}"
+
+
+def choose_gather(
+    section: TrainSection,
+    config: RunConfig,
+    files: ModelFiles,
+    mesh: Mesh,
+    own: RoleDevices,
+    memory: int,
+    remat: RematChoice,
+    *,
+    platform: str,
+) -> GatherChoice | None:
+    """`mesh.gather` of a stage; `auto`, not on CPU, is decided by what `remat` leaves of the memory. None where it is
+    `layer` and nothing else can be."""
+    outline = outline_on(config, files, mesh, "full")
+    dropout = has_dropout(outline) and not trains_on_samples(section)
+    others = any(size > 1 for axis, size in mesh.shape.items() if axis not in GATHERED_AXES)
+    if mesh.shape["fsdp"] == 1 or others or dropout:
+        if config.mesh.gather == "update":
+            raise ConfigError(
+                "mesh.gather=update needs fsdp above 1, no axis but data beside it and no adapter dropout; set "
+                "mesh.gather=layer"
+            )
+        return None
+    passes = -(-section.step_rows // rows_per_pass(section.step_rows, section.pass_rows, row_shards(mesh)))
+    choice = _gather_costs(training_size(config, outline, mesh.shape, section.optimizer), outline, mesh, passes)
+    if config.mesh.gather != "auto" or passes == 1:
+        return GatherChoice(once=config.mesh.gather == "update", chosen=False, spare=None, **choice)
+    try:
+        spare = _spare(section, config, files, mesh, own, memory, remat.costs) - int(remat.bytes)
+    except ConfigError:
+        return GatherChoice(once=False, chosen=True, spare=None, **choice)
+    fits = passes > 1 and platform != "cpu" and choice["needed"] <= spare
+    return GatherChoice(once=fits, chosen=True, spare=spare, **choice)
+
+
+def _gather_costs(size: TrainingSize, outline: Decoder, mesh: Mesh, passes: int) -> dict[str, Any]:
+    """Memory and traffic of both ways: a weight is sent in the type of the computation, if that is smaller."""
+    fsdp, data, width = mesh.shape["fsdp"], mesh.shape["data"], outline.compute.dtype.itemsize
+    weights = sum(x.size * min(x.dtype.itemsize, width) for x in ModelWeights(outline).structs().values())
+    low, wide = size.trained * width, size.trained * FLOAT32_BYTES
+    share = (fsdp - 1) / fsdp
+
+    def reduced(gradient: int) -> float:
+        """Reduce-scatter over `fsdp`, all-reduce of the parts over `data`."""
+        return share * gradient + 2 * (data - 1) / data * gradient / fsdp
+
+    return {
+        "passes": passes,
+        "layer": 2 * share * weights + reduced(low),
+        "update": share * weights + reduced(wide),
+        # Of the gradient of a micro-batch, and the sum.
+        "needed": int(weights + share * (size.gradient + wide)),
+    }
+
+
+def _full_bytes(
+    section: TrainSection, config: RunConfig, outline: Decoder, mesh: Mesh, micro: int, held: float
+) -> float:
+    """Bytes on a device of an update with `remat: full`, by estimate; `held`: bytes of all named activations."""
+    model, size = outline.config, outline.compute.dtype.itemsize
+    state = training_size(config, outline, mesh.shape, section.optimizer)
+    sums = FLOAT32_BYTES * state.trained / mesh.size if micro < section.step_rows else 0.0
+    shapes = placed_shapes(ModelWeights(outline), mesh)
+    layers = sum(x.size for path, x in shapes.items() if path.startswith("stages."))
+    gathered = size * layers / (mesh.shape["tensor"] * mesh.shape["expert"])
+    # In the backward pass of a layer: its activations and weights, with the gradients of both.
+    layer = 2 * (held + gathered) / model.num_layers
+    sharding = VocabSharding.of(mesh)
+    chunk = chunk_length(micro, section.row_tokens, model.vocab_size, sharding) * micro / sharding.groups
+    logits = 3 * FLOAT32_BYTES * chunk * model.vocab_size / sharding.shards
+    inputs = model.num_layers * micro * section.row_tokens * model.embed_dim * size / mesh.size
+    return state.per_device + sums + inputs + max(layer, logits)
+
+
+def _beside(
+    section: TrainSection,
+    config: RunConfig,
+    files: ModelFiles,
+    mesh: Mesh,
+    own: RoleDevices,
+    memory: int,
+) -> int:
+    """Bytes on a device beside an update. ConfigError for a stage whose memory is not known."""
+    try:
+        roles = roles_of(section, config, files, mesh, own, memory, "full")
+        phases = stage_plan(section, outline_on(config, files, mesh, "full"), mesh, memory, roles).phases
+    except ConfigError as error:
+        raise ConfigError(f"model.remat=auto: name the activations to save; {error}") from None
+    teachers = sum(bytes_on_device(placed_shapes(ModelWeights(teacher), mesh)) for teacher in roles.teachers)
+    return teachers + next(phase.bytes_beside for phase in phases if (phase.role, phase.name) == ("trainer", UPDATE))
+
+
+def check_memory(name: str, phases: Sequence[Phase], limit: int) -> None:
+    """ConfigError if arrays that lie on a device at once take more than `limit` bytes of it: weights, optimizer state,
+    cache and other models, by their shapes, without any temporary."""
+    fullest = max(phases, key=lambda phase: phase.held, default=None)
+    if fullest is None or fullest.held <= limit:
+        return
+    parts = sorted({**fullest.own, **fullest.beside}.items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{part} {in_units(size)}" for part, size in parts)
+    raise ConfigError(
+        f"{name}: {fullest.role}: {fullest.name} needs at least {in_units(fullest.held)} of a device, which has "
+        f"{in_units(limit)}: {shown}, before any activation; change {knob_of(parts[0][0])}, or take more devices. "
+        "posttrain plan shows every phase; --force (in Python fit(force=True)) tries all the same"
+    )
+
+
+def choices_of(
+    name: str,
+    section: TrainSection,
+    config: RunConfig,
+    files: ModelFiles,
+    mesh: Mesh,
+    memory: int,
+    limit: int | None,
+) -> tuple[Remat, bool | None]:
+    """Activations that a stage saves, and whether it gathers weights once an update (None: it cannot), on the devices
+    of this run. ConfigError for a stage that does not fit `limit` bytes of a device."""
+    own = role_devices(config, getattr(section, "placement", PlacementSection()), jax.devices())
+    if limit is not None:
+        check_memory(name, _phases(section, config, files, mesh, own, memory), limit)
+    if config.model.remat != "auto" and config.mesh.gather != "update" and platform_of(mesh) == "cpu":
+        return config.model.remat, None
+    given = section, config, files, mesh, own, memory
+    saved = choose_remat(*given)
+    gather = choose_gather(*given, saved, platform=platform_of(mesh))
+    return saved.remat, None if gather is None else gather.once
+
+
+def _phases(
+    section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, own: RoleDevices, memory: int
+) -> Sequence[Phase]:
+    """Phases of a stage as shapes; none of one that cannot be planned."""
+    try:
+        roles = roles_of(section, config, files, mesh, own, memory, "full")
+        return stage_plan(section, outline_on(config, files, mesh, "full"), mesh, memory, roles).phases
+    except ConfigError:
+        return ()
