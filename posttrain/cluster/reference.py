@@ -14,8 +14,7 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK, own_routing, rows_per_pass, teacher_batch
 from posttrain.cluster.sync import HeldWeights, model_on, moved
-from posttrain.kernels.logits.token_stats import token_stats
-from posttrain.kernels.logits.top_k import top_k
+from posttrain.kernels.logits.token_stats import token_stats, top_k
 from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.decoder import Decoder

@@ -34,9 +34,8 @@ from posttrain.errors import ConfigError
 from posttrain.evaluation.pairs import PairEvaluation, with_margins
 from posttrain.kernels.attention.dispatch import supports_parents
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.losses.kto import KTOLoss
 from posttrain.losses.pairs import Needs, PairLoss
-from posttrain.losses.preference import KINDS, PreferenceLoss
+from posttrain.losses.preference import KINDS, KTOLoss, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
 from posttrain.models.decoder import Decoder

@@ -13,8 +13,7 @@ import pytest
 from posttrain.batch import Batch, TopK
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence, divergence, divergence_gradient
-from posttrain.kernels.logits.token_stats import Teacher, token_stats
-from posttrain.kernels.logits.top_k import top_k
+from posttrain.kernels.logits.token_stats import Teacher, token_stats, top_k
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import SFTLoss
 from posttrain.tree import replace

@@ -12,8 +12,7 @@ import pytest
 
 from posttrain.batch import Batch, BatchLoss, LossOutput, ScoreStats, TokenStats
 from posttrain.evaluation.pairs import UnitSums, UnitTotals, unit_intervals
-from posttrain.losses.kto import KTOLoss
-from posttrain.losses.preference import PreferenceLoss
+from posttrain.losses.preference import KTOLoss, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
 from posttrain.stages.preference import PREFERENCE_LOSSES, REWARD_LOSSES

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.losses.kto import KTOLoss
-from posttrain.losses.preference import KINDS, PreferenceLoss
+from posttrain.losses.preference import KINDS, KTOLoss, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from tests.oracles import token_stats_reference
 

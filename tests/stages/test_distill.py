@@ -18,8 +18,7 @@ from posttrain.data.tokenizer import load_tokenizer
 from posttrain.distill.cache import RecordFormat
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
-from posttrain.kernels.logits.token_stats import Teacher, token_stats
-from posttrain.kernels.logits.top_k import top_k
+from posttrain.kernels.logits.token_stats import Teacher, token_stats, top_k
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights

@@ -15,8 +15,7 @@ from posttrain.cluster.reference import Reference
 from posttrain.config import AdamW
 from posttrain.evaluation.pairs import with_margins
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.losses.kto import KTOLoss
-from posttrain.losses.preference import PreferenceLoss
+from posttrain.losses.preference import KTOLoss, PreferenceLoss
 from posttrain.losses.reward_model import BradleyTerryLoss
 from posttrain.metrics import to_host
 from posttrain.train.optimizers import make_optimizer

@@ -22,8 +22,7 @@ from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length, head_function
 from posttrain.kernels.logits.softmax import NO_LOGIT
-from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
-from posttrain.kernels.logits.top_k import top_k
+from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats, top_k
 from posttrain.kernels.platform import traced_for
 from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
