@@ -149,7 +149,7 @@ def _stage(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Me
 def _choices(
     section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine
 ) -> tuple[RematChoice, GatherChoice | None]:
-    """What a stage saves, and when it gathers, as a run on the machine would choose."""
+    """Choose what a stage saves, and when it gathers, as a run on the machine would choose."""
     given = section, config, files, mesh, _role_devices(section, config, machine), machine.chip.memory
     remat = choose_remat(*given)
     return remat, choose_gather(*given, remat, platform=machine.chip.platform)

@@ -1,8 +1,4 @@
-"""Token statistics in chunks: log-probabilities, entropies, teacher divergences, most probable tokens, without a
-B x T x V array.
-
-Tokens with a target are gathered first, so that no logits are computed for the others.
-"""
+"""Token statistics in chunks: log-probabilities, entropies, divergences and top-k, without a B x T x V array."""
 
 from __future__ import annotations
 
