@@ -68,7 +68,7 @@ LocalPath = Annotated[Text, AfterValidator(check_local)]
 """Local folder; URLs are refused."""
 
 AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
-DecodeAttention = Literal["auto", "rows", "gather", "ragged"]
+DecodeAttention = Literal["auto", "rows", "gather", "ragged", "joined"]
 GroupedKernel = Literal["auto", "reference", "ragged_dot", "buckets", "megablox", "tokamax"]
 RematName = Literal["qkv", "attention", "projection", "gate", "up", "down", "block_input"]
 MomentType = Literal["float32", "bfloat16", "int8"]

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from posttrain.models.activations import QKV
+from posttrain.models.cache import head_lanes
 from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from posttrain.models.forward_state import (
     Context,
@@ -56,7 +57,7 @@ class Attention(nnx.Module):
             ids = {"segments": context.segments, "q_segments": context.segments}
             stored = stored._replace(positions=context.positions, **ids)
         if c.keeps is not None:
-            assert isinstance(stored, StoredKeys), "ragged paged attention cannot share keys and values between layers"
+            assert isinstance(stored, StoredKeys), "paged attention cannot share keys and values between layers"
             state.kept[c.keeps] = stored
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         out = attend(q, stored, context, state, window=c.window, scale=c.scale, soft_cap=c.soft_cap, sinks=sinks)
@@ -191,8 +192,10 @@ class LatentAttention(nnx.Module):
         c = self.config
         up = self.kv.weight(q_nope.dtype).reshape(c.kv_rank, c.num_heads, c.nope_dim + c.value_dim)
         stored = store_keys(self._cached(latent, k_rope), None, context, state, index, window=None)
-        assert isinstance(stored, StoredKeys), "ragged paged attention does not support latent attention"
-        stored = stored._replace(values=stored.keys[..., : c.kv_rank])
+        if isinstance(stored, StoredPages):
+            stored = stored._replace(lanes=head_lanes(c))
+        else:
+            stored = stored._replace(values=stored.keys[..., : c.kv_rank])
         q_latent = jnp.einsum("btnh,rnh->btnr", q_nope, up[..., : c.nope_dim])
         if (stack := self.kv.stack) is not None:
             a, b = stack.lora_a[...].astype(q_nope.dtype), stack.scaled_b(q_nope.dtype).reshape(-1, *up.shape[1:])
@@ -209,6 +212,6 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([latent, k_rope], axis=-1)[:, None]
 
     def _attend(
-        self, q: Float[Array, "B T N H"], stored: StoredKeys, context: Context, state: ForwardState
+        self, q: Float[Array, "B T N H"], stored: StoredKeys | StoredPages, context: Context, state: ForwardState
     ) -> Float[Array, "B T N Hv"]:
         return attend(q, stored, context, state, window=self.config.window, scale=self.config.scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,17 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
 from posttrain.config import ROW_AXES, CacheDtype
+from posttrain.errors import ConfigError
+from posttrain.kernels.attention.joined import HeadLanes, NewHeads
 from posttrain.kernels.attention.paged import ragged_refusal
 from posttrain.models.config import AttentionConfig, BlockConfig, LatentAttentionConfig, ModelConfig
 from posttrain.models.quant import packed, unpacked
 from posttrain.tree import pytree, replace, static
+
+PageLayout = Literal["gather", "ragged", "joined"]
+
+KERNELS = ("ragged", "joined")
+"""Layouts that a TPU kernel reads in place."""
 
 
 @pytree
@@ -120,8 +128,9 @@ def _value_size(block: BlockConfig) -> int | None:
 class PagedCache:
     """Paged variant of `KVCache`: a pool of R repeats x D lanes x P pages shared by the rows of each lane.
 
-    Separate: keys and values [R, D, P, page, K, H]. Combined (`together`): [R, D, P, page, 2 K, H] in `keys`, the key
-    and value of a head interleaved, as ragged paged attention reads them; or [R, D, P, K, page, 2, H], heads apart.
+    `gather`: keys and values [R, D, P, page, K, H]. `ragged`: [R, D, P, page, 2 K, H] in `keys`, the key and value of a
+    head interleaved, as ragged paged attention reads them. `joined`: [R, D, P, K, page, Hp] in `keys`, with the lanes
+    of `HeadLanes`.
     """
 
     keys: tuple[Shaped[Array, "_R D P *_page"] | None, ...]
@@ -132,7 +141,7 @@ class PagedCache:
     """Table index of the first writable page."""
     targets: Int[Array, "D n M"]
     """Writable pages from `first` on; P: none."""
-    together: bool = static()
+    layout: PageLayout = static()
     kind: CacheDtype = static(default="compute")
     """Type of the numbers in the pages, see `packed`."""
     mesh: Mesh | None = static()
@@ -142,7 +151,8 @@ class PagedCache:
 
     @property
     def page(self) -> int:
-        return next(keys for keys in self.keys if keys is not None).shape[-3]
+        shape = next(keys for keys in self.keys if keys is not None).shape
+        return shape[4] if self.layout == "joined" else shape[3]
 
     @property
     def width(self) -> int:
@@ -157,13 +167,36 @@ class PagedCache:
         values: Float[Array, "B K T Hv"] | None,
         positions: Int[Array, "B T"],
     ) -> PagedCache:
-        if self.together:
-            assert values is not None
-            keys, values = interleaved(keys, values), None
+        if self.layout == "ragged":
+            keys, values = combined(keys, values, self.layout), None
         keys_now = self._put(self.keys, slot, repeat, keys, positions)
         if values is None:
             return replace(self, keys=keys_now)
         return replace(self, keys=keys_now, values=self._put(self.values, slot, repeat, values, positions))
+
+    def joined(
+        self,
+        slot: int,
+        keys: Float[Array, "B K T H"],
+        values: Float[Array, "B K T Hv"] | None,
+        positions: Int[Array, "B T"],
+    ) -> NewHeads:
+        """Heads that the kernel of joined heads writes before it attends: heads [B, K, T, Hp] and flags [B, T]."""
+        pages = self.keys[slot]
+        assert self.layout == "joined" and pages is not None
+        new = combined(keys, values, self.layout).astype(pages.dtype)
+        padded = jnp.pad(new, [(0, 0)] * 3 + [(0, pages.shape[-1] - new.shape[-1])])
+        return NewHeads(padded, self._targets(positions, pages.shape[2]).reshape(positions.shape) < pages.shape[2])
+
+    def with_pages(self, slot: int, pages: Float[Array, "R D P *page"]) -> PagedCache:
+        return replace(self, keys=(*self.keys[:slot], pages, *self.keys[slot + 1 :]))
+
+    def _targets(self, positions: Int[Array, "B T"], none: int) -> Int[Array, "D n T"]:
+        """Pages that these positions are written to; `none` where they may not be."""
+        lanes, rows, _ = self.targets.shape
+        index = positions.reshape(lanes, rows, -1) // self.page - self.first[:, :, None]
+        targets = jnp.take_along_axis(self.targets, index, axis=2, mode="fill", fill_value=none)
+        return jnp.where(index >= 0, targets, none)
 
     def _put(
         self,
@@ -178,22 +211,15 @@ class PagedCache:
         lanes, rows, _ = self.targets.shape
         if self.kind != "compute":
             new = packed(new, self.kind)
-        pages, size, head_dim = array.shape[2], self.page, array.shape[-1]
-        places = positions.reshape(lanes, rows, -1)
-        index = places // size - self.first[:, :, None]
-        targets = jnp.take_along_axis(self.targets, index, axis=2, mode="fill", fill_value=pages)
-        targets = jnp.where(index >= 0, targets, pages)
-        padded = jnp.pad(new.swapaxes(1, 2), [(0, 0)] * 3 + [(0, head_dim - new.shape[3])])
+        targets = self._targets(positions, array.shape[2])
+        padded = jnp.pad(new.swapaxes(1, 2), [(0, 0)] * 3 + [(0, array.shape[-1] - new.shape[3])])
         new = padded.reshape(lanes, rows, *padded.shape[1:]).astype(array.dtype)
 
         def lane(array: Array, new: Array, targets: Array, offsets: Array) -> Array:
-            if array.ndim == 6:
-                return array.at[repeat, 0, targets[0], offsets[0]].set(new[0], mode="drop")
-            heads = jnp.arange(array.shape[3])
-            new = new[0].reshape(*new.shape[1:3], -1, 2, head_dim)
-            return array.at[repeat, 0, targets[0, ..., None], heads, offsets[0, ..., None]].set(new, mode="drop")
+            return array.at[repeat, 0, targets[0], offsets[0]].set(new[0], mode="drop")
 
-        changed = self._by_lane(lane, array)(array, new, targets, places % size)
+        offsets = positions.reshape(lanes, rows, -1) % self.page
+        changed = self._by_lane(lane, array)(array, new, targets, offsets)
         return (*stored[:slot], changed, *stored[slot + 1 :])
 
     def _by_lane(self, function: Callable[..., Array], array: Array) -> Callable[..., Array]:
@@ -201,7 +227,7 @@ class PagedCache:
         page travels."""
         if self.mesh is None:
             return function  # one lane
-        spec = page_spec(array.shape, self.mesh, together=self.together)
+        spec = page_spec(array.shape, self.mesh, self.layout)
         by_lane = PartitionSpec(ROW_AXES)
         heads = PartitionSpec(ROW_AXES, None, None, "tensor" if "tensor" in spec else None)
         return jax.shard_map(
@@ -212,7 +238,7 @@ class PagedCache:
         self, slot: int, repeat: int | Int[Array, ""]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"] | None]:
         """Gather all pages of every row: a copy."""
-        assert not self.together, "ragged paged attention reads pages in place"
+        assert self.layout == "gather", "kernels read pages in place"
         keys, values = self.keys[slot], self.values[slot]
         assert keys is not None
         return self._rows(keys, repeat), None if values is None else self._rows(values, repeat)
@@ -226,28 +252,56 @@ class PagedCache:
         return rows if self.kind == "compute" else unpacked(rows, self.kind, self.dtype)
 
 
-def page_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, *, together: bool) -> PartitionSpec:
+def page_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, layout: PageLayout) -> PartitionSpec:
     """Sharding of a pool of pages: lanes over the data axes, heads over `tensor` where it divides them."""
-    dim = 3 if len(shape) == 7 else 4
-    heads = shape[dim] // (2 if together and dim == 4 else 1)
+    dim = 3 if layout == "joined" else 4
+    heads = shape[dim] // (2 if layout == "ragged" else 1)
     lead = None, ROW_AXES, *[None] * (dim - 2)
     return PartitionSpec(*lead, "tensor") if heads % mesh.shape["tensor"] == 0 else PartitionSpec(*lead)
 
 
-def interleaved(keys: Float[Array, "B K T H"], values: Float[Array, "B K T H"]) -> Float[Array, "B K2 T H"]:
-    """Interleave the key and value of each head."""
-    both = jnp.stack([keys, values], axis=2)
-    return both.reshape(both.shape[0], -1, *both.shape[3:])
+def combined(
+    keys: Float[Array, "*B K T H"], values: Float[Array, "*B K T Hv"] | None, layout: PageLayout
+) -> Float[Array, "*B _K T _H"]:
+    """Keys and values of each head as a kernel's pages have them, without padding: interleaved, or values behind the
+    keys."""
+    if layout == "joined":
+        return keys if values is None else jnp.concatenate([keys, values], axis=-1)
+    assert values is not None
+    both = jnp.stack([keys, values], axis=-3)
+    return both.reshape(*both.shape[:-4], -1, *both.shape[-2:])
 
 
-def refusal_of_ragged(config: ModelConfig, dtype: np.dtype) -> str | None:
-    """Return why ragged paged attention does not serve the model; None where it does."""
-    for block in config.blocks:
-        c = block.attention
-        if not isinstance(c, AttentionConfig):
+def head_lanes(attention: AttentionConfig | LatentAttentionConfig) -> HeadLanes:
+    """Lanes of a head in a page of `joined`."""
+    if isinstance(attention, LatentAttentionConfig):
+        return HeadLanes(keys=attention.kv_rank + attention.rope_dim, start=0, values=attention.kv_rank)
+    size = attention.head_dim
+    return HeadLanes(keys=size, start=size, values=size)
+
+
+def check_decode_kernel(layout: str, config: ModelConfig, dtype: np.dtype, shards: int) -> None:
+    """Raise ConfigError if the kernel of this layout does not serve the model with its heads split over `shards`."""
+    refusals = {kernel: refusal_of_kernel(kernel, config, dtype, shards) for kernel in KERNELS}
+    if (refusal := refusals.get(layout)) is not None:
+        others = [kernel for kernel in KERNELS if refusals[kernel] is None]
+        raise ConfigError(
+            f"model.decode_attention: {layout!r} {refusal}; use {', '.join(['auto', *others, 'rows'])} or gather"
+        )
+
+
+def refusal_of_kernel(layout: str, config: ModelConfig, dtype: np.dtype, shards: int) -> str | None:
+    """Return why the kernel of this layout does not serve the model with its heads split over `shards`; None where it
+    does."""
+    for c in (block.attention for block in config.blocks):
+        if isinstance(c, AttentionConfig) and (c.keeps is not None or c.reuses is not None):
+            return f"does not know the shared keys of {config.model_type}"
+        if layout == "joined":
+            continue
+        if isinstance(c, LatentAttentionConfig):
             return f"does not know the latent attention of {config.model_type}"
-        if c.sinks or c.keeps is not None or c.reuses is not None:
-            return f"knows neither the sinks nor the shared keys of {config.model_type}"
-        if (refusal := ragged_refusal(c.head_dim, dtype.itemsize)) is not None:
+        if c.sinks:
+            return f"does not know the sinks of {config.model_type}"
+        if (refusal := ragged_refusal(c.num_kv_heads, c.head_dim, dtype.itemsize, shards)) is not None:
             return refusal
     return None

@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from posttrain.batch import RouterStats
 from posttrain.kernels.attention.call import Variant
 from posttrain.kernels.attention.dispatch import attention
-from posttrain.kernels.attention.paged import ragged_paged_attention, recent_pages
+from posttrain.kernels.attention.joined import HeadLanes, NewHeads
+from posttrain.kernels.attention.paged import paged_attention, recent_pages
 from posttrain.models.activations import Taps
 from posttrain.models.cache import KVCache, PagedCache
 from posttrain.models.config import Compute, Rope
@@ -72,13 +73,18 @@ class StoredKeys(NamedTuple):
 
 
 class StoredPages(NamedTuple):
-    """Arguments of ragged paged attention."""
+    """Pages that attention reads in place."""
 
+    slot: int
     pages: Float[Array, "R D P *page"]
     repeat: Int[Array, ""]
     table: Int[Array, "D n W"]
     lengths: Int[Array, "D n"]
     mesh: Mesh | None
+    lanes: HeadLanes | None
+    """None: keys and values interleaved."""
+    new: NewHeads | None
+    """Joined heads that the kernel itself stores."""
 
 
 @dataclass
@@ -113,9 +119,7 @@ def attend(
     """Attend to stored keys and values, in rows or in pages."""
     variant = Variant(window=window, scale=scale, soft_cap=soft_cap)
     if isinstance(stored, StoredPages):
-        assert sinks is None, "ragged paged attention does not support sinks"
-        out = ragged_paged_attention(q.reshape(-1, 1, *q.shape[2:]), *stored, variant)
-        return out.reshape(*q.shape[:3], -1)
+        return _attend_to_pages(q, stored, state, sinks, variant)
     # With a cache use "auto": few kernels support one.
     whole = state.cache is None or state.fresh
     return attention(
@@ -150,17 +154,23 @@ def store_keys(
     Without `values` the cache holds keys only.
     """
     cache = state.cache
+    new = None
     if isinstance(cache, KVCache) and values is not None:
         keys, values = cache.rounded(keys, values)
     if cache is not None:
         # Padding is written out of range, where it is dropped.
         places = jnp.where(context.segments > 0, context.positions, cache.width)
-        state.cache = cache = cache.write(index.slot, index.repeat, keys, values, places)
+        if isinstance(cache, PagedCache) and cache.layout == "joined":
+            new = cache.joined(index.slot, keys, values, places)
+        else:
+            state.cache = cache = cache.write(index.slot, index.repeat, keys, values, places)
     if cache is None or state.fresh:
         segments = context.segments
         return StoredKeys(keys, keys if values is None else values, context.positions, segments, segments)
-    if isinstance(cache, PagedCache) and cache.together:
-        return _pages(cache, context, index)
+    if isinstance(cache, PagedCache) and cache.layout != "gather":
+        size = keys.shape[3]
+        lanes = None if new is None else HeadLanes(keys=size, start=0 if values is None else size, values=size)
+        return _pages(cache, context, index, lanes, new)
     # A cache row holds one sequence, so visibility depends on positions only.
     rows = context.positions.shape[0]
     start = jnp.zeros((rows, 1), jnp.int32)
@@ -180,12 +190,40 @@ def store_keys(
     )
 
 
-def _pages(cache: PagedCache, context: Context, index: LayerIndex) -> StoredPages:
+def _pages(
+    cache: PagedCache, context: Context, index: LayerIndex, lanes: HeadLanes | None, new: NewHeads | None
+) -> StoredPages:
     pages = cache.keys[index.slot]
     assert pages is not None
     # Each query counts as a row, with the pages of its own row.
     lengths, queries = context.positions.reshape(cache.first.shape[0], -1) + 1, context.positions.shape[1]
     lengths = jnp.minimum(lengths, cache.width)
-    table = cache.table if queries == 1 else jnp.repeat(cache.table, queries, axis=1)
+    table = cache.table if queries == 1 or new is not None else jnp.repeat(cache.table, queries, axis=1)
     mesh = context.compute.mesh if cache.mesh is None else cache.mesh
-    return StoredPages(pages, jnp.asarray(index.repeat, jnp.int32), table, lengths, mesh)
+    repeat = jnp.asarray(index.repeat, jnp.int32)
+    return StoredPages(index.slot, pages, repeat, table, lengths, mesh, lanes, new)
+
+
+def _attend_to_pages(
+    q: Float[Array, "B T N H"],
+    stored: StoredPages,
+    state: ForwardState,
+    sinks: Float[Array, " N"] | None,
+    variant: Variant,
+) -> Float[Array, "B T N Hv"]:
+    new, pages, outs = stored.new, stored.pages, []
+    if new is None:
+        each_query = q.reshape(-1, 1, *q.shape[2:])
+        of = stored.repeat, stored.table, stored.lengths, stored.mesh
+        out, _ = paged_attention(each_query, pages, *of, None, None, sinks, variant)
+        return out.reshape(*q.shape[:3], -1)
+    # One after another: the kernel writes the position of a query, which the next one reads.
+    lengths = stored.lengths.reshape(*stored.table.shape[:2], -1)
+    for n in range(q.shape[1]):
+        part = NewHeads(new.heads[:, :, n], new.writes[:, n])
+        of = stored.repeat, stored.table, lengths[:, :, n], stored.mesh
+        out, pages = paged_attention(q[:, n : n + 1], pages, *of, stored.lanes, part, sinks, variant)
+        outs.append(out)
+    assert isinstance(state.cache, PagedCache)
+    state.cache = state.cache.with_pages(stored.slot, pages)
+    return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)

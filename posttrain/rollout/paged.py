@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -14,26 +13,37 @@ from jaxtyping import Float, Int, Shaped
 
 from posttrain.config import ROW_AXES, CacheDtype, DecodeAttention
 from posttrain.errors import ConfigError
-from posttrain.kernels.attention.paged import heads_apart, padded_head
+from posttrain.kernels.attention.joined import HeadLanes, padded
 from posttrain.kernels.platform import platform_of
-from posttrain.mesh import row_shards
-from posttrain.models.cache import KVCache, PagedCache, empty_cache, interleaved, page_spec, refusal_of_ragged
+from posttrain.mesh import head_shards, row_shards
+from posttrain.models.cache import (
+    KERNELS,
+    KVCache,
+    PagedCache,
+    PageLayout,
+    check_decode_kernel,
+    combined,
+    empty_cache,
+    head_lanes,
+    page_spec,
+    refusal_of_kernel,
+)
 from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
 from posttrain.models.quant import EXPONENT_BYTES, packed, unpacked
 from posttrain.rollout.blocks import BLOCK
 from posttrain.tree import pytree, replace, static
 
-Layout = Literal["rows", "gather", "ragged"]
+Layout = Literal["rows"] | PageLayout
 """Cache layout for decoding. `rows`: rows copied out of the blocks once per dispatch. `gather`: each layer gathers its
-blocks at every token. `ragged`: in place, by the TPU kernel."""
+blocks at every token. `ragged` and `joined`: in place, by a TPU kernel."""
 
 
 @pytree
 class Pool:
     """P blocks of keys and values in each of D lanes: [R, D, P, *block]. For `rows` a block is what `KVCache` has of a
-    row, with its order of dimensions; for `gather` it is [BLOCK, K, H]; for `ragged` `keys` holds both, [BLOCK, 2 K, H]
-    with heads padded, or [K, BLOCK, 2, H] with heads apart. A lane is a shard of the data axes: its rows use its blocks
-    only, so that decoding needs no communication between lanes.
+    row, with its order of dimensions; for `gather` it is [BLOCK, K, H]; for the others `keys` holds both, [BLOCK, 2 K,
+    Hp] for `ragged` and [K, BLOCK, Hp] for `joined`. A lane is a shard of the data axes: its rows use its blocks only,
+    so that decoding needs no communication between lanes.
 
     Other fields as in `KVCache`.
     """
@@ -41,8 +51,8 @@ class Pool:
     keys: tuple[Shaped[Array, "_R D P *_block"] | None, ...]
     values: tuple[Shaped[Array, "_R D P _1 _2 _H"] | None, ...]
     layout: Layout = static()
-    head_dims: tuple[int | None, ...] = static()
-    """Head size of the keys, without padding."""
+    heads: tuple[HeadLanes | None, ...] = static()
+    """Sizes of a head, without padding."""
     kind: CacheDtype = static()
     """Type of the numbers in the blocks, see `packed`."""
     dtype: jnp.dtype = static()
@@ -67,8 +77,11 @@ class Pool:
                 return rows
             return _along(-2 if last else -1, lambda x: unpacked(x, self.kind, self.dtype), rows)
 
-        if self.layout == "ragged":
-            pairs = jax.tree.map(lambda both, size: _apart(gathered(both), size), self.keys, self.head_dims)
+        if self.layout in KERNELS:
+            pairs = [
+                (None, None) if keys is None or head is None else _split(gathered(keys), head, self.layout)
+                for keys, head in zip(self.keys, self.heads, strict=True)
+            ]
             return KVCache(keys=tuple(keys for keys, _ in pairs), values=tuple(values for _, values in pairs))
         keys = jax.tree.map(gathered, self.keys, self._last)
         return KVCache(keys=keys, values=jax.tree.map(gathered, self.values), kind=self.kind)
@@ -93,10 +106,7 @@ class Pool:
                 chosen = take(split, places)
                 if self.kind != "compute":
                     chosen = _along(-3 if last else -1, lambda x: packed(x, self.kind), chosen)
-                new = self._blocks(chosen, last=last)
-                if stored.ndim == 7:  # heads apart
-                    new = new.reshape(*new.shape[:4], -1, 2, new.shape[-1]).swapaxes(3, 4)
-                return new
+                return self._blocks(chosen, last=last)
 
             new = new.reshape(new.shape[0], lanes, per_lane, *new.shape[2:])
             new = jax.vmap(lane, in_axes=(1, 0), out_axes=1)(new, indices)
@@ -106,9 +116,15 @@ class Pool:
             put = jax.vmap(lambda blocks, new, targets: blocks.at[:, targets].set(new, mode="drop"), (1, 1, 0), 1)
             return put(stored, new, targets)
 
-        if self.layout == "ragged":
-            together = tuple(_together(*pair) for pair in zip(rows.keys, rows.values, strict=True))
-            return replace(self, keys=jax.tree.map(scattered, self.keys, together))
+        def both(stored: Array | None, keys: Array | None, values: Array | None) -> Array | None:
+            assert self.layout != "rows"
+            if stored is None or keys is None:
+                return None
+            new = combined(keys if values is None else keys.swapaxes(3, 4), values, self.layout)
+            return scattered(stored, jnp.pad(new, [(0, 0)] * 4 + [(0, stored.shape[-1] - new.shape[-1])]))
+
+        if self.layout in KERNELS:
+            return replace(self, keys=tuple(map(both, self.keys, rows.keys, rows.values)))
         return replace(
             self,
             keys=jax.tree.map(scattered, self.keys, rows.keys, self._last),
@@ -120,7 +136,7 @@ class Pool:
     ) -> KVCache | PagedCache:
         """Open the cache for decoding: rows of the blocks `context`; block `first` and later ones are written to the
         blocks `targets`."""
-        if self.layout == "rows":
+        if (layout := self.layout) == "rows":
             return self.gather(context)
         places = first[:, :, None] + jnp.arange(targets.shape[2])[None, None]
         places = jnp.where(targets < self.num_blocks, places, context.shape[2])
@@ -139,7 +155,7 @@ class Pool:
             table=table,
             first=first,
             targets=targets,
-            together=self.layout == "ragged",
+            layout=layout,
             kind=self.kind,
             dtype=self.dtype,
             mesh=mesh,
@@ -188,10 +204,8 @@ class Pool:
 
     def _rows(self, blocks: Shaped[Array, "R n W *_block"], *, last: bool) -> Shaped[Array, "R n K _4 _5"]:
         """Blocks side by side: [K, S, H], or with positions `last` [K, H, S]."""
-        if blocks.ndim == 7:
-            blocks = blocks.swapaxes(3, 4).reshape(*blocks.shape[:3], blocks.shape[4], -1, blocks.shape[-1])
         repeats, rows, _, *block = blocks.shape
-        if self.layout != "rows":
+        if self.layout in ("gather", "ragged"):
             joined = blocks.reshape(repeats, rows, -1, *block[1:])
             return jnp.moveaxis(joined, 2, 4 if last else 3)
         if last:
@@ -200,22 +214,20 @@ class Pool:
 
     def _blocks(self, split: Shaped[Array, "R n K _1 _2 _3"], *, last: bool) -> Shaped[Array, "R n M _4 _5 _6"]:
         """Split rows into blocks, from [K, M, BLOCK, H], or with positions `last` from [K, H, M, BLOCK]."""
-        if self.layout == "rows":
+        if self.layout in ("rows", "joined"):
             return jnp.moveaxis(split, 4 if last else 3, 2)
         return split.transpose(0, 1, 4, 5, 2, 3) if last else jnp.moveaxis(split, 2, 4)
 
 
-def _together(keys: Array | None, values: Array | None) -> Float[Array, "R B K2 S Hp"]:
-    assert keys is not None and values is not None
-    both = jax.vmap(interleaved)(keys.swapaxes(3, 4), values)
-    return jnp.pad(both, [(0, 0)] * 4 + [(0, padded_head(values.shape[4]) - values.shape[4])])
-
-
-def _apart(
-    both: Float[Array, "R B K2 S Hp"], size: int | None
-) -> tuple[Float[Array, "R B K H S"], Float[Array, "R B K S H"]]:
-    keys, values = both[:, :, 0::2, :, :size], both[:, :, 1::2, :, :size]
-    return keys.swapaxes(3, 4), values
+def _split(
+    both: Float[Array, "R B _K S Hp"], head: HeadLanes, layout: Layout
+) -> tuple[Float[Array, "R B K _1 _2"], Float[Array, "R B K S Hv"] | None]:
+    """Keys and values as `KVCache` has them, of pages of a kernel."""
+    if layout == "ragged":
+        return both[:, :, 0::2, :, : head.keys].swapaxes(3, 4), both[:, :, 1::2, :, : head.values]
+    if head.start < head.keys:
+        return both[..., : head.keys], None
+    return both[..., : head.keys].swapaxes(3, 4), both[..., head.start : head.start + head.values]
 
 
 def _placed(stored: Array, blocks: Array | None, old: Int[Array, " n"], new: Int[Array, " n"], platform: str) -> Array:
@@ -255,7 +267,7 @@ def choose_layout(
     layout = _layout(wanted, config, compute, mesh)
     if kind != "compute" and any(isinstance(block.attention, LatentAttentionConfig) for block in config.blocks):
         raise ConfigError(f"rollout.cache_dtype={kind}: latent attention keeps latents in compute only; remove it")
-    if kind != "compute" and layout == "ragged":
+    if kind != "compute" and layout in KERNELS:
         raise ConfigError(
             f"rollout.cache_dtype={kind}: TPU's kernels read keys and values in compute only; remove it, or set "
             "model.decode_attention: gather"
@@ -264,15 +276,24 @@ def choose_layout(
 
 
 def _layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None) -> Layout:
-    refusal = refusal_of_ragged(config, compute.dtype)
-    if wanted == "ragged" and refusal is not None:
-        raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
+    mesh = compute.mesh if mesh is None else mesh
+    check_decode_kernel(wanted, config, compute.dtype, head_shards(mesh))
     if wanted != "auto":
         return wanted
-    platform = platform_of(compute.mesh if mesh is None else mesh)
-    if platform == "cpu":
-        return "rows"
-    return "ragged" if platform == "tpu" and refusal is None else "gather"
+    platform = platform_of(mesh)
+    if platform != "tpu":
+        return "rows" if platform == "cpu" else "gather"
+    for kernel in _preferred(config):
+        if refusal_of_kernel(kernel, config, compute.dtype, head_shards(mesh)) is None:
+            return kernel
+    return "gather"
+
+
+def _preferred(config: ModelConfig) -> tuple[PageLayout, PageLayout]:
+    """The kernels, the one of joined heads first where it takes fewer bytes: the other pads keys and values apart."""
+    heads = [head_lanes(block.attention) for block in config.blocks]
+    narrow = any(head.width < 2 * padded(head.keys) for head in heads)
+    return ("joined", "ragged") if narrow else ("ragged", "joined")
 
 
 def empty_pool(shapes: Pool) -> Pool:
@@ -295,13 +316,13 @@ def pool_shapes(
     like = jax.eval_shape(lambda: empty_cache(config, lanes * blocks, BLOCK, dtype))
     mesh = placement.mesh if isinstance(placement, NamedSharding) else None
 
-    def placed(rows: jax.ShapeDtypeStruct, head_dim: int, last: bool = False) -> jax.ShapeDtypeStruct:
+    def placed(rows: jax.ShapeDtypeStruct, head: HeadLanes, size: int, last: bool = False) -> jax.ShapeDtypeStruct:
         repeats, heads = rows.shape[0], rows.shape[2]
-        apart = heads_apart(heads, head_dim, rows.dtype.itemsize, 1 if mesh is None else mesh.shape["tensor"])
         block = {
             "rows": rows.shape[2:],
-            "gather": (BLOCK, heads, head_dim),
-            "ragged": (heads, BLOCK, 2, padded_head(head_dim)) if apart else (BLOCK, 2 * heads, padded_head(head_dim)),
+            "gather": (BLOCK, heads, size),
+            "ragged": (BLOCK, 2 * heads, padded(head.keys)),
+            "joined": (heads, BLOCK, head.width),
         }[layout]
         if kind != "compute":
             at = 1 if last and layout == "rows" else 2
@@ -310,14 +331,15 @@ def pool_shapes(
         place = placement if mesh is None else NamedSharding(mesh, _pool_spec(shape, mesh, layout))
         return jax.ShapeDtypeStruct(shape, rows.dtype if kind == "compute" else jnp.int8, sharding=place)
 
-    none = (None,) * len(like.keys)
-    head_dims = tuple(None if keys is None else math.prod(keys.shape[3:]) // BLOCK for keys in like.keys)
-    keys = jax.tree.map(lambda rows, size: placed(rows, size, last=True), like.keys, head_dims)
-    values = none if layout == "ragged" else jax.tree.map(lambda rows: placed(rows, rows.shape[4]), like.values)
+    attentions = [block.attention for stage in config.stages for block in stage.blocks]
+    heads = tuple(None if keys is None else head_lanes(c) for keys, c in zip(like.keys, attentions, strict=True))
+    keys = tuple(x and head and placed(x, head, head.keys, last=True) for x, head in zip(like.keys, heads, strict=True))
+    apart = (None,) * len(heads) if layout in KERNELS else like.values
+    values = tuple(x and head and placed(x, head, head.values) for x, head in zip(apart, heads, strict=True))
 
     def zeros() -> Pool:
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (keys, values))
-        return Pool(keys=blank[0], values=blank[1], layout=layout, head_dims=head_dims, kind=kind, dtype=dtype)
+        return Pool(keys=blank[0], values=blank[1], layout=layout, heads=heads, kind=kind, dtype=dtype)
 
     pool: Pool = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(zeros)), jax.tree.leaves((keys, values)))
     return pool
@@ -330,6 +352,6 @@ def num_lanes(mesh: Mesh | None) -> int:
 
 def _pool_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, layout: Layout) -> PartitionSpec:
     if layout != "rows":
-        return page_spec(shape, mesh, together=layout == "ragged")
+        return page_spec(shape, mesh, layout)
     lanes = None, ROW_AXES, None
     return PartitionSpec(*lanes, "tensor") if shape[3] % mesh.shape["tensor"] == 0 else PartitionSpec(*lanes)

@@ -35,7 +35,7 @@ from posttrain.kernels.attention import dispatch
 from posttrain.kernels.attention.call import AttentionCall
 from posttrain.kernels.platform import compute_capability, installed
 from posttrain.models.activations import check_saved
-from posttrain.models.cache import refusal_of_ragged
+from posttrain.models.cache import check_decode_kernel
 from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig, check_recording, check_router
 from posttrain.runs.check_loss import check_stage_loss
 from posttrain.runtime import processes
@@ -259,10 +259,7 @@ def check_kernels(config: RunConfig, model: ModelConfig, *, here: bool) -> list[
         notes += _check_kernel(
             "grouped_matmul", config.model.grouped_matmul, grouped_matmul.select, [request], here=here
         )
-    if config.model.decode_attention == "ragged":
-        refusal = refusal_of_ragged(model, jnp.dtype(_dtype(config)))
-        if refusal is not None:
-            raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
+    check_decode_kernel(config.model.decode_attention, model, jnp.dtype(_dtype(config)), max(1, config.mesh.tensor))
     return notes
 
 

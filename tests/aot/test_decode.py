@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
+import jax
 import pytest
 
-from posttrain.config import RolloutSection
+from posttrain.config import DecodeAttention, RolloutSection
 from posttrain.kernels.platform import CHIPS
 from posttrain.models.moe import Experts
-from posttrain.plan.hlo import Collective
+from posttrain.plan.hlo import Buffer, Collective
 from posttrain.plan.lowered import bytes_on_device, compile_program
 from posttrain.plan.sampling import RolloutShapes
 from posttrain.weights.state import ModelWeights
 from tests.aot.bounds import DECODE, GIB, LAYOUT_MIB, MIB
 from tests.aot.slices import FAMILIES, QWEN3, SMALL, mesh_of, model
+from tests.often import often
 
 MESHES = {
     "one": ("1x1", {}),
@@ -65,6 +69,33 @@ def test_no_token_copies_experts(slices: bool, monkeypatch: pytest.MonkeyPatch) 
     experts = [m for m in found.text.made if sorted(m.buffer.dims[-3:]) == [4, 192, 512]]
     copies = [f"{m.op} {m.buffer}" for m in experts if m.loops or m.op == "copy"]
     assert bool(copies) == slices, copies
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    often([("deepseek_v3", "auto"), ("gpt_oss", "auto"), ("gpt_oss", "gather")], ("gpt_oss", "auto")),
+)
+def test_no_dispatch_copies_the_pool(family: str, layout: DecodeAttention) -> None:
+    """Neither once nor at every token: the kernel reads pages in place and writes new positions. Slow twin: a gather
+    and a scatter, for which the compiler lays the pool out anew."""
+    mesh = mesh_of("v5e", "2x2", data=2, tensor=2)
+    made = model(SMALL | {"model_type": family} | FAMILIES[family], mesh)
+    made.compute = replace(made.compute, decode_attention=layout)
+    # More than vector memory, into which the compiler would copy a pool.
+    sizes: dict[str, Any] = {"slots": 64, "max_length": 8192, "steps": 8, "max_tokens": 128}
+    rollout = RolloutShapes(made, mesh, **sizes, memory=CHIPS["v5e"].memory)
+    pool = rollout.runner.pool_shapes(rollout.loaded)
+    assert pool.layout == ("joined" if layout == "auto" else layout)
+    found = compile_program(rollout.lower_decode(), mesh.size)
+    assert ("joined_attention" in found.mosaic) == (layout == "auto")
+    layers = {math.prod(x.sharding.shard_shape(x.shape)[3:]) * x.shape[2] for x in jax.tree.leaves(pool)}
+    copies = [f"{m.op} {m.buffer}" for m in found.text.made if m.op.startswith("copy") and pool_sized(m.buffer, layers)]
+    assert bool(copies) == (layout == "gather"), copies
+
+
+def pool_sized(buffer: Buffer, layers: set[int]) -> bool:
+    """True for one layer's pages, or those of several."""
+    return any(math.prod(buffer.dims) % layer == 0 for layer in layers)
 
 
 def test_laying_weights_out_takes_no_second_copy() -> None:

@@ -24,13 +24,13 @@ from posttrain.weights.state import ModelWeights
 from tests.aot.slices import FAMILIES, SMALL, mesh_of, model, on
 
 BACKWARD = ("splash_mha_dkv", "splash_mha_dq")
-WITHOUT_RAGGED = {"deepseek_v3", "gpt_oss"}
-"""Latent attention and sinks, which the ragged kernel does not know."""
+JOINED = {"deepseek_v3", "gpt_oss", "llama", "smollm3", "gemma2", "gemma3_text", "gemma4_text"}
+"""Latent attention, sinks, heads of 64, and several of 256: decoding by the own kernel."""
 
 
 def family(name: str) -> str:
     """Kind of a Mosaic kernel: without its variants."""
-    for kind in (*BACKWARD, "splash_mha_fwd", "ragged_paged_attention"):
+    for kind in (*BACKWARD, "splash_mha_fwd", "ragged_paged_attention", "joined_attention"):
         if name.startswith(kind):
             return kind
     return name
@@ -59,7 +59,8 @@ def test_programs_lower_with_their_kernels(name: str) -> None:
     assert bool(made.config.mixtures) == ("kernel" in update)
     rollout = RolloutShapes(made, mesh, slots=8, max_length=512, steps=8, max_tokens=128, memory=CHIPS["v5e"].memory)
     decode = {family(kernel) for kernel in kernel_names(rollout.lower_decode().as_text())}
-    assert ("ragged_paged_attention" in decode) == (name not in WITHOUT_RAGGED)
+    kernels = {"ragged_paged_attention", "joined_attention"}
+    assert decode & kernels == {"joined_attention" if name in JOINED else "ragged_paged_attention"}
     prefill = {family(kernel) for kernel in kernel_names(rollout.lower_prefill().as_text())}
     assert "splash_mha_fwd" in prefill
 

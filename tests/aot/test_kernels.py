@@ -1,4 +1,4 @@
-"""Kernels in the shapes of real models compile to the end: attention with its gradient, ragged decode, experts."""
+"""Kernels in the shapes of real models compile to the end: attention with its gradient, decode, experts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from posttrain.kernels.attention import paged
 from posttrain.kernels.attention.call import Variant
 from posttrain.kernels.attention.dispatch import attention
+from posttrain.kernels.attention.joined import HeadLanes, NewHeads
 from posttrain.kernels.grouped_matmul import grouped_matmul
 from posttrain.kernels.platform import traced_for
 from posttrain.plan.hlo import kernel_names
@@ -63,6 +64,14 @@ class Decode(NamedTuple):
     positions: int = 1024
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
+    value_dim: int | None = None
+    """Latent attention: values are the first lanes of the keys."""
+
+    @property
+    def lanes(self) -> HeadLanes:
+        start = self.head_dim if self.value_dim is None else 0
+        return HeadLanes(keys=self.head_dim, start=start, values=self.value_dim or self.head_dim)
 
 
 DECODE = {
@@ -75,12 +84,16 @@ DECODE = {
     "gemma2_2b": Decode(8, 4, 256, window=4096, soft_cap=50.0),
     "gemma3_4b": Decode(8, 4, 256, window=1024),
     "gemma3_12b": Decode(16, 8, 256),
+    "gpt_oss": Decode(64, 8, 64, window=128, sinks=True),
+    "moonlight": Decode(16, 1, 576, value_dim=512),
+    "deepseek_v3": Decode(128, 1, 576, rows=16, positions=32768, value_dim=512),
+    "phi3": Decode(32, 32, 96),
 }
 
 EXPERTS = {"qwen3_30b": (16384, 2048, 768, 32), "gpt_oss": (8192, 2880, 2880, 16), "decode": (512, 2048, 768, 128)}
 """Rows, D, F, experts."""
 
-EVERYWHERE = {"qwen3_8b", "gemma2", "gpt_oss", "qwen3_0.6b", "gemma3_1b", "qwen3_30b"}
+EVERYWHERE = {"qwen3_8b", "gemma2", "gpt_oss", "moonlight", "qwen3_0.6b", "gemma3_1b", "qwen3_30b"}
 """Compiled for all generations; the others for v5e."""
 
 
@@ -136,26 +149,30 @@ def test_attention_and_its_gradient(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), cases(DECODE))
-def test_ragged_decode(kind: str, name: str) -> None:
+def test_paged_decode(kind: str, name: str) -> None:
     case, mesh = DECODE[name], mesh_of(kind, ONE_CHIP[kind], data=-1)
-    lanes, width, repeats = mesh.size, case.positions // BLOCK, 2
-    assert paged.ragged_refusal(case.head_dim, 2) is None
-    heads, size = case.kv_heads, paged.padded_head(case.head_dim)
-    apart = paged.heads_apart(heads, case.head_dim, 2, 1)
-    page = (heads, BLOCK, 2, size) if apart else (BLOCK, 2 * heads, size)
-    pages = (repeats, lanes, 1025, *page)
+    devices, width, repeats, lanes = mesh.size, case.positions // BLOCK, 2, case.lanes
+    plain = case.head_dim % paged.LANES == 0 and not case.sinks and case.value_dim is None
+    ragged = plain and paged.ragged_refusal(case.kv_heads, case.head_dim, 2, 1) is None
+    page = (BLOCK, 2 * case.kv_heads, case.head_dim) if ragged else (case.kv_heads, BLOCK, lanes.width)
 
-    def attend(q: Any, pages: Any, table: Any, lengths: Any) -> Any:
+    def attend(q: Any, pages: Any, table: Any, lengths: Any, new: Any, writes: Any, sinks: Any) -> Any:
         variant = Variant(window=case.window, scale=case.head_dim**-0.5, soft_cap=case.soft_cap)
-        return paged.ragged_paged_attention(q, pages, jnp.int32(1), table, lengths, mesh, variant)
+        joined = (None, None) if ragged else (lanes, NewHeads(new, writes))
+        return paged.paged_attention(q, pages, jnp.int32(1), table, lengths, mesh, *joined, sinks, variant)
 
-    lowered = jax.jit(traced_for(mesh, attend)).lower(
-        on(mesh, (lanes * case.rows, 1, case.heads, case.head_dim), spec=(("data",),)),
-        on(mesh, pages, spec=(None, ("data",))),
-        on(mesh, (lanes, case.rows, width), jnp.int32, (("data",),)),
-        on(mesh, (lanes, case.rows), jnp.int32, (("data",),)),
+    rows, by_row = devices * case.rows, (("data",),)
+    lowered = jax.jit(traced_for(mesh, attend), donate_argnums=1).lower(
+        on(mesh, (rows, 1, case.heads, case.head_dim), spec=by_row),
+        on(mesh, (repeats, devices, 1025, *page), spec=(None, ("data",))),
+        on(mesh, (devices, case.rows, width), jnp.int32, by_row),
+        on(mesh, (devices, case.rows), jnp.int32, by_row),
+        on(mesh, (rows, case.kv_heads, lanes.width), spec=by_row),
+        on(mesh, (rows,), jnp.bool_, by_row),
+        on(mesh, (case.heads,), jnp.float32) if case.sinks else None,
     )
-    assert any(name.startswith("ragged_paged_attention") for name in kernel_names(lowered.as_text()))
+    expected = "ragged_paged_attention" if ragged else "joined_attention"
+    assert any(kernel.startswith(expected) for kernel in kernel_names(lowered.as_text()))
     lowered.compile()
 
 

@@ -1,4 +1,4 @@
-"""Attention to pages: the twin against JAX's own reference, and TPU's kernel lowered on a machine without one."""
+"""Attention to pages: twins against JAX's reference, and the kernel of joined heads against its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-from posttrain.kernels.attention import paged
+from posttrain.kernels.attention import joined, paged
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant, single_query, visible
 from posttrain.kernels.attention.gpu import cudnn_arguments
-from posttrain.kernels.attention.paged import heads_apart, ragged_paged_attention, ragged_refusal
+from posttrain.kernels.attention.joined import HeadLanes, NewHeads, joined_attention, joined_reference
+from posttrain.kernels.attention.paged import paged_attention, ragged_refusal
 
 ROWS, HEADS, KV_HEADS, HEAD, PAGE, PAGES, WIDTH, REPEATS = 3, 4, 2, 8, 16, 7, 3, 2
 
@@ -34,7 +36,7 @@ def test_the_twin_against_the_librarys_reference(variant: Variant) -> None:
     table = jnp.asarray([[4, 2, 0], [1, 0, 0], [6, 5, 3]], jnp.int32)
     lengths = jnp.asarray([17, 1, 48], jnp.int32)
     for repeat in range(REPEATS):
-        layer = jnp.int32(repeat), table[None], lengths[None], None, variant
+        layer = jnp.int32(repeat), table[None], lengths[None], None
         expected = ref_ragged_paged_attention(
             q[:, 0],
             pages[repeat, 0],
@@ -46,10 +48,67 @@ def test_the_twin_against_the_librarys_reference(variant: Variant) -> None:
             sliding_window=variant.window,
             soft_cap=variant.soft_cap,
         )
-        apart = pages.reshape(*pages.shape[:4], KV_HEADS, 2, HEAD).swapaxes(3, 4)
-        for stored in (pages, apart):
-            got = ragged_paged_attention(q, stored, *layer)
-            np.testing.assert_allclose(got[:, 0], expected, atol=2e-6)
+        got, _ = paged_attention(q, pages, *layer, None, None, None, variant)
+        np.testing.assert_allclose(got[:, 0], expected, atol=2e-6)
+        # The same heads joined, the newest position of each row not yet stored.
+        both = jnp.concatenate([pages[..., 0::2, :], pages[..., 1::2, :]], axis=-1).swapaxes(3, 4)
+        last = both[repeat, 0, table[jnp.arange(ROWS), (lengths - 1) // PAGE], :, (lengths - 1) % PAGE]
+        blank = both.at[repeat, 0, table[jnp.arange(ROWS), (lengths - 1) // PAGE], :, (lengths - 1) % PAGE].set(jnp.nan)
+        lanes = HeadLanes(keys=HEAD, start=HEAD, values=HEAD)
+        new = NewHeads(last, jnp.ones(ROWS, bool))
+        got, stored = paged_attention(q, blank, *layer, lanes, new, None, variant)
+        np.testing.assert_allclose(got[:, 0], expected, atol=2e-6)
+        np.testing.assert_array_equal(stored, both)
+
+
+LANES = {"values": HeadLanes(keys=64, start=64, values=64), "latent": HeadLanes(keys=144, start=0, values=128)}
+
+
+@pytest.mark.parametrize(
+    ("lanes", "heads", "window", "soft_cap", "sinks", "dtype"),
+    [
+        ("values", (2, 3), None, None, True, jnp.float32),
+        pytest.param("values", (1, 4), 20, 2.0, True, jnp.float32, marks=pytest.mark.thorough),
+        pytest.param("values", (3, 1), 150, None, False, jnp.bfloat16, marks=pytest.mark.thorough),
+        pytest.param("latent", (1, 5), None, None, False, jnp.float32, marks=pytest.mark.thorough),
+        pytest.param("latent", (1, 16), None, None, False, jnp.bfloat16, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_kernel_of_joined_heads_against_its_twin(
+    lanes: str, heads: tuple[int, int], window: int | None, soft_cap: float | None, sinks: bool, dtype: jnp.dtype
+) -> None:
+    """Rows of one block and several, empty ones, ends within a page and at its end; a row that may not write. What no
+    row may see is no number."""
+    lengths = np.asarray([17, 0, 130, 16, 128], np.int32)
+    rows, width, (kv_heads, groups), lane = len(lengths), 9, heads, LANES[lanes]
+    rng = np.random.default_rng(len(lanes) + groups)
+    table = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
+    pages = rng.standard_normal((rows * width + 1, kv_heads, PAGE, lane.width)).astype(np.float32)
+    for row, length in enumerate(lengths):
+        for place in range(max(0, length - 1), width * PAGE):
+            pages[table[row, place // PAGE], :, place % PAGE] = np.nan
+    pages[-1] = np.nan
+    new = NewHeads(
+        jnp.asarray(4 * rng.standard_normal((rows, kv_heads, lane.width)), dtype),  # the largest logits of some heads
+        jnp.asarray([True, True, True, False, True]),
+    )
+    q = jnp.asarray(rng.standard_normal((rows, kv_heads * groups, lane.keys)), dtype)
+    sink = jnp.asarray(rng.standard_normal(kv_heads * groups), jnp.float32) if sinks else None
+    rest = jnp.asarray(table), jnp.asarray(lengths), sink, lane, Variant(window=window, scale=0.2, soft_cap=soft_cap)
+    # Two blocks of a row at most.
+    mock = pytest.MonkeyPatch()
+    with mock.context() as patch:
+        patch.setattr(joined, "BLOCK_POSITIONS", 128)
+        kernel = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+        got, stored = joined_attention(q, new, jnp.asarray(pages, dtype), *rest, interpret=kernel)
+    plain = jnp.nan_to_num(jnp.asarray(pages, dtype))
+    expected, _ = joined_reference(q, new._replace(writes=jnp.ones(rows, bool)), plain, *rest)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    live = lengths > 0
+    np.testing.assert_allclose(*(np.asarray(x, np.float32)[live] for x in (got, expected)), atol=tolerance)
+    assert not np.asarray(got, np.float32)[~live].any()
+    _, written = joined_reference(q, new, plain, *rest)
+    np.testing.assert_array_equal(*(np.asarray(jnp.nan_to_num(x), np.float32) for x in (stored, written)))
 
 
 def test_a_window_reads_its_pages_only() -> None:
@@ -68,13 +127,12 @@ def test_a_window_reads_its_pages_only() -> None:
 
 
 def test_pages_that_the_kernel_does_not_take() -> None:
-    assert ragged_refusal(256, 2) is None is ragged_refusal(128, 4)
-    refusal = ragged_refusal(192, 4)
+    refusal = ragged_refusal(1, 192, 4, 1)
     assert refusal is not None and "got 192 in 32" in refusal
     # KV heads, head size, bytes, shards
-    together = [(8, 128, 2, 8), (1, 256, 2, 1), (4, 256, 2, 4), (4, 64, 2, 1), (16, 128, 2, 1)]
-    apart = [(3, 128, 2, 1), (6, 128, 2, 2), (4, 256, 2, 1), (8, 256, 2, 2), (2, 192, 2, 1)]
-    assert not any(heads_apart(*heads) for heads in together) and all(heads_apart(*heads) for heads in apart)
+    taken = [(8, 128, 2, 8), (1, 256, 2, 1), (4, 256, 2, 4), (4, 64, 2, 1), (16, 128, 2, 1), (1, 128, 4, 1)]
+    others = [(3, 128, 2, 1), (6, 128, 2, 2), (4, 256, 2, 1), (8, 256, 2, 2), (2, 192, 2, 1)]
+    assert not any(ragged_refusal(*heads) for heads in taken) and all(ragged_refusal(*heads) for heads in others)
     pages, q = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((PAGES, PAGE, 6, 128), (ROWS, 6, 128)))
     with pytest.raises(ValueError, match="XLA fully tiled"):  # what the library says of them
         jax.eval_shape(_attend, q, pages)
@@ -83,17 +141,21 @@ def test_pages_that_the_kernel_does_not_take() -> None:
 def test_the_kernel_gets_as_many_page_numbers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in parts."""
     monkeypatch.setattr(paged, "tpu_kernel", lambda *args, **kinds: asked.append(args[3].shape) or args[0])
+    monkeypatch.setattr(paged, "platform_of", lambda mesh: "tpu")
     asked: list[tuple[int, ...]] = []
     monkeypatch.setattr(paged, "TABLE_ENTRIES", 2 * WIDTH)
-    q = drawn(ROWS, 2, 128)
-    np.testing.assert_array_equal(_attend(q, drawn(PAGES, PAGE, 2, 128)), q)
+    q, pages = drawn(ROWS, 1, 2, 128), drawn(1, 1, PAGES, PAGE, 2, 128)
+    lengths, table = jnp.ones((1, ROWS), jnp.int32), jnp.zeros((1, ROWS, WIDTH), jnp.int32)
+    variant = Variant(window=None, scale=1.0, soft_cap=None)
+    got, _ = paged_attention(q, pages, jnp.int32(0), table, lengths, None, None, None, None, variant)
+    np.testing.assert_array_equal(got, q)
     assert asked == [(2, WIDTH), (1, WIDTH)]
 
 
 def _attend(q: Array, pages: Array) -> Array:
     variant = Variant(window=None, scale=1.0, soft_cap=None)
     lengths, table = jnp.ones(ROWS, jnp.int32), jnp.zeros((ROWS, WIDTH), jnp.int32)
-    return paged._on_tpu(q, pages, lengths, table, variant)
+    return paged._ragged(q, pages, table, lengths, variant)
 
 
 @pytest.mark.parametrize("window", [None, 5])

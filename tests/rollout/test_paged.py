@@ -32,7 +32,7 @@ def paged_model(layout: DecodeAttention, **changes: Any) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("layout", often(("gather", "ragged"), "ragged"))
+@pytest.mark.parametrize("layout", often(("gather", "ragged", "joined"), "joined"))
 def test_samples_do_not_depend_on_the_layout(layout: DecodeAttention, engine: NativeEngine) -> None:
     """More requests than slots and blocks; groups that share a prompt write on in its last block, each in its own."""
     paged = make_engine(paged_model(layout), cache_tokens=112)
@@ -109,15 +109,34 @@ def test_where_a_cache_in_8_bits_cannot_be() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("on_mesh", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_heads_apart_draw_the_samples_of_rows(on_mesh: bool) -> None:
-    """Three heads of keys on a device, which the kernel does not read from one page."""
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize(("family", "seed"), [("deepseek_v3", 21), ("gpt_oss", 3)])
+def test_latents_and_sinks_draw_the_samples_of_rows(family: str, seed: int, on_mesh: bool) -> None:
+    """On a mesh all devices read the one latent, each with queries of its own."""
+    model, paged = (random_family_model(family, seed) for _ in range(2))
+    paged.compute = replace(paged.compute, decode_attention="joined")
+    if on_mesh:
+        placed(paged, MeshSection(data=2, fsdp=2, tensor=2))
+    prompts = [[5, 6, 7], list(range(40)), [9] * 17, [9] * 17, [9] * 17]
+    parameters = [params(seed, max_tokens=12) for seed in range(5)]
+    got = make_engine(paged)
+    expected = make_engine(model).generate_all(prompts, parameters)
+    for completion, other in zip(got.generate_all(prompts, parameters), expected, strict=True):
+        assert_same(completion, other)
+    pool = got._runner._pool
+    assert pool is not None and pool.layout == "joined" and all(values is None for values in pool.values)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_joined_heads_draw_the_samples_of_rows(on_mesh: bool) -> None:
+    """Three heads of keys on a device, which the other kernel does not read from one page."""
     heads = (
         {"num_attention_heads": 12, "num_key_value_heads": 6}
         if on_mesh
         else {"num_attention_heads": 6, "num_key_value_heads": 3}
     )
-    paged = paged_model("ragged", **heads)
+    paged = paged_model("joined", **heads)
     expected = make_engine(tiny_model(**heads))
     if on_mesh:
         placed(paged, MeshSection(data=2, fsdp=2, tensor=2))
@@ -130,7 +149,7 @@ def test_heads_apart_draw_the_samples_of_rows(on_mesh: bool) -> None:
         assert_same(completion, other)
     pool = engine._runner._pool
     assert pool is not None and pool.keys[0] is not None
-    assert pool.keys[0].shape[3:] == (heads["num_key_value_heads"], 16, 2, 128)
+    assert pool.keys[0].shape[3:] == (heads["num_key_value_heads"], 16, 128)
     assert pool.keys[0].sharding.shard_shape(pool.keys[0].shape)[3] == 3
 
 
@@ -164,13 +183,24 @@ def test_the_layout_that_a_platform_gets(monkeypatch: pytest.MonkeyPatch) -> Non
     attention = config.blocks[0].attention
     sinks = replace(config.stages[0].blocks[0], attention=replace(attention, sinks=True))
     with_sinks = replace(config, stages=(replace(config.stages[0], blocks=(sinks,)),))
-    for platform, plain, other in (("cpu", "rows", "rows"), ("gpu", "gather", "gather"), ("tpu", "ragged", "gather")):
+    wide, shared = tiny_config(head_dim=128), replace(attention, keeps="keys")
+    with_shared = replace(config, stages=(replace(config.stages[0], blocks=(replace(sinks, attention=shared),)),))
+    for platform, plain, kernels in (
+        ("cpu", "rows", ("rows",) * 3),
+        ("gpu", "gather", ("gather",) * 3),
+        ("tpu", "gather", ("ragged", "joined", "joined")),
+    ):
         monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
-        assert choose_layout("auto", config, compute, None) == plain
-        assert choose_layout("auto", with_sinks, compute, None) == other
+        assert choose_layout("auto", with_shared, compute, None) == plain
+        # Of heads of 8, keys and values share the lanes that the other kernel takes for each.
+        assert tuple(choose_layout("auto", of, compute, None) for of in (wide, config, with_sinks)) == kernels
         assert choose_layout("gather", config, compute, None) == "gather"
-    with pytest.raises(ConfigError, match="model.decode_attention: 'ragged' knows neither the sinks"):
+    with pytest.raises(
+        ConfigError, match="'ragged' does not know the sinks of qwen3; use auto, joined, rows or gather"
+    ):
         choose_layout("ragged", with_sinks, compute, None)
+    with pytest.raises(ConfigError, match="'joined' does not know the shared keys of qwen3; use auto, rows or gather"):
+        choose_layout("joined", with_shared, compute, None)
 
 
 def test_blocks_placed_at_once_as_one_by_one() -> None:

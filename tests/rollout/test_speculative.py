@@ -130,7 +130,7 @@ def test_the_draft_model_has_read_everything(model: Decoder) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout", ["gather", "ragged"])
+@pytest.mark.parametrize("layout", ["gather", "ragged", "joined"])
 @pytest.mark.parametrize("drafts", [1, 5])
 def test_every_layout_and_length(layout: str, drafts: int) -> None:
     from posttrain.models.config import Compute

@@ -1,8 +1,7 @@
-"""Paged attention of one new token per row: TPU's ragged kernel, and a reference that gathers the pages."""
+"""Paged attention of one new token per row: TPU's ragged kernel, that of `joined` heads, and their twins."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import jax
@@ -13,11 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from posttrain.kernels.attention.call import Variant, single_query
+from posttrain.kernels.attention.joined import LANES, HeadLanes, NewHeads, joined_attention, joined_reference, padded
 from posttrain.kernels.platform import log_choice, platform_of
 from posttrain.mesh import HEAD_AXIS, head_shards, row_axes
-
-LANES = 128
-"""Alignment of the head dimension, as a TPU pads it anyway."""
 
 BLOCK_POSITIONS = 512
 """Positions of keys and values in a TPU's vector memory per block, double-buffered."""
@@ -30,61 +27,62 @@ TABLE_ENTRIES = 3 * 2**16
 """Page numbers in a TPU's scalar memory (1 MiB) at once."""
 
 
-def ragged_refusal(head_dim: int, itemsize: int) -> str | None:
-    """Return why the ragged kernel does not support heads of this size; None if it does."""
-    if padded_head(head_dim) > LANES and itemsize >= WORD_BYTES:
+def ragged_refusal(num_kv_heads: int, head_dim: int, itemsize: int, shards: int) -> str | None:
+    """Return why the ragged kernel does not support such heads, split over `shards`; None if it does: it reads them
+    from a page in whole tiles, and several only of up to 128."""
+    wide = padded(head_dim) > LANES
+    if wide and itemsize >= WORD_BYTES:
         return f"reads heads of more than {LANES} in 16 bits only, got {head_dim} in {8 * itemsize}"
+    heads = num_kv_heads // (shards if num_kv_heads % shards == 0 else 1)
+    packing = WORD_BYTES // itemsize
+    tiles = 2 * heads // packing
+    whole = 2 * heads % packing == 0 and (tiles in (1, 2, 4, 8) or tiles % 8 == 0)
+    if not whole or (heads > 1 and wide):
+        return f"does not read {heads} key heads of {head_dim} from a page"
     return None
 
 
-def heads_apart(num_kv_heads: int, head_dim: int, itemsize: int, shards: int) -> bool:
-    """Return True where a page holds one head: the kernel reads more of them from a page only in whole tiles, and only
-    those of up to 128."""
-    heads = 2 * num_kv_heads // (shards if num_kv_heads % shards == 0 else 1)
-    packing = WORD_BYTES // itemsize
-    tiles = heads // packing
-    whole = heads % packing == 0 and (tiles in (1, 2, 4, 8) or tiles % 8 == 0)
-    return not whole or (heads > 2 and padded_head(head_dim) > LANES)
-
-
-def padded_head(head_dim: int) -> int:
-    return LANES * math.ceil(head_dim / LANES)
-
-
-def ragged_paged_attention(
+def paged_attention(
     q: Float[Array, "B 1 N H"],
     pages: Float[Array, "R D P *page"],
     repeat: Int[Array, ""],
     table: Int[Array, "D n W"],
     lengths: Int[Array, "D n"],
     mesh: Mesh | None,
+    lanes: HeadLanes | None,
+    new: NewHeads | None,
+    sinks: Float[Array, " N"] | None,
     variant: Variant,
-) -> Float[Array, "B 1 N H"]:
-    """softmax(scale q k) v over the first `lengths` positions of each row, at most the last `window` of them.
+) -> tuple[Float[Array, "B 1 N Hv"], Float[Array, "R D P *page"]]:
+    """softmax(scale q k) v over the first `lengths` positions of each row, at most the last `window` of them; and the
+    pages, to which `new` heads are written.
 
-    Pages: R layers, D lanes of rows, P pages of S positions, keys and values of a head interleaved: [S, 2 K, Hp], or
-    with heads apart [K, S, 2, Hp], where a head of a row counts as a row. The rows of q are ordered by lane. The layer
-    is encoded in the page numbers, so no layer is copied.
+    Pages: R layers, D lanes of rows, P pages of S positions. Keys and values of a head are interleaved, [S, 2 K, Hp],
+    or joined with `lanes`, [K, S, Hp]. The rows of q are ordered by lane. The layer is encoded in the page numbers, so
+    no layer is copied. If there is one head of keys, all devices read it, each with queries of its own.
     """
     platform = platform_of(mesh)
-    log_choice("attention", "ragged" if platform == "tpu" else "gathered pages", "decode", platform)
-    lane = partial(_lane, variant=variant, on_tpu=platform == "tpu")
+    kernel = "ragged" if new is None else "joined"
+    log_choice("attention", kernel if platform == "tpu" else "gathered pages", "decode", platform)
+    lane = partial(_lane, lanes=lanes, variant=variant, on_tpu=platform == "tpu")
     if mesh is None or mesh.size == 1:
-        return lane(q, pages, repeat, table, lengths)
-    rows = row_axes(mesh)
-    apart = pages.ndim == 7
-    divides = (pages.shape[3] if apart else pages.shape[4] // 2) % head_shards(mesh) == 0
-    heads = HEAD_AXIS if HEAD_AXIS in mesh.axis_names and divides else None
-    queries, by_lane = PartitionSpec(rows, None, heads), PartitionSpec(rows)
-    place = (heads,) if apart else (None, heads)
+        return lane(q, pages, repeat, table, lengths, new, sinks)
+    rows, shards = row_axes(mesh), head_shards(mesh)
+    kv_heads = pages.shape[4] // 2 if new is None else pages.shape[3]
+    named = HEAD_AXIS if HEAD_AXIS in mesh.axis_names else None
+    heads = named if kv_heads % shards == 0 else None
+    shared = named if kv_heads == 1 and q.shape[2] % shards == 0 else heads
+    queries, by_lane = PartitionSpec(rows, None, shared), PartitionSpec(rows)
+    stored = PartitionSpec(None, rows, None, *((None, heads) if new is None else (heads,)))
+    written = None if new is None else (PartitionSpec(rows, heads), PartitionSpec(rows))
     split = jax.shard_map(
         lane,
         mesh=mesh,
-        in_specs=(queries, PartitionSpec(None, rows, None, *place), PartitionSpec(), by_lane, by_lane),
-        out_specs=queries,
+        in_specs=(queries, stored, PartitionSpec(), by_lane, by_lane, written, PartitionSpec(shared)),
+        out_specs=(queries, stored),
         check_vma=False,
     )
-    return split(q, pages, repeat, table, lengths)
+    return split(q, pages, repeat, table, lengths, None if new is None else (new.heads, new.writes), sinks)
 
 
 def _lane(
@@ -93,25 +91,33 @@ def _lane(
     repeat: Int[Array, ""],
     table: Int[Array, "1 n W"],
     lengths: Int[Array, "1 n"],
+    new: tuple[Array, Array] | None,
+    sinks: Float[Array, " N"] | None,
     *,
+    lanes: HeadLanes | None,
     variant: Variant,
     on_tpu: bool,
-) -> Float[Array, "n 1 N H"]:
-    rows, _, num_heads, head_dim = q.shape
-    count, page = pages.shape[2], pages.shape[-3:]
-    here, start = recent_pages(table[0], lengths[0], pages.shape[-3], variant.window)
-    here, lengths = here + repeat * count, lengths[0] - start
-    padded = jnp.pad(q[:, 0], ((0, 0), (0, 0), (0, page[-1] - head_dim))).astype(pages.dtype)
-    if pages.ndim == 7:
-        kv_heads = pages.shape[3]
-        padded = padded.reshape(rows * kv_heads, num_heads // kv_heads, page[-1])
-        here = (here[:, None] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]).reshape(
-            -1, here.shape[1]
-        )
-        lengths = jnp.repeat(lengths, kv_heads)
-    attend = _on_tpu if on_tpu else gathered
-    out = attend(padded, pages.reshape(-1, *page), lengths, here, variant)
-    return out.reshape(rows, 1, num_heads, -1)[..., :head_dim].astype(q.dtype)
+) -> tuple[Float[Array, "n 1 N Hv"], Float[Array, "R 1 P *page"]]:
+    rows, _, _, head_dim = q.shape
+    count, page = pages.shape[2], pages.shape[3:]
+    here, start = recent_pages(table[0], lengths[0], page[0 if new is None else 1], variant.window)
+    here, lengths, flat = here + repeat * count, lengths[0] - start, pages.reshape(-1, *page)
+    at_once = max(1, TABLE_ENTRIES // here.shape[1])
+    outs = []
+    for some in (slice(first, first + at_once) for first in range(0, rows, at_once)):
+        if new is None or lanes is None:
+            assert sinks is None, "ragged paged attention does not support sinks"
+            padding = [(0, 0)] * 2 + [(0, page[-1] - head_dim)]
+            padded_q = jnp.pad(q[some, 0], padding).astype(pages.dtype)
+            attend = _ragged if on_tpu else gathered
+            out = attend(padded_q, flat, here[some], lengths[some], variant)[..., :head_dim]
+        else:
+            serve = joined_attention if on_tpu else joined_reference
+            part = NewHeads(*(x[some] for x in new))
+            out, flat = serve(q[some, 0], part, flat, here[some], lengths[some], sinks, lanes, variant)
+        outs.append(out)
+    out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+    return out[:, None].astype(q.dtype), flat.reshape(pages.shape)
 
 
 def recent_pages(
@@ -127,43 +133,35 @@ def recent_pages(
     return jnp.take_along_axis(table, places, axis=-1, mode="clip"), first * size
 
 
-def _on_tpu(
+def _ragged(
     q: Float[Array, "n N Hp"],
     pages: Float[Array, "P S K2 Hp"],
-    lengths: Int[Array, " n"],
     table: Int[Array, "n W"],
+    lengths: Int[Array, " n"],
     variant: Variant,
 ) -> Float[Array, "n N Hp"]:
-    width = table.shape[1]
-
-    def some(q: Array, lengths: Array, table: Array) -> Array:
-        rows = q.shape[0]
-        out: Array = tpu_kernel(
-            q,
-            pages,
-            lengths,
-            table,
-            jnp.arange(rows + 1, dtype=jnp.int32),  # one query of each row
-            jnp.full(1, rows, jnp.int32),
-            sm_scale=variant.scale,
-            sliding_window=variant.window,
-            soft_cap=variant.soft_cap,
-            num_kv_pages_per_block=min(width, BLOCK_POSITIONS // pages.shape[1]),
-            num_queries_per_block=min(rows, BLOCK_ROWS),
-        )
-        return out
-
-    at_once = max(1, TABLE_ENTRIES // width)
-    parts = [slice(start, start + at_once) for start in range(0, q.shape[0], at_once)]
-    outs = [some(q[part], lengths[part], table[part]) for part in parts]
-    return outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+    rows = q.shape[0]
+    out: Array = tpu_kernel(
+        q,
+        pages,
+        lengths,
+        table,
+        jnp.arange(rows + 1, dtype=jnp.int32),  # one query of each row
+        jnp.full(1, rows, jnp.int32),
+        sm_scale=variant.scale,
+        sliding_window=variant.window,
+        soft_cap=variant.soft_cap,
+        num_kv_pages_per_block=min(table.shape[1], BLOCK_POSITIONS // pages.shape[1]),
+        num_queries_per_block=min(rows, BLOCK_ROWS),
+    )
+    return out
 
 
 def gathered(
     q: Float[Array, "n N Hp"],
     pages: Float[Array, "P S K2 Hp"],
-    lengths: Int[Array, " n"],
     table: Int[Array, "n W"],
+    lengths: Int[Array, " n"],
     variant: Variant,
 ) -> Float[Array, "n N Hp"]:
     """Reference implementation of the ragged kernel: gather the pages, then attend."""
