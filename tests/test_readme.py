@@ -252,7 +252,11 @@ def test_commands(block: Block, folder: Path, offline: None, monkeypatch: pytest
 # --- Python and YAML --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks_of(d, *PYTHON)], ids=lambda path: path.stem)
+WITH_PYTHON = [d for d in DOCUMENTS if blocks_of(d, *PYTHON) and d.stem != "serve"]
+"""The page of the server is run beside one, by tests/serve."""
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda path: path.stem)
 def test_python(document: Path, folder: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block may use what the blocks before it define."""
     monkeypatch.chdir(folder)

@@ -90,6 +90,14 @@ def nothing_is_left(served: Served) -> Iterator[None]:
     assert served.engine.num_free == served.engine.slots
 
 
+def test_the_page_of_the_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/serve.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    assert "http://127.0.0.1:8000/v1" in code and '"mine"' in code
+    exec(code.replace("http://127.0.0.1:8000/v1", url).replace('"mine"', repr(MODEL)), {})
+    assert capsys.readouterr().out.strip()
+
+
 def until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + 20
     while not holds():
