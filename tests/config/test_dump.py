@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import numpy as np
 import pytest
 import yaml
-from pydantic import create_model
+from pydantic import ConfigDict, create_model
 
 from posttrain.config import Locator, RLSection, Section, yaml_file
 from posttrain.config.messages import config_fields
@@ -82,13 +82,19 @@ def examples(annotation: Any) -> list[Any]:
     return known.get(annotation, [])
 
 
+class Undocumented(Section):
+    """Without the search of the source for docstrings, which takes most of the time to make a section."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
+
 def test_every_field_comes_back_from_its_dump() -> None:
     """Values other than the default of each field, of its type as the schema has it."""
     fields = {f"{info.annotation} {info.metadata} {info.default}": (key, info) for key, info in config_fields()}
     for key, info in fields.values():
         if key[-1] == "fn":
             continue  # a function or its name, which is text
-        one = create_model("One", __base__=Section, x=(info.annotation, info))
+        one = create_model("One", __base__=Undocumented, x=(info.annotation, info))
         changed, given = False, examples(info.annotation)
         for value in given:
             try:
