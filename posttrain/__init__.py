@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from posttrain.config import AdamW as AdamW
     from posttrain.config import DrGRPO as DrGRPO
     from posttrain.config import GSPOToken as GSPOToken
+    from posttrain.config import LookupDrafts as LookupDrafts
     from posttrain.config import LoRA as LoRA
     from posttrain.config import MeshSection as MeshSection
+    from posttrain.config import ModelDrafts as ModelDrafts
     from posttrain.config import OnPolicyDistill as OnPolicyDistill
     from posttrain.config import ReinforcePlusPlus as ReinforcePlusPlus
     from posttrain.config import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
@@ -102,9 +104,11 @@ _MODULES = {
     "Expected": "posttrain.rollout.programs",
     "Grammar": "posttrain.data.grammar",
     "LoRA": "posttrain.config",
+    "LookupDrafts": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",
     "MeshSection": "posttrain.config",
+    "ModelDrafts": "posttrain.config",
     "NativeEngine": "posttrain.rollout.engine",
     "Needs": "posttrain.losses.pairs",
     "OnlinePreference": "posttrain.api",

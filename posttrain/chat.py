@@ -20,6 +20,7 @@ from posttrain.environments.conversation import message_of, tools_of
 from posttrain.environments.tool_env import ToolEnv
 from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.generation import Settings, request_params, without_padding
+from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import NewTokens, sample_key
 from posttrain.runs.finished import Generator
@@ -75,6 +76,7 @@ class Chat:
         if settings.pop("n", 1) != 1:
             raise ConfigError("chat: n: a chat has one answer; remove n")
         own, seed = settings.pop("chat", None), settings.pop("seed", None)
+        drafts = settings.pop("speculative", None)
         model = generator.model
         tokenizer = generator.tokenizer.with_template_args(settings.pop("chat_template_args", {}))
         self.chats = generator.chats if own is None else own
@@ -95,12 +97,14 @@ class Chat:
         self._seed, self._count = secrets.randbits(31) if seed is None else seed, 0
         self._said = ""
         """Text of the turn that is being sampled."""
+        sampled = without_padding(model, tokenizer)
         self._engine = NativeEngine(
-            without_padding(model, tokenizer),
+            sampled,
             slots=1,
             max_length=self._length,
             decode_steps=DECODE_STEPS,
             tokenizer_decode=tokenizer.decode,
+            speculation=Speculation.of(drafts, sampled, tokenizer, "chat: speculative"),
         )
         self._thread = LoopThread("chat")
         self.messages: list[Message] = []
@@ -227,7 +231,7 @@ class Chat:
     @property
     def shared_tokens(self) -> int:
         """Prompt tokens since the last call that the cache had already."""
-        return self._engine.take_counts().shared_tokens
+        return self._engine.take_counts()[0].shared_tokens
 
     def save(self, file: Path) -> None:
         """Write the messages as JSONL."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ import typer
 from posttrain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from posttrain.config import Drafts
     from posttrain.data.grammar import Grammar
     from posttrain.data.tokenizer import Tokenizer
     from posttrain.generation import Generated
@@ -52,6 +53,26 @@ PromptLogprobs = Annotated[
 ]
 
 
+def _drafts(text: str) -> Drafts:
+    from posttrain.config.rollout import drafts_of
+
+    try:
+        return drafts_of(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+Speculative = Annotated[
+    Any,
+    typer.Option(
+        parser=_drafts,
+        metavar="ngram|draft=MODEL[:TOKENS]",
+        help="Speculative decoding, the same tokens: from what the text repeats, or by a smaller model; as "
+        "rollout.speculative. TOKENS: drafted for each pass, by default 4, such as ngram:8.",
+    ),
+]
+
+
 def generate(
     model: GeneratorName,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
@@ -79,6 +100,7 @@ def generate(
     messages: Messages = False,
     logprobs: Logprobs = None,
     prompt_logprobs: PromptLogprobs = False,
+    speculative: Speculative = None,
 ) -> None:
     """Print completions of each prompt; without a chat template (or with `--no-chat`) after the prompt itself."""
     from posttrain.generation import complete
@@ -99,9 +121,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
-        logit_bias=_biases(logit_bias or []),
-        allowed_token_ids=allowed_token or None,
-        grammar=_grammar(grammar or []),
+        **_choices(logit_bias or [], allowed_token or [], grammar or []),
         stop=stop or [],
         stop_token_ids=stop_token or [],
         skip_special_tokens=not special_tokens,
@@ -112,6 +132,7 @@ def generate(
         chat_template_args=_template_args(chat_template_args),
         top_logps=logprobs or 0,
         prompt_logps=prompt_logprobs,
+        speculative=speculative,
     )
     _print(answers, [""] if chat else texts, loaded.tokenizer, recorded=prompt_logprobs or logprobs is not None)
 
@@ -163,16 +184,15 @@ def serve(
     chat_template: Annotated[str | None, typer.Option(help="A file or a name, as model.chat_template.")] = None,
     tool_format: Annotated[str, typer.Option(help="Format of tool calls, as tool_format of RL.")] = "auto",
     warm_up: Annotated[bool, typer.Option(help="Compile all programs first, not each when it is needed.")] = True,
+    speculative: Speculative = None,
 ) -> None:
     """Serve a model by the OpenAI API: completions, chats, responses, with streaming and tools, until interrupted."""
-    from posttrain.config.locator import Locator
     from posttrain.generation import without_padding
     from posttrain.rollout.adapters import slots_for
     from posttrain.runs.finished import load_generator
     from posttrain.runtime.xla import enable_compile_cache
     from posttrain.serve import app
     from posttrain.serve.model import Limits, Served
-    from posttrain.weights.locate import with_template
 
     enable_compile_cache()
     app.check_installed("serve", "serve")
@@ -181,9 +201,7 @@ def serve(
     listener = app.listen(host, port, "serve")
     beside, own = _adapters(adapter or [])
     loaded = load_generator(model, adapter=own, family=family)
-    tokenizer = loaded.tokenizer
-    if chat_template is not None:
-        tokenizer = with_template(tokenizer, Locator(chat_template), "serve: --chat-template")
+    tokenizer = _with_template(loaded.tokenizer, chat_template)
     served = Served.of(
         without_padding(loaded.model, tokenizer),
         tokenizer,
@@ -195,12 +213,20 @@ def serve(
         tool_format=tool_format,
         limits=Limits(queue=max_queue, timeout_s=timeout),
         adapters=slots_for(beside.values(), adapter_slots, adapter_rank, loads=load_adapters),
+        speculative=speculative,
     )
     for adapter_name, folder in beside.items():
         served.add_adapter(adapter_name, folder)
     if warm_up:
         served.warm_up()
     app.serve(served, listener, api_key, loads=load_adapters)
+
+
+def _with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+    from posttrain.config.locator import Locator
+    from posttrain.weights.locate import with_template
+
+    return tokenizer if template is None else with_template(tokenizer, Locator(template), "serve: --chat-template")
 
 
 def _adapters(given: Sequence[str]) -> tuple[dict[str, str], str | None]:
@@ -265,6 +291,11 @@ def _conversations(texts: list[str]) -> list[Any]:
     return found
 
 
+def _choices(biases: list[str], tokens: list[int], grammar: list[str]) -> dict[str, Any]:
+    """Settings of the tokens that may be sampled."""
+    return {"logit_bias": _biases(biases), "allowed_token_ids": tokens or None, "grammar": _grammar(grammar)}
+
+
 def _biases(texts: list[str]) -> dict[int, float]:
     """Parse logit biases. ConfigError unless written as TOKEN=NUMBER."""
     try:
@@ -301,6 +332,7 @@ def chat(
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; by default as for generate.")
     ] = None,
     chat_template_args: TemplateArgs = None,
+    speculative: Speculative = None,
 ) -> None:
     """Talk to a model in the terminal, or over a pipe, a message per line; /help there lists commands."""
     from posttrain.chat import Chat, Terminal, tools_from
@@ -324,6 +356,7 @@ def chat(
         seed=seed,
         chat=template,
         chat_template_args=arguments,
+        speculative=speculative,
     )
     with closing(talk):
         if system is not None:
@@ -430,10 +463,6 @@ def reward(
         raise typer.Exit(1)
 
 
-Candidates = Iterator[tuple[str, str]]
-"""Completed words, each with its help."""
-
-
 def complete_config(incomplete: str) -> list[str]:
     """YAML files that the text begins: of the current folder, and below a folder that it names or `configs`."""
     from posttrain.config.locator import Locator
@@ -451,6 +480,8 @@ def complete_override(ctx: Any, incomplete: str) -> list[tuple[str, str]]:
 
     Bash splits words at `=`: after one, the values alone. A configuration with a mistake has none.
     """
+    from posttrain.config.describe import assignments
+
     config, typed = ctx.params.get("config"), list(ctx.params.get("overrides") or [])
     if not config:
         return []
@@ -459,35 +490,7 @@ def complete_override(ctx: Any, incomplete: str) -> list[tuple[str, str]]:
     after = typed[-1] if typed and "=" not in typed[-1] else None
     start = incomplete if after is None else f"{after}={incomplete}"
     try:
-        found = [(word, text) for word, text in _assignments(config, start) if word.startswith(start)]
+        found = [(word, text) for word, text in assignments(config, start) if word.startswith(start)]
     except ConfigError:
         return []
     return found if after is None else [(word.partition("=")[2], text) for word, text in found]
-
-
-def _assignments(config: str, start: str) -> Candidates:
-    from posttrain.config.describe import FieldRow, field_table
-    from posttrain.config.run import SECTIONS, RunConfig
-    from posttrain.config.yaml_file import has_stages, load_config, stage_settings
-
-    loaded = load_config(config)
-
-    def assignments(row: FieldRow, prefix: str, values: dict[str, object]) -> Candidates:
-        name = f"{prefix}{row.name}"
-        written = row.choices or not row.type.endswith("section")
-        if not written or not (name.startswith(start) or start.startswith(f"{name}=")):
-            return
-        present = values.get(row.name)
-        shown = str(present).lower() if isinstance(present, bool) else "" if present is None else str(present)
-        for value in row.choices or (shown,):
-            yield f"{name}={value}", row.description
-
-    settings = [stage_settings(loaded, index) for index in range(len(loaded.stages))]
-    for row in field_table(RunConfig):
-        if not row.name.startswith("stages."):
-            yield from assignments(row, "", settings[0])
-    listed, kinds = has_stages(config), [stage.kind for stage in loaded.stages]
-    for index, stage in enumerate(loaded.stages):
-        name = stage.name or (stage.kind if kinds.count(stage.kind) == 1 else str(index))
-        for row in field_table(SECTIONS[stage.kind]):
-            yield from assignments(row, f"stages.{name}." if listed else "", settings[index])

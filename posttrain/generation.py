@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
+from posttrain.config import Drafts
 from posttrain.data.chat import Renderer
 from posttrain.data.grammar import Grammar, GrammarError
 from posttrain.data.messages import Message, checked_messages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
+from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, Decode, SamplingParams, grammar_of, reply_of, samples_of
 from posttrain.weights.load import with_tokens
@@ -52,6 +54,8 @@ class Settings(TypedDict, total=False):
     """Wrap string prompts as user turns in the chat template; by default if the tokenizer has one."""
     chat_template_args: Mapping[str, Any]
     """Variables of the chat template, such as `{"enable_thinking": False}`."""
+    speculative: Drafts | None
+    """Speculative decoding, `pt.LookupDrafts()` or `pt.ModelDrafts(path=...)`: the same tokens, up to rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,7 @@ def complete(
     completions, and for prompts that are empty or too long.
     """
     n, seed, chat = settings.pop("n", 1), settings.pop("seed", None), settings.pop("chat", None)
+    drafts = settings.pop("speculative", None)
     if n < 1:
         raise ConfigError(f"generate: n={n}: must be at least 1")
     if n > 1 and temperature == 0:
@@ -138,14 +143,15 @@ def complete(
         for index, grammar in enumerate(grammars)
         for p in samples_of(replace(common, grammar=grammar), n=n, seed=seed, prompt=index)
     ]
+    sampled = without_padding(model, tokenizer)
     engine = NativeEngine(
-        without_padding(model, tokenizer),
+        sampled,
         slots=min(len(params), MAX_SLOTS),
         max_length=max(map(len, rendered)) + max_new_tokens,
         decode_steps=32,
         tokenizer_decode=tokenizer.decode,
         tokenizer=tokenizer,
-        version=0,
+        speculation=Speculation.of(drafts, sampled, tokenizer, "generate: speculative"),
     )
     several = [tuple(prompt) for prompt in rendered for _ in range(n)]
     try:

@@ -136,6 +136,12 @@ def test_a_pipe(
     assert talk.messages == [{"role": "system", "content": "Add."}], "read at the start, then begun anew"
 
 
+def test_drafts(generator: Generator) -> None:
+    with closing(Chat(generator, max_length=256, speculative=pt.LookupDrafts(tokens=2))) as talk:
+        drafter = talk._engine._runner.drafter
+        assert drafter is not None and drafter.tokens == 2
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

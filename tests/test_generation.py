@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 import posttrain as pt
+from posttrain.config.rollout import drafts_of
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.generation import _named, _render
 from posttrain.models.decoder import Decoder
+from posttrain.rollout.decoding import DecodedTokens
+from posttrain.rollout.drafting import Drafter
 from posttrain.rollout.types import SamplingParams
 from tests.rollout.engines import NaiveEngine, assert_same
 from tests.stages.runs import posttrain, sft_stage, write_run
@@ -181,6 +184,48 @@ def test_arguments_of_the_template_from_the_command_line(parts: tuple[Decoder, T
         ('{"quite": 1}', "does not mention 'quite'; did you mean 'quiet'"),
     ]:
         assert message in posttrain("generate", tmp_path / "model", "1", "--chat-template-args", args).error
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Tokens of a draft, and of all drafts of a call, by calls."""
+    drafted: list[tuple[int, int]] = []
+    note = Drafter.note
+
+    def noted(self: Drafter, rows: Any, lanes: Any, chunk: DecodedTokens, size: int) -> None:
+        drafted.append((self.tokens, 0 if chunk.drafts is None else int(np.sum(chunk.drafts.drafted))))
+        note(self, rows, lanes, chunk, size)
+
+    monkeypatch.setattr(Drafter, "note", noted)
+    return drafted
+
+
+def test_drafts_change_no_text(
+    parts: tuple[Decoder, Tokenizer], naive: NaiveEngine, tmp_path: Path, drafted: list[tuple[int, int]]
+) -> None:
+    ends = parts[1].stop_ids
+    prompt = tuple(parts[1].encode("121212121212"))
+    whole = naive.generate(prompt, SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=ends, key=(0, 0)))
+    (text,) = texts(parts, ("121212121212",), max_new_tokens=8, speculative=pt.LookupDrafts(tokens=2))
+    assert text == parts[1].decode([token for token in whole.tokens if token not in ends])
+    assert drafted and all(tokens == 2 and count > 0 for tokens, count in drafted)
+    assert drafts_of("ngram:8") == pt.LookupDrafts(tokens=8) and drafts_of("draft=a/b").path == "a/b"  # type: ignore
+    for option in ("ngrams", "ngram:17", "ngram:0", "draft=", "draft", ":3", "draft=x:99"):
+        with pytest.raises(ConfigError, match=f"^{option}: "):
+            drafts_of(option)
+
+
+@pytest.mark.thorough
+def test_drafts_of_a_model_by_the_command_line(
+    parts: tuple[Decoder, Tokenizer], tmp_path: Path, drafted: list[tuple[int, int]]
+) -> None:
+    folder = tmp_path / "model"
+    pt.save_model(parts[0], folder, tokenizer=parts[1])
+    command = ("generate", folder, "1212", "--no-chat", "--max-tokens", "8")
+    wanted = posttrain(*command).out
+    assert posttrain(*command, "--speculative", f"draft={folder}:3").out == wanted != ""
+    assert drafted and all(tokens == 3 and count > 0 for tokens, count in drafted)
+    assert f"generate: speculative.path: {tmp_path}" in posttrain(*command, "--speculative", f"draft={tmp_path}").error
 
 
 def test_the_column_of_template_arguments_is_refused(tmp_path: Path) -> None:

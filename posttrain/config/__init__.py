@@ -48,6 +48,7 @@ from posttrain.config.preference import OnlinePreferenceSection, PairSection, Pr
 from posttrain.config.reward import EvaluateSection, HeldOutSection, MonitorSection, RecordSection, RewardSection
 from posttrain.config.rl import AsyncSection, OnlineSection, RLSection
 from posttrain.config.rollout import (
+    Drafts,
     GrammarSection,
     LookupDrafts,
     ModelDrafts,
@@ -98,6 +99,7 @@ __all__ = [
     "DecodeAttention",
     "DistillSection",
     "DrGRPO",
+    "Drafts",
     "EnvSection",
     "EvaluateSection",
     "FeaturesSection",

@@ -8,15 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from posttrain.config import RunConfig
 from posttrain.config.base import Section
 from posttrain.config.locator import Locator, UserObject
 from posttrain.config.messages import Key, owned_fields
 from posttrain.config.other_names import trl_names_of
+from posttrain.config.run import SECTIONS, RunConfig
+from posttrain.config.yaml_file import has_stages, load_config, stage_settings
 
 WIDTH = 78
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -218,3 +219,32 @@ def _describe(name: str, section: JsonObject, names: dict[tuple[str, str], str])
         parts = [" ".join(value.get("description", "").split()), f"TRL: {trl}." if trl else ""]
         if text := " ".join(filter(None, parts)):
             value["description"] = text
+
+
+Candidates: TypeAlias = Iterator[tuple[str, str]]
+"""Completed words, each with its help."""
+
+
+def assignments(config: str, start: str) -> Candidates:
+    """`key=value` that begin so, of a configuration: each value that a key can have, else its present one."""
+    loaded = load_config(config)
+
+    def of_row(row: FieldRow, prefix: str, values: dict[str, object]) -> Candidates:
+        name = f"{prefix}{row.name}"
+        written = row.choices or not row.type.endswith("section")
+        if not written or not (name.startswith(start) or start.startswith(f"{name}=")):
+            return
+        present = values.get(row.name)
+        shown = str(present).lower() if isinstance(present, bool) else "" if present is None else str(present)
+        for value in row.choices or (shown,):
+            yield f"{name}={value}", row.description
+
+    settings = [stage_settings(loaded, index) for index in range(len(loaded.stages))]
+    for row in field_table(RunConfig):
+        if not row.name.startswith("stages."):
+            yield from of_row(row, "", settings[0])
+    listed, kinds = has_stages(config), [stage.kind for stage in loaded.stages]
+    for index, stage in enumerate(loaded.stages):
+        name = stage.name or (stage.kind if kinds.count(stage.kind) == 1 else str(index))
+        for row in field_table(SECTIONS[stage.kind]):
+            yield from of_row(row, f"stages.{name}." if listed else "", settings[index])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard, TypeVar
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ from posttrain.config.base import (
 )
 from posttrain.config.locator import Locator
 from posttrain.config.train import ANY_KIND, MAX_NEW_TOKENS, AdamW, UserOptimizer
+from posttrain.errors import ConfigError
 
 
 class LookupDrafts(Section):
@@ -41,6 +42,29 @@ class ModelDrafts(Section):
     changes, fewer of its tokens are accepted."""
     tokens: Annotated[int, Field(ge=1, le=16)] = 4
     """Number of tokens drafted for each forward pass of the model."""
+
+
+Drafts: TypeAlias = LookupDrafts | ModelDrafts
+"""Source of drafted tokens."""
+
+
+def drafts_of(text: str) -> Drafts:
+    """Read drafts in one word, `ngram` or `draft=MODEL`, with `:TOKENS` behind it or without. ConfigError for others.
+
+    >>> drafts_of("ngram:8"), drafts_of("draft=org/small").path
+    (LookupDrafts(kind='ngram', tokens=8), 'org/small')
+    """
+    source, _, count = text.rpartition(":")
+    if not source or not count.isdecimal():
+        source, count = text, "4"
+    kind, _, path = source.partition("=")
+    if not 1 <= int(count) <= 16:
+        raise ConfigError(f"{text}: {count} tokens; draft from 1 to 16")
+    if source == "ngram":
+        return LookupDrafts(tokens=int(count))
+    if kind == "draft" and path:
+        return ModelDrafts(path=Locator(path), tokens=int(count))
+    raise ConfigError(f"{text}: write ngram or draft=MODEL, with :TOKENS behind it where wanted")
 
 
 class RolloutSection(Section):
@@ -71,7 +95,7 @@ class RolloutSection(Section):
     cache_tokens: PositiveInt | None = None
     """KV cache size in tokens; by default `slots` sequences of `row_tokens`. A smaller cache preempts the youngest
     samples and recomputes them later; a larger one keeps more shared prefixes."""
-    speculative: Annotated[LookupDrafts | ModelDrafts, Field(discriminator="kind")] | None = None
+    speculative: Annotated[Drafts, Field(discriminator="kind")] | None = None
     """Speculative decoding: draft several tokens, and judge all of them in one forward pass. Samples are the same token
     for token, up to rounding, with every field of `sampling`; calls for which drafts do not pay, by the speeds that are
     measured, go without. `{kind: ngram}` drafts from what prompt and sample have repeated, `{kind: draft, path: ...}`

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.config import ModelDrafts, RolloutSection
+from posttrain.config import Drafts, ModelDrafts
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
@@ -20,6 +20,8 @@ from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK, Plan, PromptPi
 from posttrain.weights.load import load_model
 from posttrain.weights.locate import read_model_files
 from posttrain.weights.state import ModelWeights
+
+OPTION = "rollout.speculative"
 
 WINDOWS = (0.0, 0.06, 0.25)
 """Windows of `guess`. A draft model of a tenth of a story model's size agrees in 40 % of all tokens with the first, in
@@ -42,14 +44,17 @@ class Speculation:
     """Tokens drafted for each forward pass of the model."""
     model: Decoder | None = None
     """Draft model, on the model's devices; None: tokens are drafted from prompt and sample."""
+    option: str = OPTION
+    """Name in messages."""
 
     @classmethod
-    def of(cls, section: RolloutSection, target: Decoder, tokenizer: Tokenizer) -> Speculation | None:
-        """Load what the section names. ConfigError where it cannot draft for the model."""
-        drafts = section.speculative
+    def of(
+        cls, drafts: Drafts | None, target: Decoder, tokenizer: Tokenizer, option: str = OPTION
+    ) -> Speculation | None:
+        """Load what the section names. ConfigError where it cannot draft for the model. `option`: its name there."""
         if not isinstance(drafts, ModelDrafts):
-            return None if drafts is None else cls(tokens=drafts.tokens)
-        check_drafts(section, tokenizer, 1)
+            return None if drafts is None else cls(tokens=drafts.tokens, option=option)
+        check_drafts(drafts, tokenizer, 1, option)
         compute = target.compute
         model = load_model(
             drafts.path.resolved,
@@ -60,24 +65,23 @@ class Speculation:
             grouped_matmul=compute.grouped_matmul,
             num_tokens=tokenizer.num_ids,
         )
-        return cls(tokens=drafts.tokens, model=model)
+        return cls(tokens=drafts.tokens, model=model, option=option)
 
 
-def check_drafts(section: RolloutSection, tokenizer: Tokenizer, max_length: int) -> None:
+def check_drafts(drafts: Drafts | None, tokenizer: Tokenizer, max_length: int, option: str = OPTION) -> None:
     """ConfigError for a draft model that is no decoder, has other tokens or a shorter context. Of one on the hub only
     its `config.json` is read."""
-    drafts = section.speculative
     if not isinstance(drafts, ModelDrafts):
         return
-    where = f"rollout.speculative.path={drafts.path}"
+    where = f"{option}.path={drafts.path}"
     try:
         files = read_model_files(drafts.path.resolved)
     except ConfigError as error:
-        raise ConfigError(f"rollout.speculative.path: {str(error).removeprefix('model.path: ')}") from error
+        raise ConfigError(f"{option}.path: {str(error).removeprefix('model.path: ')}") from error
     if files.config is not None:
         if files.config.scalar_head:
             raise ConfigError(f"{where} is a reward model, which cannot draft tokens; name a language model")
-        _check_length(files.config, max_length)
+        _check_length(files.config, max_length, option)
     if files.local is None:
         return
     try:
@@ -168,7 +172,7 @@ class Windows:
 
 @dataclass(kw_only=True)
 class DraftTotals:
-    """Counts since the last `metrics`."""
+    """Counts of tokens, drafts and passes of the model."""
 
     tokens: int = 0
     """Sampled tokens of all calls."""
@@ -176,6 +180,11 @@ class DraftTotals:
     """Those of calls with drafts."""
     rounds: int = 0
     drafted: int = 0
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were sampled: all but one of each round."""
+        return self.speculated - self.rounds
 
 
 class Drafter:
@@ -187,7 +196,7 @@ class Drafter:
 
     def __init__(self, speculation: Speculation, target: Loaded, max_length: int):
         self.tokens = speculation.tokens
-        self.loaded = None if speculation.model is None else _loaded(speculation.model, target, max_length)
+        self.loaded = None if speculation.model is None else _loaded(speculation, target, max_length)
         self.pool: Pool | None = None
         self.pace, self.windows = Pace(), Windows()
         self._totals = DraftTotals()
@@ -261,39 +270,45 @@ class Drafter:
         if active:
             self.pace.record(size, chunk.drafts is not None, float(np.sum(chunk.counts) / active), seconds)
 
-    def metrics(self) -> dict[str, float]:
-        """Since the last call; `speedup` of calls with the latest number of rows, once it is measured."""
+    def take_totals(self) -> DraftTotals:
+        """Counts since the last call."""
         totals, self._totals = self._totals, DraftTotals()
+        return totals
+
+    def metrics(self, totals: DraftTotals) -> dict[str, float]:
+        """Shares of counts; `speedup` of calls with the latest number of rows, once it is measured."""
         gain = self.pace.gain(self._rows)
         return {
             "rollout/speculative/share": totals.speculated / max(totals.tokens, 1),
-            "rollout/speculative/accepted": (totals.speculated - totals.rounds) / max(totals.drafted, 1),
+            "rollout/speculative/accepted": totals.accepted / max(totals.drafted, 1),
             "rollout/speculative/length": totals.speculated / max(totals.rounds, 1),
         } | ({} if gain is None else {"rollout/speculative/speedup": gain})
 
 
-def _loaded(model: Decoder, target: Loaded, max_length: int) -> Loaded:
+def _loaded(speculation: Speculation, target: Loaded, max_length: int) -> Loaded:
     """The draft model where the model's rows are. ConfigError where it cannot be."""
+    model, option = speculation.model, speculation.option
+    assert model is not None
     config, placement = model.config, target.placement
-    _check_length(config, max_length)
+    _check_length(config, max_length, option)
     shards = _head_shards(placement)
     if any(block.attention.num_kv_heads % shards for block in config.blocks):
         least = min(block.attention.num_kv_heads for block in config.blocks)
         raise ConfigError(
-            f"rollout.speculative: {shards} devices split each weight, which must divide num_kv_heads={least} of the "
+            f"{option}: {shards} devices split each weight, which must divide num_kv_heads={least} of the "
             "draft model; set rollout.tensor, or use another one"
         )
     source = ModelWeights(model)
     try:
         return Loaded.of(source, source.read(), 0, placement)
     except ConfigError as error:
-        raise ConfigError(f"rollout.speculative: the draft model: {error}") from error
+        raise ConfigError(f"{option}: the draft model: {error}") from error
 
 
-def _check_length(config: ModelConfig, max_length: int) -> None:
+def _check_length(config: ModelConfig, max_length: int, option: str) -> None:
     if max_length > config.max_positions:
         raise ConfigError(
-            f"rollout.speculative: samples of up to {max_length} tokens are longer than the draft model's "
+            f"{option}: samples of up to {max_length} tokens are longer than the draft model's "
             f"max_positions={config.max_positions}; use one with a longer context"
         )
 

@@ -22,7 +22,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.rollout.adapters import Adapters, AdapterSlots, SlotArrays
 from posttrain.rollout.decode_weights import Loaded, choose_placement, device_memory
 from posttrain.rollout.dispatch import Dispatch, DispatchOutcome, deliver
-from posttrain.rollout.drafting import Speculation
+from posttrain.rollout.drafting import DraftTotals, Speculation
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Runner
@@ -135,7 +135,7 @@ class NativeEngine:
             quantize=section.quantize,
             merge_lora=section.merge_lora,
             cache_tokens=section.cache_tokens,
-            speculation=Speculation.of(section, model, tokenizer),
+            speculation=Speculation.of(section.speculative, model, tokenizer),
             tensor=section.tensor,
             cache_dtype=section.cache_dtype,
         )
@@ -263,7 +263,7 @@ class NativeEngine:
         """Clear the prefix cache and the counts of `metrics`: later samples are those of an engine that has sampled
         nothing under its weights."""
         self._scheduler.forget()
-        self._scheduler.take_counts()
+        self.take_counts()
 
     def release_cache(self) -> None:
         """Free the cache's memory, and with it all prefixes, until the next request; nothing while samples run."""
@@ -327,7 +327,7 @@ class NativeEngine:
         compilation is one while samples waited for it: none after `warm_up`. `copy_mib`: weights of its own over all
         devices; `layout_mib`: those that a device holds in another layout while samples run. With drafts see
         `Drafter.metrics`."""
-        counts = self.take_counts()
+        counts, drafts = self.take_counts()
         (late, compile_s), programs = self._compilations, self.programs
         self._compilations = programs.num_late, programs.compile_s
         return {
@@ -339,11 +339,11 @@ class NativeEngine:
             "rollout/late_compilations": float(programs.num_late - late),
             "rollout/layout_mib": programs.layout_bytes / 2**20,
             "rollout/copy_mib": self._copies.own_bytes / 2**20 if self._copies is not None else 0.0,
-        } | self._runner.draft_metrics()
+        } | self._runner.draft_metrics(drafts)
 
-    def take_counts(self) -> Counts:
-        """Counters of prompts, shared prefixes and preemptions since the last call, or that of `metrics`."""
-        return self._scheduler.take_counts()
+    def take_counts(self) -> tuple[Counts, DraftTotals]:
+        """Counters of prompts, shared prefixes, preemptions and drafts since the last call, or that of `metrics`."""
+        return self._scheduler.take_counts(), self._runner.take_draft_totals()
 
     def close(self) -> None:
         """End every request with what it has, as `abort`; later ones raise RuntimeError."""

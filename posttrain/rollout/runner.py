@@ -20,7 +20,7 @@ from posttrain.rollout.blocks import BLOCK, Chain, blocks_for
 from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.decoding import DecodeRows
 from posttrain.rollout.dispatch import DecodeCall, Dispatch, DispatchOutcome, PromptCall
-from posttrain.rollout.drafting import Drafter, Speculation
+from posttrain.rollout.drafting import Drafter, DraftTotals, Speculation
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
 from posttrain.rollout.programs import (
     DecodeShape,
@@ -243,8 +243,11 @@ class Runner:
         blocks: dict[str, Any] = {"lanes": self.shapes.lanes, "blocks": self.blocks}
         return pool_shapes(config, compute.dtype, sharding, layout=layout, kind=self._kind, **blocks)
 
-    def draft_metrics(self) -> dict[str, float]:
-        return {} if self.drafter is None else self.drafter.metrics()
+    def take_draft_totals(self) -> DraftTotals:
+        return DraftTotals() if self.drafter is None else self.drafter.take_totals()
+
+    def draft_metrics(self, totals: DraftTotals) -> dict[str, float]:
+        return {} if self.drafter is None else self.drafter.metrics(totals)
 
     def note_drafts(
         self, plan: Plan, dispatch: Dispatch, outcome: DispatchOutcome, holds: Callable[[Row], bool]

@@ -83,6 +83,8 @@ COUNTERS = {
     "cached_prompt_tokens": "Of those, found in the prefix cache.",
     "completion_tokens": "Tokens sampled.",
     "preemptions": "Samples that made room for older ones and were read again.",
+    "drafted_tokens": "Tokens drafted (--speculative).",
+    "accepted_tokens": "Of those, what the model itself has drawn.",
 }
 
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
+from posttrain.config import Drafts
 from posttrain.data.chat import Renderer
 from posttrain.data.grammar import Grammar
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.adapters import AdapterSlots
+from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.types import Call, Completion, NewTokens, SamplingParams, samples_of
@@ -121,6 +123,7 @@ class Served:
         tool_format: str,
         limits: Limits,
         adapters: AdapterSlots | None = None,
+        speculative: Drafts | None = None,
     ) -> Served:
         """Make the engine of a model, whose embedding has no more rows than the tokenizer has ids."""
         longest = model.config.max_positions
@@ -138,6 +141,7 @@ class Served:
                 tokenizer=tokenizer,
                 cache_tokens=cache_tokens,
                 adapters=adapters,
+                speculation=Speculation.of(speculative, model, tokenizer, "serve: --speculative"),
             )
         except ValueError as error:
             raise ConfigError(f"serve: {error}") from error
@@ -342,10 +346,12 @@ class Served:
 
     def _gauges(self) -> dict[str, tuple[float, str]]:
         engine = self.engine
-        counts = engine.take_counts()
+        counts, drafts = engine.take_counts()
         self.metrics.counters["prompt_tokens"] += counts.prompt_tokens
         self.metrics.counters["cached_prompt_tokens"] += counts.shared_tokens
         self.metrics.counters["preemptions"] += counts.preemptions
+        self.metrics.counters["drafted_tokens"] += drafts.drafted
+        self.metrics.counters["accepted_tokens"] += drafts.accepted
         return {
             "samples_running": (float(engine.slots - engine.num_free), "Samples that hold a slot of the engine."),
             "samples_waiting": (float(engine.num_waiting), "Samples that wait for a slot."),

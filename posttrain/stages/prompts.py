@@ -110,7 +110,7 @@ def prepare_scored(
     tokenizer = prepared.tokenizer
     check_cache(section, prepared.config.mesh.row_shards or 1)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
-    check_drafts(section.rollout, tokenizer, section.sequence_tokens)
+    check_drafts(section.rollout.speculative, tokenizer, section.sequence_tokens)
     room, answer = section.sequence_tokens, section.sampling.max_tokens
     limit = section.max_prompt_tokens or room - answer
     if limit + answer > room:
@@ -204,7 +204,7 @@ def prepare_prompts(
     note per dataset with dropped prompts; prompts are never truncated."""
     assert section.sampling is not None
     check_token_ids({"sampling": section.sampling}, tokenizer)
-    check_drafts(section.rollout, tokenizer, section.row_tokens)
+    check_drafts(section.rollout.speculative, tokenizer, section.row_tokens)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
     overlong: Literal["drop", "error"] = "drop" if section.overlong == "drop" else "error"
     examples = [

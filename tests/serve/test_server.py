@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import openai
 import pytest
 from safetensors.numpy import save_file
 
+from posttrain.config import LookupDrafts
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.generation import without_padding
 from posttrain.models.decoder import Decoder
@@ -165,6 +168,33 @@ def test_tokens_are_those_of_the_engine(client: openai.OpenAI, served: Served) -
 
 def params_of(served: Served) -> SamplingParams:
     return SamplingParams(max_tokens=16, temperature=0.0, stop_token_ids=served.tokenizer.stop_ids, key=(0, 0))
+
+
+def test_drafts_change_no_token(served: Served) -> None:
+    """Counters tell of them."""
+    tokenizer = served.tokenizer
+    drafting = Served.of(
+        without_padding(tiny_model(max_positions=LENGTH), tokenizer),
+        tokenizer,
+        name=MODEL,
+        slots=4,
+        max_length=LENGTH,
+        cache_tokens=None,
+        decode_steps=5,
+        tool_format="hermes",
+        limits=served.limits,
+        speculative=LookupDrafts(tokens=3),
+    )
+    drafting.engine._runner.drafter.pace.choose = lambda rows: True  # type: ignore
+    prompt, params = list(b"ABABABAB"), replace(params_of(served), max_tokens=32, allowed_token_ids=(65, 66, 67))
+    [found], [wanted] = (twin(one).generate_all([prompt], [params]) for one in (drafting, served))
+    assert found.tokens == wanted.tokens
+    drafted, accepted = (
+        int(re.search(rf"^posttrain_{name}_tokens_total (\d+)$", drafting.metrics.text(), re.M)[1])  # type: ignore
+        for name in ("drafted", "accepted")
+    )
+    assert 32 > accepted > 0 and drafted > accepted
+    assert "posttrain_drafted_tokens_total 0" in served.metrics.text()
 
 
 @pytest.mark.thorough
