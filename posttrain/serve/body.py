@@ -177,6 +177,8 @@ class ChatAsk:
     """Tools that the model may call."""
     forced: str | None
     """Name of the tool that it must call, or empty for any of them; None: it may call none."""
+    strict: bool
+    """Calls must fit the tools' schemas: one of the tools at least asks for it."""
     parallel: bool
     """The model may make several calls in a turn."""
     n: int
@@ -202,12 +204,13 @@ def chat_ask(body: Body) -> ChatAsk:
     logprobs, top = body.flag("logprobs"), body.whole("top_logprobs", 0, MAX_TOP)
     if top is not None and not logprobs:
         raise wrong("top_logprobs", "needs logprobs: true")
-    tools, forced = chosen_tools(body.take("tools"), body.take("tool_choice"))
+    tools, forced, strict = chosen_tools(body.take("tools"), body.take("tool_choice"))
     return ChatAsk(
         model=body.text("model"),
         messages=messages,
         tools=tools,
         forced=forced,
+        strict=strict,
         parallel=body.flag("parallel_tool_calls", True),
         n=body.whole("n", 1, MAX_CHOICES) or 1,
         max_tokens=longest[0] or longest[1],
@@ -255,17 +258,18 @@ def grammar_of(body: Body) -> Grammar | None:
     raise wrong(name, f"{_shown(given)} must be of type {FORMATS}")
 
 
-def chosen_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]] | None, str | None]:
-    """Tools that a request lets the model call, and `ChatAsk.forced`."""
+def chosen_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]] | None, str | None, bool]:
+    """Tools that a request lets the model call, `ChatAsk.forced` and `ChatAsk.strict`."""
     try:
         checked = checked_tools(tools)
     except ConfigError as error:
         raise Refused(400, "invalid_value", str(error), "tools") from error
+    checked, strict = None if checked is None else [_lax(tool) for tool in checked], _are_strict(checked or ())
     match choice:
         case None | "auto":
-            return checked, None
+            return checked, None, strict
         case "none":
-            return None, None
+            return None, None, False
         case "required":
             forced = ""
         case {"type": "function", "function": {"name": str() as forced}} | {
@@ -278,4 +282,16 @@ def chosen_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]] | None, 
     names = [tool["function"]["name"] for tool in checked or ()]
     if forced not in ("", *names) or not names:
         raise wrong("tool_choice", f"{_shown(choice)}: there is no such tool; there are {', '.join(names) or 'none'}")
-    return checked, forced
+    return checked, forced, strict
+
+
+def _lax(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Tool as templates take it, which is not told how its calls are sampled."""
+    return {**tool, "function": {key: item for key, item in tool["function"].items() if key != "strict"}}
+
+
+def _are_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
+    wanted = [tool["function"].get("strict") for tool in tools]
+    if others := [one for one in wanted if one not in (None, True, False)]:
+        raise wrong("tools", f"strict: {_shown(others[0])} must be true or false")
+    return any(wanted)

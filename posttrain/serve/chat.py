@@ -132,7 +132,7 @@ class ResponseRequest:
         self._tools, self._choice = body.take("tools"), body.take("tool_choice")
         self._tools = [] if self._tools is None else self._tools
         self._temperature, self._top_p = body.number("temperature", 0.0, 100.0), body.number("top_p", 0.0, 1.0)
-        tools, forced = chosen_tools(_chat_tools(self._tools), self._choice)
+        tools, forced, strict = chosen_tools(_chat_tools(self._tools), self._choice)
         text = body.take("text") or {}
         self._format = text.get("format") if isinstance(text, Mapping) else None
         self._ask = ChatAsk(
@@ -140,6 +140,7 @@ class ResponseRequest:
             messages=_messages(body.take("input"), self._instructions),
             tools=tools,
             forced=forced,
+            strict=strict,
             parallel=body.flag("parallel_tool_calls", True),
             n=1,
             max_tokens=body.whole("max_output_tokens", 1),
@@ -320,10 +321,7 @@ def _chat_tools(tools: Any) -> list[dict[str, Any]]:
     for tool in tools:
         if tool.get("type") != "function":
             raise wrong("tools", f"type {tool.get('type')!r} is not supported here; use functions")
-    return [
-        {"type": "function", "function": {key: tool[key] for key in tool if key not in ("type", "strict")}}
-        for tool in tools
-    ]
+    return [{"type": "function", "function": {key: tool[key] for key in tool if key != "type"}} for tool in tools]
 
 
 def _chat_format(text: Any) -> Any:

@@ -233,15 +233,20 @@ class Served:
     def _grammar(
         self, ask: ChatAsk, renderer: Renderer, prompt: Sequence[int], tool_format: Format | None
     ) -> Grammar | None:
-        """Language of the answer: that of its format, or of calls that must be made."""
+        """Language of the answer: that of its format, or of calls that must be made or must fit their schemas."""
         grammar = grammar_of(ask.body)
         if grammar is not None and ask.tools is not None:
             raise wrong("response_format", "is not supported together with tools, whose calls it would not allow")
-        if ask.forced is not None and tool_format is not None:
-            thinks = in_thought(self.tokenizer, prompt)
-            named = ask.forced or None
+        if (ask.forced is not None or ask.strict) and tool_format is not None:
             try:
-                grammar = tool_grammar(tool_format, self.tokenizer, name=named, several=ask.parallel, in_thought=thinks)
+                grammar = tool_grammar(
+                    tool_format,
+                    self.tokenizer,
+                    name=ask.forced or None,
+                    required=ask.forced is not None,
+                    several=ask.parallel,
+                    in_thought=in_thought(self.tokenizer, prompt),
+                )
             except (ValueError, ConfigError) as error:
                 raise wrong("tools", str(error).removeprefix("sampling.grammar: ")) from error
         return grammar and grammar.led_by(renderer.spaces_before_content)

@@ -22,12 +22,15 @@ from safetensors.numpy import save_file
 from posttrain.config import LookupDrafts
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.generation import without_padding
-from posttrain.models.decoder import Decoder
 from posttrain.rollout.adapters import AdapterSlots
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import SamplingParams, samples_of, text_of
 from posttrain.serve.app import application, listen, server_of
+from posttrain.serve.body import Body, Refused, chat_ask
+from posttrain.serve.chat import ResponseRequest
 from posttrain.serve.model import Limits, Served
+from posttrain.tools.formats import Format
+from posttrain.tools.grammar import tool_grammar
 from tests.tiny import tiny_model
 
 MODEL, LENGTH = "tiny/model", 512
@@ -38,11 +41,9 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer("bytes")
 
 
-@pytest.fixture(scope="module")
-def served(tokenizer: Tokenizer) -> Served:
-    model: Decoder = without_padding(tiny_model(max_positions=LENGTH), tokenizer)
+def make(tokenizer: Tokenizer, **changes: Any) -> Served:
     return Served.of(
-        model,
+        without_padding(tiny_model(max_positions=LENGTH), tokenizer),
         tokenizer,
         name=MODEL,
         slots=4,
@@ -51,8 +52,13 @@ def served(tokenizer: Tokenizer) -> Served:
         decode_steps=5,
         tool_format="hermes",
         limits=Limits(queue=64, timeout_s=60.0),
-        adapters=AdapterSlots(count=1, rank=2),
+        **changes,
     )
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer: Tokenizer) -> Served:
+    return make(tokenizer, adapters=AdapterSlots(count=1, rank=2))
 
 
 @pytest.fixture(scope="module")
@@ -171,29 +177,13 @@ def params_of(served: Served) -> SamplingParams:
 
 
 def test_drafts_change_no_token(served: Served) -> None:
-    """Counters tell of them."""
-    tokenizer = served.tokenizer
-    drafting = Served.of(
-        without_padding(tiny_model(max_positions=LENGTH), tokenizer),
-        tokenizer,
-        name=MODEL,
-        slots=4,
-        max_length=LENGTH,
-        cache_tokens=None,
-        decode_steps=5,
-        tool_format="hermes",
-        limits=served.limits,
-        speculative=LookupDrafts(tokens=3),
-    )
+    drafting = make(served.tokenizer, speculative=LookupDrafts(tokens=3))
     drafting.engine._runner.drafter.pace.choose = lambda rows: True  # type: ignore
     prompt, params = list(b"ABABABAB"), replace(params_of(served), max_tokens=32, allowed_token_ids=(65, 66, 67))
     [found], [wanted] = (twin(one).generate_all([prompt], [params]) for one in (drafting, served))
     assert found.tokens == wanted.tokens
-    drafted, accepted = (
-        int(re.search(rf"^posttrain_{name}_tokens_total (\d+)$", drafting.metrics.text(), re.M)[1])  # type: ignore
-        for name in ("drafted", "accepted")
-    )
-    assert 32 > accepted > 0 and drafted > accepted
+    counts = dict(re.findall(r"^posttrain_(drafted|accepted)_tokens_total (\d+)$", drafting.metrics.text(), re.M))
+    assert 32 > int(counts["accepted"]) > 0 and int(counts["drafted"]) > int(counts["accepted"])
     assert "posttrain_drafted_tokens_total 0" in served.metrics.text()
 
 
@@ -249,6 +239,27 @@ def test_chats(client: openai.OpenAI, served: Served) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     shaped = chat(client, "hi", response_format=wanted, temperature=1.0, max_tokens=60)
     assert json.loads(shaped.choices[0].message.content)["a"] in (1, 2)
+
+
+def test_strict_tools(served: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+
+    def asked(**fields: Any) -> tuple[list[int], Any]:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema} | fields}]
+        ask = chat_ask(Body({"model": MODEL, "messages": [{"role": "user", "content": "?"}], "tools": tools}))
+        prompt, tool_format = served._prompt(served.renderer("{}"), ask)
+        return prompt, served._grammar(ask, served.renderer("{}"), prompt, tool_format)
+
+    prompt, grammar = asked(strict=True)
+    wanted = tool_grammar(Format("hermes", {"f": schema}), served.tokenizer, required=False, several=True)
+    assert asked() == asked(strict=False) == (prompt, None)
+    assert (grammar.start, grammar.rules) == (wanted.start, wanted.rules)
+    for strict in (True, False):
+        flat = {"type": "function", "name": "f", "parameters": schema, "strict": strict}
+        assert ResponseRequest(Body({"model": MODEL, "input": "?", "tools": [flat]}))._ask.strict is strict
+    for wrong in ({"strict": "yes"}, {"strict": True, "parameters": {"type": "object", "not": {}}}):
+        with pytest.raises(Refused, match=r"^tools: "):
+            asked(**wrong)
 
 
 @pytest.mark.thorough
