@@ -253,6 +253,7 @@ def test_offload_is_bitwise_and_the_ledger_adds_up(place: str) -> None:
     assert_allclose(ledger, live, rtol=0.01)
 
 
+@pytest.mark.thorough
 def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy on other devices is the copy beside the actor; it follows every second version, or a share of it."""
     world, apart = World("same", lora=True), make_mesh(MeshSection(fsdp=2), jax.devices()[4:6])

@@ -24,10 +24,16 @@ SERVED = {
     "tokamax": ("full", "window", "soft_cap"),
 }
 tokamax = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="needs the extra [kernels]")
+USUAL = ("window", "all")
+"""The others are parts of the second."""
 EVERY = pytest.mark.parametrize(
     ("name", "variant"),
     [
-        pytest.param(name, variant, marks=tokamax if name == "tokamax" else ())
+        pytest.param(
+            name,
+            variant,
+            marks=[tokamax] * (name == "tokamax") + [pytest.mark.thorough] * (variant not in USUAL),
+        )
         for name, variants in SERVED.items()
         for variant in variants
     ],

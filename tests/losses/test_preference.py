@@ -51,7 +51,7 @@ def named(kind: str) -> Any:
 
 
 LOSSES = {kind: named(kind) for kind in (*PREFERENCE_LOSSES, *REWARD_LOSSES)} | FORMS
-FEW = ("sigmoid", "aot", "bradley_terry", "sft", "process", "several", "orpo", "kto", "ipo", "simpo", "nca_pair", "wpo")
+FEW = ("sigmoid", "aot", "bradley_terry", "process", "several", "orpo", "kto")
 """One of each form; others have the same code around another formula."""
 WHOLE = {n for n, x in LOSSES.items() if isinstance(x, BatchLoss) and x.needs_whole_batch}
 """Those that compare, or average over, a whole batch; the trainer then calls them once."""

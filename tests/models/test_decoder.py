@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=often(VARIANTS, "norms_tied"))
 def model(request: pytest.FixtureRequest) -> Decoder:
     model = tiny_model(**VARIANTS[request.param])
     shake(model, seed=1)

@@ -139,7 +139,11 @@ def test_every_mesh_and_routing_gives_the_sum_over_all_experts(adapter: str, mes
         assert_same(found(kind), expected(adapter)(kind))
 
 
-@pytest.mark.parametrize("section", [None, MESHES["expert=4"]], ids=["one device", "expert=4"])
+@pytest.mark.parametrize(
+    "section",
+    [pytest.param(None, marks=pytest.mark.thorough), MESHES["expert=4"]],
+    ids=["one device", "expert=4"],
+)
 @pytest.mark.parametrize("kernel", [pytest.param("megablox", marks=pytest.mark.thorough), "ragged_dot"])
 def test_undefined_rows_reach_nothing(kernel: GroupedKernel, section: MeshSection | None) -> None:
     """The kernel leaves rows beyond the groups as memory was: here NaN."""

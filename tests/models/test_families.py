@@ -47,6 +47,7 @@ def test_bfloat16_checkpoint() -> None:
     assert_allclose(logits_of(wide, plain), exact, atol=2e-4, rtol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.optimized
 def test_real_model_on_real_stories(shared: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")

@@ -125,7 +125,7 @@ def test_attach_reads_a_folder(done: tuple[pt.RunResult, Any], folder: Path) -> 
         pt.attach("dome")
 
 
-@pytest.mark.parametrize("interactive", [True, False])
+@pytest.mark.parametrize("interactive", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_stop_button(
     folder: Path, monkeypatch: pytest.MonkeyPatch, interactive: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:

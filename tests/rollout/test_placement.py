@@ -93,8 +93,8 @@ def of_weights(arrays: list[list[int]], model: Decoder, tensor: int) -> list[lis
 @pytest.mark.parametrize(
     ("kind", "name", "tensor"),
     [
-        pytest.param("dense", "fsdp", "auto", marks=THOROUGH),
-        ("moe", "expert", "auto"),
+        ("dense", "fsdp", "auto"),
+        pytest.param("moe", "expert", "auto", marks=THOROUGH),
         pytest.param("dense lora", "fsdp", 4, marks=THOROUGH),
         pytest.param("dense", "data", "auto", marks=THOROUGH),
         pytest.param("dense", "tensor", "auto", marks=THOROUGH),

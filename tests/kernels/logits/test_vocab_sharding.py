@@ -49,7 +49,6 @@ TERMS = {
 }
 CASES = often(
     [(name, kind) for name in MESHES for kind in TERMS],
-    ("tensor", "ids"),
     ("expert", "own"),
     ("both", "groups"),
 )
@@ -171,7 +170,7 @@ def test_eight_devices_give_the_statistics_and_gradients_of_one(name: str, kind:
     assert_same(program(kind, mesh)(on_mesh(inputs(vocab), mesh)), of_one_device(kind, vocab))
 
 
-@pytest.mark.parametrize("kind", often(TERMS, "groups", "own"))
+@pytest.mark.parametrize("kind", often(TERMS, "groups"))
 def test_groups_of_fsdp(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices of a group share the vocabulary, and gather no hidden state of another."""
     monkeypatch.setattr(layout, "MAX_PARTS", 2)
