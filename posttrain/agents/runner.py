@@ -18,7 +18,7 @@ from functools import partial
 from typing import IO, Any
 
 from posttrain.agents.server import MODEL, Opened, Sessions
-from posttrain.agents.session import Branch, Session
+from posttrain.agents.session import Branch, FormatOf, Session
 from posttrain.config import RLSection
 from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
@@ -39,7 +39,6 @@ from posttrain.runtime.user_calls import CallTimeout, UserCalls
 from posttrain.sandbox.run import GRACE_S, start
 from posttrain.serve.app import check_installed
 from posttrain.tools.formats import make_format
-from posttrain.tools.types import FormatMaker
 from posttrain.user_code import describe_error, number_of
 
 GIVEN = ("base_url", "api_key", "model", "seed", "row", "messages")
@@ -81,7 +80,9 @@ class Agents:
     max_rows: int
     row_tokens: int
     split_turns: bool
-    tool_format: FormatMaker | None
+    tool_format: FormatOf | None
+    forces_calls: bool
+    """See `Session`."""
 
     @classmethod
     def of(cls, section: RLSection, tokenizer: Tokenizer, sessions: Sessions) -> Agents:
@@ -102,6 +103,7 @@ class Agents:
             row_tokens=section.sequence_tokens,
             split_turns=agent.split_turns,
             tool_format=partial(make_format, section.tool_format, tokenizer),
+            forces_calls=section.weighs_samples and section.rollout.engine is None,
         )
 
     def check(self, renderer: Renderer, examples: Sequence[Example], *, keep_thinking: bool) -> None:
@@ -143,6 +145,7 @@ class Agents:
             max_rows=self.max_rows,
             split_turns=self.split_turns,
             tool_format=self.tool_format,
+            forces_calls=self.forces_calls,
         )
         opened = self.sessions.open(session)
         stop: Stop = "stop"

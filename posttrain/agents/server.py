@@ -58,8 +58,6 @@ class SessionBackend:
         for name in OF_THE_RUN:
             ask.body.take(name)
         ask.body.finish()
-        if ask.forced is not None:
-            raise wrong("tool_choice", "must be auto or none in a session: a forced call would not be the policy's own")
         if not ask.parallel:
             raise wrong("parallel_tool_calls", "false is not supported in a session: all that is sampled is trained on")
         if ask.top_logprobs:
@@ -105,7 +103,7 @@ async def _complete(session: Session, ask: ChatAsk) -> list[SampledTurn]:
         raise wrong("n", rule)
     return list(
         await asyncio.gather(
-            *(session.complete(ask.messages, ask.tools, ask.max_tokens, ask.stop) for _ in range(ask.n))
+            *(session.complete(ask.messages, ask.tools, ask.max_tokens, ask.stop, ask.forced) for _ in range(ask.n))
         )
     )
 

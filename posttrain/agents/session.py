@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from posttrain.data.chat import Renderer
+from posttrain.data.grammar import Grammar
 from posttrain.data.messages import Message, said_calls
 from posttrain.environments.conversation import Generate, message_of
 from posttrain.errors import ConfigError
-from posttrain.rollout.types import Completion, Requests, SamplingParams, Transcript
+from posttrain.rollout.types import Completion, Requests, SamplingParams, Transcript, grammar_of
 from posttrain.serve.body import Refused
-from posttrain.tools.types import FormatMaker, ToolFormat
+from posttrain.serve.text import in_thought
+from posttrain.tools.formats import Format
+from posttrain.tools.grammar import tool_grammar
 
 Tools = Sequence[dict[str, Any]] | None
+FormatOf = Callable[[Sequence[Mapping[str, Any]]], Format]
+"""Maker of the format for tools of these schemas."""
 
 
 class Mark(NamedTuple):
@@ -64,7 +69,9 @@ class Session:
     max_rows: int
     split_turns: bool
     """Render every request anew, so that each is a row of its own."""
-    tool_format: FormatMaker | None
+    tool_format: FormatOf | None
+    forces_calls: bool
+    """Calls may be forced by a grammar: the trainer weighs samples by the probability that it left to tokens."""
     branches: list[Branch] = field(default_factory=list)
     num_turns: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
@@ -75,15 +82,20 @@ class Session:
         self._running: set[asyncio.Task[Any]] = set()
 
     async def complete(
-        self, messages: list[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str]
+        self,
+        messages: list[Message],
+        tools: Tools,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        forced: str | None = None,
     ) -> SampledTurn:
-        """Sample the next turn. Refused beyond the limits of the session and after its end. Cancelling it leaves the
-        history as it was."""
+        """Sample the next turn. `forced`: see `ChatAsk`. Refused beyond the limits of the session and after its end.
+        Cancelling it leaves the history as it was."""
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
-            return await self._complete(messages, tools, max_tokens, stop)
+            return await self._complete(messages, tools, max_tokens, stop, forced)
         except Refused as refused:
             self.refusals[refused.code] += 1
             raise
@@ -97,7 +109,7 @@ class Session:
             task.cancel()
 
     async def _complete(
-        self, messages: list[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str]
+        self, messages: list[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str], forced: str | None
     ) -> SampledTurn:
         if self.closed:
             raise Refused(410, "session_closed", "the sample of this session has ended")
@@ -108,13 +120,15 @@ class Session:
             self.params_of(0).stopped_at(stop, self.renderer.tokenizer)
         except ValueError as error:
             raise Refused(400, "invalid_request_error", str(error).removeprefix("sampling.")) from error
+        self._grammar(forced, tool_format, ())
         branch = self._place(messages, tools)
         transcript = branch.transcript
         asked, before = tuple(transcript.tokens), len(transcript)
         params, time = self._requests(asked), self.num_turns
         self.num_turns += 1
         room = min(params.max_tokens, self.row_tokens - before, max_tokens or params.max_tokens)
-        params = replace(params.stopped_at(stop, self.renderer.tokenizer), max_tokens=room)
+        grammar = self._grammar(forced, tool_format, asked) or params.grammar
+        params = replace(params.stopped_at(stop, self.renderer.tokenizer), max_tokens=room, grammar=grammar)
         try:
             completion = await self.generate(asked, params)
         except BaseException:
@@ -131,7 +145,30 @@ class Session:
         branch.marks.append(Mark(len(branch.messages), len(transcript)))
         return SampledTurn(message, completion, before)
 
-    def _format(self, tools: Tools) -> ToolFormat | None:
+    def _grammar(self, forced: str | None, tool_format: Format | None, prompt: Sequence[int]) -> Grammar | None:
+        """Grammar of a turn that must call tools; None without. Refused where it would make the samples those of
+        another policy than the trainer knows."""
+        if forced is None:
+            return None
+        if not self.forces_calls or tool_format is None:
+            raise _wrong_choice(
+                "auto or none in this session, whose samples have no importance weights, by which alone a forced call "
+                "counts as what it is: set algorithm.importance_sampling: {apply: always}, with the built-in engine, "
+                "or let the agent ask with tool_choice auto"
+            )
+        params = self.params_of(0)
+        if params.grammar is not None or not params.ends:
+            other = "ignore_eos" if params.grammar is None else "grammar"
+            raise _wrong_choice(f"auto or none beside sampling.{other}; remove that, or let the agent ask with auto")
+        thinks = in_thought(self.renderer.tokenizer, prompt)
+        try:
+            grammar = tool_grammar(tool_format, self.renderer.tokenizer, name=forced or None, in_thought=thinks)
+        except (ValueError, ConfigError) as error:
+            text = str(error).removeprefix("sampling.grammar: ")
+            raise Refused(400, "invalid_value", f"tools: {text}", "tools") from error
+        return grammar_of(self.renderer, grammar)
+
+    def _format(self, tools: Tools) -> Format | None:
         """Format of the calls of a request's tools; None without tools."""
         if self.tool_format is None or not tools:
             return None
@@ -191,6 +228,10 @@ class Session:
                 "context_length_exceeded",
                 f"this model's maximum context length is {self.row_tokens} tokens, the messages have {num_tokens}",
             )
+
+
+def _wrong_choice(rule: str) -> Refused:
+    return Refused(400, "invalid_value", f"tool_choice: must be {rule}", "tool_choice")
 
 
 def same_history(one: Sequence[Message], other: Sequence[Message]) -> bool:

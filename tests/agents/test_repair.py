@@ -87,6 +87,7 @@ def test_a_repair_through_the_sessions(shared: Path) -> None:
         run=solve, args={}, sessions=sessions, unfinished=0.0,
         calls=UserCalls("env.fn", timeout_s=60.0, concurrency=4), max_turns=8, max_rows=1,
         row_tokens=4096, split_turns=False,
+        forces_calls=False,
         tool_format=lambda tools: make_format("auto", renderer.tokenizer, tools),
     )  # fmt: skip
     example = Example(

@@ -48,6 +48,7 @@ def run(sessions: Sessions, tokenizer: Tokenizer, agent: Any, timeout_s: float =
         "row_tokens": 400,
         "split_turns": False,
         "tool_format": None,
+        "forces_calls": False,
         "unfinished": 0.0,
     }
     agents = Agents(
@@ -248,6 +249,7 @@ def test_an_engine_that_fails_is_no_failure_of_the_agent(sessions: Sessions, tok
         row_tokens=400,
         split_turns=False,
         tool_format=None,
+        forces_calls=False,
     )
     example = Example(index=0, row={}, messages=[], prompt_tokens=[1], plain=False)
     params = SamplingParams(max_tokens=8, temperature=1.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 
 from posttrain.agents.session import Session, same_history
 from posttrain.data.chat import Renderer
+from posttrain.data.grammar import Grammar
 from posttrain.data.messages import Message, from_wire, to_wire
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.serve.body import Refused
 from posttrain.tools.formats import make_format
+from posttrain.tools.grammar import tool_grammar
 from posttrain.tools.prompts import ToolText
 from tests.environments.helpers import completion
 
@@ -51,6 +54,7 @@ def session(tokenizer: Tokenizer, engine: Counting, **changes: Any) -> Session:
         "max_rows": 4,
         "split_turns": False,
         "tool_format": None,
+        "forces_calls": False,
         "renderer": Renderer(tokenizer, True),
     }
     return Session(generate=engine, **plain | changes)
@@ -231,3 +235,41 @@ def test_calls_of_tools_are_parsed(tokenizer: Tokenizer) -> None:
     ):
         with pytest.raises(Refused, match=reason):
             request(tool_format, tool)
+
+
+def test_forced_calls_are_sampled_in_their_grammar(tokenizer: Tokenizer) -> None:
+    """Only where the trainer weighs what the grammar has left out; a refused request is no turn."""
+    engine, tool = Counting(tokenizer), {"type": "function", "function": {"name": "add"}}
+    parts: dict[str, Any] = {
+        "tool_format": partial(make_format, "hermes", tokenizer),
+        "renderer": Renderer(tokenizer, True, ToolText(tokenizer, "hermes")),
+        "row_tokens": 999,
+    }
+
+    def request(one: Session, forced: str | None) -> Grammar | None:
+        asyncio.run(one.complete([USER], [tool], None, (), forced))
+        return engine.asked[-1][1].grammar
+
+    forcing = session(tokenizer, engine, forces_calls=True, **parts)
+    wanted = tool_grammar(make_format("hermes", tokenizer, [tool]), tokenizer)
+    for forced in ("", "add"):
+        grammar = request(forcing, forced)
+        assert grammar is not None and (grammar.start, grammar.rules) == (wanted.start, wanted.rules)
+    assert request(forcing, None) is None
+    plain = SamplingParams(max_tokens=8, temperature=1.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0))
+    choice = replace(plain, grammar=Grammar.choice(["a"]))
+    endless = session(
+        tokenizer, engine, forces_calls=True, params_of=lambda _: replace(plain, ignore_eos=True), **parts
+    )
+    beside = session(tokenizer, engine, forces_calls=True, params_of=lambda _: choice, **parts)
+    assert request(beside, None) == choice.grammar
+    refusing = session(tokenizer, engine, **parts)
+    for one, reason in (
+        (refusing, "importance_sampling: {apply: always}"),
+        (beside, "beside sampling.grammar"),
+        (endless, "beside sampling.ignore_eos"),
+    ):
+        turns = one.num_turns
+        with pytest.raises(Refused, match=reason):
+            request(one, "")
+        assert one.num_turns == turns and not [branch for branch in one.branches if branch.busy]
