@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,14 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from posttrain.config import MeshSection
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
+from posttrain.rollout.adapters import AdapterSlots
 from posttrain.rollout.drafting import FIRST_WAIT, Pace, Speculation, Windows
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.sampling import Sampling, Tables, guess, sample
 from posttrain.rollout.speculative import lookup
-from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.rollout.types import Call, Completion, SamplingParams
+from tests.mixtures import mixture_config, mixture_model
 from tests.rollout.engines import VOCABULARY, assert_same, make_engine, params, requests, unusual
+from tests.rollout.test_adapters import CASES, weights_of, write
+from tests.rollout.test_sharded import sharded_model
 from tests.tiny import shake, tiny_model
 
 
@@ -145,6 +151,60 @@ def test_every_layout_and_length(layout: str, drafts: int) -> None:
         for got, one in zip(engine.generate_all(prompts, each), expected, strict=True):
             assert_same(got, one)
     assert engine.metrics()["rollout/speculative/accepted"] > 0.8
+
+
+def base(where: str, seed: int = 0) -> Decoder:
+    if where == "routing":
+        return mixture_model(mixture_config(num_layers=3))
+    if where == "adapters":
+        return tiny_model(seed=seed, num_layers=2, windows=(None,))
+    return tiny_model(seed=seed, **SMALL)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["ngram", "draft"])
+@pytest.mark.parametrize("where", ["mesh", "routing", "adapters", "int8", "updates"])
+def test_beside_other_options(where: str, kind: str, tmp_path: Path) -> None:
+    """Rows over eight devices, recorded experts, adapters in one batch, a cache in 8 bits, and new weights in the
+    middle of samples: tokens are those without drafts."""
+    options: dict[str, dict[str, Any]] = {
+        "routing": {"record_routing": True},
+        "adapters": {"adapters": AdapterSlots(count=2, rank=4), "slots": 6},
+        "int8": {"cache_dtype": "int8"},
+        "mesh": {"slots": 8},
+    }
+    changes, section = options.get(where, {}), MeshSection(data=2, fsdp=2, tensor=2)
+    model, draft = (sharded_model(section, **SMALL) if where == "mesh" else base(where) for _ in range(2))
+    shake(draft, 3, 0.003)
+    engine = make(model, Speculation(tokens=3, model=draft if kind == "draft" else None), **changes)
+    plain = make_engine(base(where), **{"decode_steps": 7} | changes)
+    names = ("all", "some", None) if where == "adapters" else (None,)
+    for name in filter(None, names):
+        folder = write(tmp_path / name, CASES[name], weights_of(CASES[name], base(where))[0])
+        for one in (engine, plain):
+            one.load_adapter(name, folder)
+    prompts = [[3, 4, 5] * 6, [9, 9, 8, 7] * 4, [100]]
+    each = [params(i, max_tokens=40, temperature=float(i % 2), adapter=names[i % len(names)]) for i in range(3)]
+
+    def sampled(one: NativeEngine) -> list[Completion]:
+        if where != "updates":
+            return one.generate_all(prompts, each)
+        requests = [one._submit(Call(prompts[0], each[0]))]  # of several a call may pause at another token
+        for version in (1, 2):
+            one.step()
+            one.update_weights(base(where, seed=version), version)
+        while one.step():
+            pass
+        return [request.future.result() for request in requests]
+
+    for got, expected in zip(sampled(engine), sampled(plain), strict=True):
+        assert_same(got, expected)
+        assert got.weights_versions == expected.weights_versions and (
+            where != "updates" or {*got.weights_versions} > {1}
+        )
+        assert where != "routing" or np.array_equal(got.experts, expected.experts)  # type: ignore[arg-type]
+    metrics = engine.metrics()
+    assert metrics["rollout/speculative/share"] == 1 and metrics["rollout/speculative/accepted"] > 0
 
 
 @pytest.mark.thorough
