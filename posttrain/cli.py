@@ -206,25 +206,55 @@ def _probe(config: str, overrides: list[str]) -> None:
 
 @app.command()
 def plan(
-    config: ConfigPath,
-    devices: Annotated[
-        str, typer.Option(metavar="MACHINE", help="Machine: v5e-1 to v5e-256, v5p-8, v6e-8, h100-8, cpu-8, ...")
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG|RUN",
+            help="A YAML file; or the output folder of a run, to see planned beside measured.",
+            autocompletion=complete_config,
+        ),
     ],
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MACHINE",
+            help="Machine: v5e-1 to v5e-256, v5p-8, v6e-8, h100-8, cpu-8, ...; of a run by default its own.",
+        ),
+    ] = None,
     overrides: Overrides = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Compile in a third of the time, with less optimisation; no search.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With RUN: the table as JSON.")] = False,
 ) -> None:
-    """Memory, traffic, time and price on a machine that need not be there, by compiling for it; nothing is loaded."""
+    """Memory, traffic, time and price on a machine that need not be there, by compiling for it; nothing is loaded.
+    After a run: planned beside measured, per phase."""
     from posttrain.plan.machine import machine, prepare_process
+    from posttrain.runs.folder import is_run, machine_of_run
 
+    run = Path(config).expanduser()
+    if is_run(run):
+        if overrides:
+            raise ConfigError(f"plan: {overrides[0]}: a run is planned as it was; plan a configuration to change it")
+        target = machine(devices or machine_of_run(run))
+        prepare_process(target, quick=quick)
+        from posttrain.runs.plan import plan_run
+
+        stages = plan_run(run, target)
+        if as_json:
+            print(json.dumps([stage.record() for stage in stages], indent=1))
+        else:
+            print_lines([line for stage in stages for line in stage.lines()])
+        return
+    if devices is None or as_json:
+        missing = "--json is for the folder of a run" if as_json else "give --devices MACHINE, or the folder of a run"
+        raise ConfigError(f"plan: {config}: {missing}")
     target = machine(devices)
     prepare_process(target, quick=quick)
     from posttrain.config.yaml_file import load_config
-
-    loaded = load_config(config, overrides or [])
     from posttrain.runs import plan as recipe
 
+    loaded = load_config(config, overrides or [])
     for line in recipe.plan(loaded, target, search=not quick):
         print(line, flush=True)
 

@@ -70,27 +70,30 @@ def merge(*parts: Mapping[str, MetricT]) -> dict[str, MetricT]:
 
 
 class Timer:
-    """Wall-clock timer per phase: `with timer("rollout"): ...` adds to `timing_s/rollout`.
+    """Wall-clock timer per phase: `with timer("rollout"): ...` adds to `timing_s/rollout`. A phase that needs more of a
+    device's memory than anything before it leaves `memory/rollout/peak_gib`.
 
     JAX returns before the device is done: a phase that ends in device work must fetch or block on its result.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, before = time.perf_counter(), device_peak_gib()
         try:
             with span(phase):
                 yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+            self._peaks |= new_peak(phase, before)
 
     def metrics(self) -> dict[str, float]:
-        """Return and reset the seconds of each phase."""
-        seconds, self._seconds = self._seconds, {}
-        return {f"timing_s/{phase}": value for phase, value in seconds.items()}
+        """Return and reset the seconds and peaks of each phase."""
+        seconds, self._seconds, peaks, self._peaks = self._seconds, {}, self._peaks, {}
+        return {f"timing_s/{phase}": value for phase, value in seconds.items()} | peaks
 
 
 class CompileCounter:
@@ -122,12 +125,23 @@ class CompileCounter:
         jax.monitoring.unregister_event_duration_listener(self._record)
 
 
+def device_peak_gib() -> float | None:
+    """Peak memory of the fullest local device since the process began; None where devices state none, as on CPU."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return max((s["peak_bytes_in_use"] / 2**30 for s in stats if s is not None), default=None)
+
+
+def new_peak(phase: str, before: float | None) -> dict[str, float]:
+    """`memory/<phase>/peak_gib` if the peak is now above that of `before` the phase: of one that stays below, devices
+    tell nothing."""
+    peak = device_peak_gib()
+    return {} if peak is None or before is None or peak <= before else {f"memory/{phase}/peak_gib": peak}
+
+
 def peak_memory_gib() -> float:
     """Peak memory of the fullest local device; on CPU the process's peak resident set."""
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    peaks = [s["peak_bytes_in_use"] for s in stats if s is not None]
-    if peaks:
-        return max(peaks) / 2**30
+    if (peak := device_peak_gib()) is not None:
+        return peak
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

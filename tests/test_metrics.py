@@ -60,6 +60,26 @@ def test_timer_adds_up_a_phase_and_starts_again():
     assert timer.metrics() == {}
 
 
+class Device:
+    """Device that states its memory."""
+
+    peak = 2**30
+
+    def memory_stats(self):
+        return {"peak_bytes_in_use": self.peak}
+
+
+def test_a_phase_has_a_peak_where_it_is_the_highest_so_far(monkeypatch):
+    device, timer = Device(), Timer()
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(), device])
+    for phase, peak in (("rollout", 3 << 30), ("logps", 3 << 30), ("update", 4 << 30), ("update", 5 << 30)):
+        with timer(phase):
+            device.peak = peak
+    peaks = {name: value for name, value in timer.metrics().items() if name.startswith("memory/")}
+    assert peaks == {"memory/rollout/peak_gib": 3.0, "memory/update/peak_gib": 5.0}
+    assert timer.metrics() == {}
+
+
 def test_only_a_new_shape_is_a_compilation():
     function = jax.jit(lambda x: jnp.tanh(x) @ x)
     small, large = jax.device_put(np.ones((3, 3), np.float32)), jax.device_put(np.ones((4, 4), np.float32))

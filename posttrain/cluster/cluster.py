@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -174,7 +173,7 @@ class Caching(Protocol):
 
 def ledger(phase: str, roles: Mapping[str, Holder]) -> dict[str, float]:
     """GiB of each role over the devices of this process: `memory/<phase>/<role>_gib`, in host memory
-    `memory/<phase>/<role>_host_gib`, and the peak of the fullest device so far where the platform tells it.
+    `memory/<phase>/<role>_host_gib`.
 
     Arrays that several roles share count for the first one.
     """
@@ -193,7 +192,4 @@ def ledger(phase: str, roles: Mapping[str, Holder]) -> dict[str, float]:
         found[f"memory/{phase}/{role}_gib"] = device / 2**30
         if host:
             found[f"memory/{phase}/{role}_host_gib"] = host / 2**30
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    if peaks := [one["peak_bytes_in_use"] for one in stats if one is not None]:
-        found[f"memory/{phase}/peak_gib"] = max(peaks) / 2**30
     return found

@@ -111,6 +111,18 @@ def machine(name: str) -> Machine:
     raise ConfigError(f"machine {name!r} is unknown; use {', '.join(SLICES)}, {several}, h100-N, h200-N or cpu-N")
 
 
+def machine_of(kind: str, platform: str, number: int, slices: int = 1) -> str | None:
+    """Name of a machine with devices of a kind as JAX has it, such as `v5e-8`; None for one that has no plan."""
+    if platform != "tpu":
+        name = next((name for name in ("h100", "h200") if name in kind.lower()), "cpu" if platform == "cpu" else None)
+        return None if name is None else f"{name}-{number}"
+    chip = next((name for name, chip in CHIPS.items() if kind in chip.kinds), None)
+    sizes = {name: math.prod(map(int, shape.split("x"))) for name, shape in SLICES.items()}
+    found = (name for name, size in sizes.items() if name.split("-")[0] == chip and size * slices == number)
+    name = next(found, None)
+    return name if name is None or slices == 1 else f"{slices}x{name}"
+
+
 def has_libtpu() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 

@@ -32,11 +32,13 @@ from posttrain.plan.report import (
     CRITIC,
     CRITIC_OPTIMIZER,
     DECODE,
+    EVALUATION,
     LAYOUT,
     OPTIMIZER,
     PREFILL,
     REFERENCE,
     STATISTICS,
+    SYNC,
     TEACHERS,
     UPDATE,
     VALUES,
@@ -88,7 +90,7 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh, gather_once: bool) -> 
     phases = [_update(programs, batch, {})]
     if section.eval_dataset is not None:
         state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
-        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state))
+        phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state))
     tokens = section.batch_rows * section.row_tokens
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
@@ -118,7 +120,7 @@ def _distill(
     phases = [dataclasses.replace(update, flops=flops, read=read, own={**update.own, TEACHERS: taught})]
     if section.eval_dataset is not None:
         state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
-        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state))
+        phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state))
     return StagePlan(phases=phases, tokens=rows * length, unit="tokens of rows", **_saved(section, programs))
 
 
@@ -139,7 +141,7 @@ def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh, gather_o
     if loss.needs.reference:
         phases.append(_forward(programs, scored, STATISTICS, programs.lower_stats, 1, state | kept))
     if section.eval_dataset is not None:
-        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state | kept))
+        phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state | kept))
     tokens = section.batch_rows * section.row_tokens
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
@@ -230,13 +232,15 @@ def _moves(section: RLSection, programs: TrainPrograms, held: Sequence[Held], ro
     """Transfers of a step: what is offloaded, to the host and back, and new weights to the engine's devices."""
     for h in held:
         if h.only_in is not None and h.name in (OPTIMIZER, CRITIC_OPTIMIZER):
-            yield Move(name=f"{h.name} to the host's memory and back", size=h.size, times=2, by="host")
+            yield Move(name=f"{h.name} to the host's memory and back", size=h.size, times=2, by="host", phase=UPDATE)
         elif h.only_in is not None and h.name == REFERENCE:
-            yield Move(name=f"{h.name} from the host's memory", size=h.size, times=section.updates, by="host")
+            name = f"{h.name} from the host's memory"
+            yield Move(name=name, size=h.size, times=section.updates, by="host", phase=STATISTICS)
     if roles.rollout is not None:
         weights = ModelWeights(programs.structure.model)
         there = {path: x for path, x in placed_shapes(weights, roles.rollout).items() if path in programs.trainable}
-        yield Move(name="new weights to the devices of the sampler", size=bytes_on_device(there), by="wire")
+        name = "new weights to the devices of the sampler"
+        yield Move(name=name, size=bytes_on_device(there), by="wire", phase=SYNC)
 
 
 def _scoring(section: RLSection, model: Decoder, mesh: Mesh, there: Mapping[str, int]) -> Phase:

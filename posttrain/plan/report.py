@@ -1,11 +1,11 @@
-"""Plan of a stage and its report: memory, traffic, roofline times, price, largest buffers with the field for each, and
-the parts of a process on CPU."""
+"""Plan of a stage and its report: memory, traffic, roofline times, price, largest buffers with the field for each, the
+parts of a process on CPU, and planned beside measured."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
@@ -28,6 +28,7 @@ WEIGHTS, CRITIC, CRITIC_OPTIMIZER = "weights of the actor", "critic", "optimizer
 TEACHERS = "teachers"
 """Names of what roles hold."""
 UPDATE, STATISTICS, VALUES, LAYOUT, PREFILL, DECODE = "update", "statistics", "values", "layout", "prefill", "decode"
+EVALUATION, SYNC = "evaluation", "sync"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,8 @@ class Move:
     times: int = 1
     by: Literal["host", "wire"]
     """Link of the device that it takes: to its host, or to other devices."""
+    phase: str
+    """Phase that waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +236,10 @@ def report(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> It
         yield "  " + "  ".join([*cells, row[-1]])
     yield from _on_own_devices(outcomes)
     for move in plan.moves:
-        yield f"  {move.name}: {in_units(move.times * move.size)} a step, {_seconds(move, machine):.3g} s at least"
+        yield f"  {move.name}: {in_units(move.times * move.size)} a step, {move_seconds(move, machine):.3g} s at least"
     for name in plan.not_counted:
         yield f"  not counted: {name}"
-    seconds = _step_seconds(plan, outcomes, machine)
+    seconds = step_seconds(plan, outcomes, machine)
     rate = plan.tokens / seconds
     line = f"  a step takes {seconds:.3g} s at least: at most {rate:,.0f} {plan.unit} per second"
     if machine.chip.dollars_per_hour is not None:
@@ -251,15 +254,15 @@ def report(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> It
         yield f"    {in_units(size)}  {name}: {knob}"
 
 
-def _seconds(move: Move, machine: Machine) -> float:
+def move_seconds(move: Move, machine: Machine) -> float:
     return move.times * move.size / {"host": machine.chip.host, "wire": machine.chip.wire}[move.by]
 
 
-def _step_seconds(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> float:
+def step_seconds(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> float:
     """Seconds of a step at least; the longer half of one that samples ahead on other devices."""
-    seconds = {True: 0.0, False: sum(_seconds(move, machine) for move in plan.moves)}
+    seconds = {True: 0.0, False: sum(move_seconds(move, machine) for move in plan.moves)}
     for outcome in outcomes:
-        if outcome.phase.name != "evaluation":
+        if outcome.phase.name != EVALUATION:
             seconds[outcome.phase.role == "sampler"] += outcome.step_seconds
     return max(seconds.values()) if plan.overlaps else sum(seconds.values())
 
@@ -320,6 +323,76 @@ def in_units(count: int | float) -> str:
         if count >= scale:
             return f"{count / scale:,.2f} {unit}"
     return f"{count:.0f} B"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Row of a table of planned beside measured; None: not known."""
+
+    name: str
+    planned_s: float | None = None
+    """Lower bound of the seconds in a step."""
+    measured_s: float | None = None
+    """Median of the steps in which nothing was compiled."""
+    measured_by: str = ""
+    """Metrics of the seconds."""
+    planned_bytes: int | None = None
+    """Peak of a device, or of the process."""
+    measured_bytes: float | None = None
+    memory_note: str = ""
+    """Why there is no measured peak, and what is known of it."""
+
+    def record(self) -> dict[str, Any]:
+        ratios = {"ratio_s": ratio(self.measured_s, self.planned_s)}
+        return {**asdict(self), **ratios, "ratio_bytes": ratio(self.measured_bytes, self.planned_bytes)}
+
+    def cells(self) -> tuple[str, ...]:
+        def times(value: float | None) -> str:
+            return "-" if value is None else f"{value:.3g}"
+
+        planned, measured = (None if x is None else in_units(x) for x in (self.planned_bytes, self.measured_bytes))
+        found = self.record()
+        return (
+            *(self.name, times(self.planned_s), times(self.measured_s), times(found["ratio_s"]), planned or "-"),
+            *(measured or self.memory_note or "-", times(found["ratio_bytes"]), self.measured_by or "-"),
+        )
+
+
+def ratio(measured: float | None, planned: float | int | None) -> float | None:
+    return measured / planned if measured is not None and planned else None
+
+
+HEADS = ("phase", "at least, s", "measured, s", "ratio", "peak", "measured", "ratio", "seconds by")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBeside:
+    """Planned beside measured of one stage of a run."""
+
+    name: str
+    machine: str
+    devices: Sequence[Mapping[str, Any]]
+    """Devices of the calls of the run."""
+    steps: int
+    """Steps that count: those in which nothing was compiled, or all if something was in each."""
+    compiled: bool
+    """True if something was compiled in each step."""
+    rows: Sequence[Beside]
+    notes: Sequence[str]
+    """Lines on what is not measured or not planned."""
+
+    def record(self) -> dict[str, Any]:
+        return {**vars(self), "rows": [row.record() for row in self.rows]}
+
+    def lines(self) -> Iterator[str]:
+        on = ", then ".join(f"{one['number']} x {one['kind']}" for one in self.devices) or "devices that are not known"
+        counted = f"{self.steps} steps" + (", each with a compilation" if self.compiled else " without a compilation")
+        yield f"{self.name}: planned for {self.machine}; measured on {on}, medians of {counted}"
+        table = [HEADS, *(row.cells() for row in self.rows)]
+        widths = [max(len(row[column]) for row in table) for column in range(len(HEADS))]
+        for row in table:
+            yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield from (f"  {note}" for note in self.notes)
 
 
 SMALLEST = {False: 447 << 20, True: 581 << 20}

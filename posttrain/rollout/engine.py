@@ -264,6 +264,7 @@ class NativeEngine:
         nothing under its weights."""
         self._scheduler.forget()
         self.take_counts()
+        self._runner.take_seconds()
 
     def release_cache(self) -> None:
         """Free the cache's memory, and with it all prefixes, until the next request; nothing while samples run."""
@@ -339,7 +340,7 @@ class NativeEngine:
             "rollout/late_compilations": float(programs.num_late - late),
             "rollout/layout_mib": programs.layout_bytes / 2**20,
             "rollout/copy_mib": self._copies.own_bytes / 2**20 if self._copies is not None else 0.0,
-        } | self._runner.draft_metrics(drafts)
+        } | {**self._runner.draft_metrics(drafts), **self._runner.take_seconds()}
 
     def take_counts(self) -> tuple[Counts, DraftTotals]:
         """Counters of prompts, shared prefixes, preemptions and drafts since the last call, or that of `metrics`."""

@@ -70,6 +70,8 @@ class Runner:
         # The thread of a cancelled driver may still be on the device when the next one starts.
         self._device = threading.Lock()
         self._closed = False
+        self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self._counted = dict(self._seconds)
 
     @classmethod
     def of(
@@ -116,8 +118,8 @@ class Runner:
     def run(self, dispatch: Dispatch) -> DispatchOutcome:
         """On the device; returns when everything is on the host."""
         rows = len(dispatch.decode.places) if dispatch.decode is not None else 0
-        name = "rollout/prefill" if dispatch.prompts else "rollout/decode"
-        with self._device, span(name, rows=rows, slots=self.shapes.slots * self.shapes.lanes):
+        name = "prefill" if dispatch.prompts else "decode"
+        with self._device, span(f"rollout/{name}", rows=rows, slots=self.shapes.slots * self.shapes.lanes):
             start, late = time.perf_counter(), self.programs.num_late
             decode, prefilled, chunk = dispatch.decode, [], None
             drafts = decode is not None and isinstance(decode.rows, SpeculativeRows)
@@ -139,7 +141,9 @@ class Runner:
             self._put_pools(pools)
             outcome = jax.device_get({"prefilled": prefilled, "chunk": chunk})
             plain = not dispatch.prompts and not dispatch.drafting and self.programs.num_late == late
-            return DispatchOutcome(**outcome, seconds=time.perf_counter() - start if plain else None)
+            seconds = time.perf_counter() - start
+            self._seconds[name] += seconds
+            return DispatchOutcome(**outcome, seconds=seconds if plain else None)
 
     def _sides(self, loaded: Loaded, *, drafts: bool) -> list[Side]:
         """The model and its pool, and with `drafts` the draft model's. The pools are gone if a program fails, to which
@@ -248,6 +252,13 @@ class Runner:
 
     def draft_metrics(self, totals: DraftTotals) -> dict[str, float]:
         return {} if self.drafter is None else self.drafter.metrics(totals)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds of dispatches since the last call, with the layout of weights: `prefill_s` of those that read
+        prompts, in which rows may decode too, `decode_s` of others."""
+        # Another thread may add to them meanwhile.
+        before, self._counted = self._counted, dict(self._seconds)
+        return {f"rollout/{name}_s": value - before[name] for name, value in self._counted.items()}
 
     def note_drafts(
         self, plan: Plan, dispatch: Dispatch, outcome: DispatchOutcome, holds: Callable[[Row], bool]

@@ -9,11 +9,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from posttrain import __version__
 from posttrain.config import RunConfig
 from posttrain.config.yaml_file import diff_config, dump_config, load_recorded
 from posttrain.errors import ConfigError
+from posttrain.plan.machine import machine_of
 from posttrain.runs.code_identity import check_code, code_digests, remember_code
 from posttrain.runtime import processes
 from posttrain.runtime.files import LOCK_NAME, digest, locked, write_whole
@@ -23,6 +27,7 @@ from posttrain.tracking.console import console
 CONFIG_NAME = "config.yaml"
 STALE_S = 60
 """Time for which NFS may not show a folder that another host has made."""
+DEVICES = "devices.json"
 NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
 """Keys that may differ between calls of the same run."""
 
@@ -75,6 +80,36 @@ def _locked(output: Path, config: RunConfig) -> Iterator[None]:
             raise ConfigError(f"output: {output}: cannot be written: {error.strerror}; give another output") from error
         _check_same(output, config)
         yield
+
+
+def remember_devices(output: Path, slices: int) -> None:
+    """Write the devices of the run, after those of calls before with other ones."""
+    first, before = jax.devices()[0], devices_of(output)
+    own = {"kind": first.device_kind, "platform": first.platform, "number": len(jax.devices()), "slices": slices}
+    own["processes"] = processes.count()
+    if own not in before[-1:]:
+        write_whole(output / DEVICES, json.dumps([*before, own], indent=1))
+
+
+def devices_of(output: Path) -> list[dict[str, Any]]:
+    """Devices of a run, those of its last call at the end; none of one that did not write them."""
+    file = output / DEVICES
+    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return found
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / CONFIG_NAME).is_file()
+
+
+def machine_of_run(output: Path) -> str:
+    """Name of the machine of a run. ConfigError where it has no name."""
+    found = devices_of(output)
+    names = {machine_of(one["kind"], one["platform"], one["number"], one["slices"]) for one in found}
+    if len(names) != 1 or (name := names.pop()) is None:
+        kinds = " and ".join(f"{one['number']} x {one['kind']}" for one in found) or "devices that it did not write"
+        raise ConfigError(f"plan: {output} ran on {kinds}; give --devices MACHINE")
+    return name
 
 
 def _check_same(output: Path, config: RunConfig) -> None:

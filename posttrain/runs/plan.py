@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +19,45 @@ from jax.sharding import Mesh
 from posttrain.config import (
     MESH_AXES,
     OnlineSection,
+    RLSection,
     RunConfig,
+    SavedActivations,
     TrainSection,
 )
-from posttrain.config.yaml_file import dump_config
+from posttrain.config.yaml_file import dump_config, load_recorded
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, torus_note
 from posttrain.plan.lowered import Figures, bytes_on_device, figures_of
 from posttrain.plan.machine import GIB, Machine, libtpu_version
 from posttrain.plan.phases import stage_plan
-from posttrain.plan.report import Outcome, StagePlan, moments, report, report_process
+from posttrain.plan.report import (
+    DECODE,
+    EVALUATION,
+    LAYOUT,
+    PREFILL,
+    STATISTICS,
+    SYNC,
+    UPDATE,
+    VALUES,
+    Beside,
+    Outcome,
+    StageBeside,
+    StagePlan,
+    in_units,
+    moments,
+    move_seconds,
+    report,
+    report_process,
+    step_seconds,
+)
+from posttrain.runs.folder import CONFIG_NAME, devices_of
 from posttrain.runs.memory import GatherChoice, RematChoice, choose_gather, choose_remat, outline_on, roles_of
 from posttrain.runs.prepare import fit_lengths
 from posttrain.stages.context import RoleDevices, devices_of_teachers, num_training_devices, role_devices
 from posttrain.stages.online import one_process
 from posttrain.stages.table import check_row_tokens, stage_names
+from posttrain.tracking.history import read_metrics
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.load import random_weights
 from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
@@ -218,6 +244,197 @@ def _changed(config: RunConfig, section: TrainSection, changes: dict[str, Any]) 
         target[last] = value
     changed = RunConfig.model_validate(fields)
     return changed, changed.stages[place]
+
+
+MEASURED = {
+    "sampling": ((LAYOUT, PREFILL, DECODE), ("rollout/prefill_s", "rollout/decode_s"), "rollout"),
+    STATISTICS: ((STATISTICS, VALUES), ("timing_s/logps",), "logps"),
+    UPDATE: ((UPDATE,), ("timing_s/update",), "update"),
+}
+"""Phases of RL that a run measures together: their names in a plan, metrics of their seconds, and the name under which
+a run has their peak."""
+NOT_STATED = "not stated by CPU devices"
+
+
+def plan_run(run: Path, machine: Machine) -> list[StageBeside]:
+    """Planned beside measured of each stage of a run that has begun. ConfigError for a run without steps."""
+    config, metrics, devices = load_recorded(run / CONFIG_NAME), read_metrics(run), devices_of(run)
+    found, before = [], 0.0
+    for name, section in zip(stage_names(config), config.stages, strict=True):
+        rows = [row for row in metrics if row["stage"] == name and "step_time" in row]
+        if rows:
+            found.append(_stage_beside(name, section, _as_run(config, run / name), rows, devices, machine, before))
+            before = max(before, *(row["perf/peak_memory_gib"] for row in rows))
+    if not found:
+        raise ConfigError(f"plan: {run} has no step yet; plan its {CONFIG_NAME}")
+    return found
+
+
+def _as_run(config: RunConfig, folder: Path) -> RunConfig:
+    """Configuration with what `auto` chose in a stage."""
+
+    def chosen(name: str) -> Any:
+        file = folder / f"{name}.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+    remat, once = chosen("remat"), chosen("gather")
+    if isinstance(remat, dict):
+        remat = SavedActivations(**remat)
+    model = config.model if remat is None else config.model.model_copy(update={"remat": remat})
+    gather = config.mesh.gather if once is None else "update" if once else "layer"
+    return config.model_copy(update={"model": model, "mesh": config.mesh.model_copy(update={"gather": gather})})
+
+
+def _stage_beside(
+    name: str,
+    section: TrainSection,
+    config: RunConfig,
+    metrics: Sequence[Mapping[str, Any]],
+    devices: Sequence[Mapping[str, Any]],
+    machine: Machine,
+    before: float,
+) -> StageBeside:
+    stage, outcomes, process, notes = None, list[Outcome](), None, list[str]()
+    try:
+        files = _model_files(config)
+        assert files.config is not None
+        fitted = fit_lengths(config, files.config.max_positions)
+        mesh = _mesh(fitted, machine)
+        stage = _stage(section, fitted, files, mesh, machine)
+        outcomes = _compiled(stage, machine)
+        if machine.chip.platform == "cpu":
+            process = max(one.total for one in moments(stage, outcomes, _loading(fitted, files, mesh, machine)))
+        notes += [f"not counted: {one}" for one in stage.not_counted]
+    except (ConfigError, MemoryError) as error:
+        notes.append(f"not planned: {error}")
+    quiet = [row for row in metrics if row.get("perf/compilations") == 0]
+    measured = Measured(quiet or metrics, metrics, devices)
+    rows = list(_rows(section, stage, outcomes, measured, machine))
+    if measured.on_cpu:
+        rows.append(Beside(name="process", planned_bytes=process, **measured.process_peak(before)))
+    if not machine.has_compiler:
+        notes.append("planned by XLA's compiler for virtual CPU devices, without the machine's kernels: an estimate")
+    return StageBeside(
+        name=name,
+        machine=machine.name,
+        devices=devices,
+        steps=len(measured.quiet),
+        compiled=not quiet,
+        rows=rows,
+        notes=[*notes, *measured.notes(section, stage)],
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Metrics of a stage."""
+
+    quiet: Sequence[Mapping[str, Any]]
+    """Steps whose seconds count."""
+    all: Sequence[Mapping[str, Any]]
+    devices: Sequence[Mapping[str, Any]]
+
+    @property
+    def on_cpu(self) -> bool:
+        return any(one["platform"] == "cpu" for one in self.devices)
+
+    def seconds(self, *names: str) -> float | None:
+        """Median of the sum of metrics over the steps that have them."""
+        sums = [sum(row[name] for name in names) for row in self.quiet if all_in(names, row)]
+        return statistics.median(sums) if sums else None
+
+    def peak(self, phase: str) -> dict[str, Any]:
+        """Measured peak of a phase: known if it was ever the highest so far, else at most that of the run."""
+        if self.on_cpu:
+            return {"memory_note": NOT_STATED}
+        if not self.devices:
+            return {"memory_note": "not known on devices that are not known"}
+        name = f"memory/{phase}/peak_gib"
+        if own := [row[name] for row in self.all if name in row]:
+            return {"measured_bytes": max(own) * GIB}
+        return {"memory_note": at_most(max(row["perf/peak_memory_gib"] for row in self.all))}
+
+    def process_peak(self, before: float) -> dict[str, Any]:
+        """Peak of the process on CPU; `before`: GiB at the end of the stage before."""
+        highest = max(row["perf/peak_memory_gib"] for row in self.all)
+        if any(one["processes"] > 1 for one in self.devices):
+            return {"memory_note": f"{in_units(highest * GIB)} of the first of several"}
+        return {"measured_bytes": highest * GIB} if highest > before else {"memory_note": at_most(highest)}
+
+    def notes(self, section: TrainSection, stage: StagePlan | None) -> Iterator[str]:
+        """Lines on what is not measured or not planned."""
+        if not isinstance(section, OnlineSection):
+            yield "not measured apart: waiting for data, which is part of a step"
+            if stage is not None and any(phase.name == EVALUATION for phase in stage.phases):
+                yield "not planned: the number of batches of an evaluation, whose seconds are those of all"
+            return
+        yield "not measured apart: layout, prefill and decode, which share dispatches" + "".join(
+            f"; {value:.3g} s in those that {what}"
+            for name, what in (("prefill", "read prompts"), ("decode", "only decode"))
+            if (value := self.seconds(f"rollout/{name}_s")) is not None
+        )
+        rest = {"rewards": "timing_s/rewards", "the whole of sampling, with what waits for it": "timing_s/rollout"}
+        for what, name in rest.items():
+            if (value := self.seconds(name)) is not None:
+                yield f"not planned: {what}, {value:.3g} s ({name})"
+        tokens = self.seconds("completions/num_tokens")
+        if stage is not None and tokens is not None:
+            yield f"sampled tokens of a step: {tokens:,.0f} measured, {stage.tokens:,} planned as the most"
+
+
+def at_most(peak_gib: float) -> str:
+    return f"at most {in_units(peak_gib * GIB)}"
+
+
+def all_in(names: Sequence[str], row: Mapping[str, Any]) -> bool:
+    return all(row.get(name) is not None for name in names)
+
+
+def _rows(
+    section: TrainSection, stage: StagePlan | None, outcomes: Sequence[Outcome], measured: Measured, machine: Machine
+) -> Iterator[Beside]:
+    """Rows of groups of phases that are measured together, each followed by its phases if it has several."""
+    trained = [outcome for outcome in outcomes if outcome.phase.name != EVALUATION]
+    moves = [] if stage is None else stage.moves
+    online = isinstance(section, OnlineSection)
+    for name, (phases, metrics, timed) in MEASURED.items() if online else ():
+        own = [outcome for outcome in trained if outcome.phase.name in phases]
+        seconds = [*(one.step_seconds for one in own), *(move_seconds(m, machine) for m in moves if m.phase == name)]
+        if own or (not trained and measured.seconds(*metrics) is not None):
+            peak = measured.peak(timed)
+            if isinstance(section, RLSection) and section.asynchronous is not None and not measured.on_cpu:
+                peak = {"memory_note": "not told apart: samples are made meanwhile"}
+            yield from _group(name, sum(seconds) if own else None, own, measured, metrics, peak)
+    if moved := [move_seconds(move, machine) for move in moves if move.phase == SYNC]:
+        yield from _group(SYNC, sum(moved), [], measured, ("timing_s/sync",), {})
+    planned = step_seconds(stage, outcomes, machine) if stage is not None and trained else None
+    shown = [] if online else trained
+    name = trained[0].phase.name if len(shown) == 1 else "step"
+    yield from _group(name, planned, trained, measured, ("step_time",), measured.peak("step"), apart=not online)
+    for outcome in outcomes:
+        if outcome.phase.name == EVALUATION:
+            yield from _group(
+                EVALUATION, None, [outcome], measured, ("timing_s/evaluation",), measured.peak(EVALUATION)
+            )
+
+
+def _group(
+    name: str,
+    planned: float | None,
+    own: Sequence[Outcome],
+    measured: Measured,
+    metrics: Sequence[str],
+    peak: Mapping[str, Any],
+    *,
+    apart: bool = True,
+) -> Iterator[Beside]:
+    """Row of phases that are measured together and, `apart`, one for each if there are several."""
+    highest = max((outcome.peak for outcome in own), default=None)
+    seconds: dict[str, Any] = {"planned_s": planned, "measured_s": measured.seconds(*metrics)}
+    yield Beside(name=name, measured_by=" + ".join(metrics), planned_bytes=highest, **seconds, **peak)
+    for outcome in own if apart and len(own) > 1 else ():
+        phase = f"  {outcome.phase.role}: {outcome.phase.name}"
+        yield Beside(name=phase, planned_s=outcome.step_seconds, planned_bytes=outcome.peak)
 
 
 def plan_elsewhere(config: RunConfig, devices: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ import optax
 
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
-from posttrain.metrics import CompileCounter, peak_memory_gib, tables, to_host
+from posttrain.metrics import CompileCounter, Timer, device_peak_gib, new_peak, peak_memory_gib, tables, to_host
 from posttrain.runtime import processes
 from posttrain.runtime.profiler import span, step_span
 from posttrain.runtime.xla import trim_host_memory
@@ -234,8 +234,10 @@ class TrainingLoop:
         every = self._every.evaluation
         if self._evaluate is not None and every is not None and crosses(before, done, every) and not last:
             self._lines.flush()
-            with span("evaluation"):
-                self._sink.write(done, self._evaluate())
+            timer = Timer()
+            with timer("evaluation"):
+                found = self._evaluate()
+            self._sink.write(done, {**found, **timer.metrics()})
         stop = self._votes(self._stop.requested)
         if stop or last or crosses(before, done, self._every.checkpoint):
             self._lines.flush()
@@ -269,9 +271,12 @@ class _StepLines:
         self._pending: _Pending | None = None
         self._carried: dict[str, float] = {}
         self._started = self._finished = time.perf_counter()
+        self._peak = device_peak_gib()
 
     def start(self) -> None:
         self._started = time.perf_counter()
+        if self._pending is None:
+            self._peak = device_peak_gib()
 
     def carry(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the line of the next step."""
@@ -302,8 +307,9 @@ class _StepLines:
         seconds = self._finished - started
         if self._observe is not None:
             self._observe(seconds)
+        peak, self._peak = new_peak("step", self._peak), device_peak_gib()
         with span("log"):
-            self._sink.write(line.step, host | _performance(host, seconds) | line.compiled)
+            self._sink.write(line.step, host | _performance(host, seconds) | line.compiled | peak)
             if shares := tables(line.metrics):
                 self._sink.tables(line.step, shares)
 

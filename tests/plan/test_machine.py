@@ -7,7 +7,7 @@ import math
 import pytest
 
 from posttrain.errors import ConfigError
-from posttrain.plan.machine import SLICES, machine
+from posttrain.plan.machine import SLICES, machine, machine_of
 
 
 def test_names() -> None:
@@ -24,6 +24,15 @@ def test_several_slices() -> None:
     one, two = machine("v5e-16"), machine("2xv5e-16")
     assert (two.num_devices, two.num_slices, two.num_hosts) == (32, 2, 8) and two.chip == one.chip
     assert machine("4xv5e-8").num_hosts == 4
+
+
+def test_names_of_devices_that_are_there() -> None:
+    for name in ("v5e-8", "v5p-8", "v6e-256", "4xv5e-8"):
+        found = machine(name)
+        assert all(machine_of(k, "tpu", found.num_devices, found.num_slices) == name for k in found.chip.kinds)
+    assert machine_of("NVIDIA H100 80GB HBM3", "gpu", 4) == "h100-4" and machine_of("cpu", "cpu", 1) == "cpu-1"
+    assert machine_of("NVIDIA A100", "gpu", 8) is machine_of("TPU v5 lite", "tpu", 3) is None
+    assert machine_of("TPU v4", "tpu", 8) is None
 
 
 @pytest.mark.parametrize(

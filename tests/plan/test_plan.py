@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ import numpy as np
 import pytest
 
 from posttrain.config import RunConfig
-from posttrain.config.yaml_file import load_config
+from posttrain.config.yaml_file import dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.models.activations import shown_remat
 from posttrain.plan import lowered
 from posttrain.plan.lowered import bytes_on_device
-from posttrain.plan.machine import Machine, machine
+from posttrain.plan.machine import GIB, Machine, machine
 from posttrain.plan.report import Phase, StagePlan
+from posttrain.runs.folder import machine_of_run
 from posttrain.runs.memory import HEADROOM, GatherChoice, RematChoice, check_memory, choose_gather, choose_remat
-from posttrain.runs.plan import _mesh, _model_files, _role_devices, _stage, plan, plan_elsewhere
+from posttrain.runs.plan import _mesh, _model_files, _role_devices, _stage, plan, plan_elsewhere, plan_run
 from posttrain.runs.run import _memory_choices
 from posttrain.stages.context import RoleDevices
 from posttrain.train.programs import placed_shapes
@@ -56,6 +58,62 @@ def test_phases_of_sft_and_rl_then_the_cache(tmp_path: Path, monkeypatch: pytest
     assert lines.count("  it fits") == 2
     monkeypatch.setattr(lowered, "compile_program", None)
     assert list(plan(config, CPU_8)) == lines, "nothing is compiled again"
+    check_beside(config, tmp_path / "out")
+
+
+STEP = {"perf/peak_memory_gib": 3.0, "perf/compilations": 0.0}
+RL_STEP = {
+    "rollout/prefill_s": 1.0,
+    "rollout/decode_s": 2.0,
+    "timing_s/update": 4.0,
+    "timing_s/logps": 8.0,
+    "step_time": 32.0,
+    "completions/num_tokens": 40.0,
+    "memory/update/peak_gib": 2.5,
+}
+METRICS = [
+    {"stage": "0-sft", "step": 1, **STEP, "step_time": 99.0, "perf/compilations": 2.0, "memory/step/peak_gib": 0.5},
+    *({"stage": "0-sft", "step": 2 + n, **STEP, "step_time": 1.0 + n} for n in range(3)),
+    {"stage": "0-sft", "step": 4, "timing_s/evaluation": 5.0},
+    {"stage": "1-rl", "step": 0, "eval/reward": 1.0},
+    {"stage": "1-rl", "step": 1, **STEP, **RL_STEP},
+]
+
+
+def check_beside(config: RunConfig, run: Path) -> None:
+    """Planned beside measured of runs with these metrics, on a CPU and on a device that states its memory."""
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_config(config))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
+    own = {"kind": "cpu", "platform": "cpu", "number": 8, "slices": 1, "processes": 1}
+    (run / "devices.json").write_text(json.dumps([own]))
+    assert machine_of_run(run) == "cpu-8"
+    sft, rl = plan_run(run, CPU_8)
+    assert sft.steps == 3 and not sft.compiled and rl.steps == 1
+    (update, process), notes = sft.rows, {row.memory_note for row in rl.rows[:-1] if not row.name.startswith(" ")}
+    assert (update.name, update.measured_s, update.measured_by) == ("update", 2.0, "step_time")
+    assert update.memory_note == "not stated by CPU devices" and notes == {update.memory_note}
+    assert process.measured_bytes == 3 * GIB and 0.3 * GIB < (process.planned_bytes or 0) < 2 * GIB
+    assert rl.rows[-1].memory_note == "at most 3.00 GiB", "no higher than in the stage before"
+    (run / "devices.json").write_text(json.dumps([{**own, "kind": "TPU v5 lite", "platform": "tpu"}]))
+    sft, rl = plan_run(run, CPU_8)
+    assert [row.name for row in sft.rows] == ["update"] and sft.rows[0].measured_bytes == GIB / 2
+    by_name = {row.name: row for row in rl.rows}
+    phases = ["  sampler: layout", "  sampler: prefill", "  sampler: decode"]
+    assert list(by_name) == ["sampling", *phases, "statistics", "update", "step"]
+    sampling, statistics, update, step = (row for name, row in by_name.items() if name not in phases)
+    assert [row.measured_s for row in (sampling, statistics, update, step)] == [3.0, 8.0, 4.0, 32.0]
+    assert sampling.planned_s == sum(by_name[phase].planned_s or 0 for phase in phases) > 0
+    assert sampling.planned_bytes == max(by_name[phase].planned_bytes or 0 for phase in phases)
+    assert step.planned_s == pytest.approx(sum(row.planned_s or 0 for row in (sampling, statistics, update)))
+    assert update.measured_bytes == 2.5 * GIB and sampling.memory_note == step.memory_note == "at most 3.00 GiB"
+    recorded = {row["name"]: row for row in rl.record()["rows"]}
+    assert recorded["update"]["ratio_bytes"] == 2.5 * GIB / (update.planned_bytes or 1)
+    assert recorded["update"]["ratio_s"] == 4.0 / (update.planned_s or 1) and recorded["step"]["ratio_bytes"] is None
+    table = "\n".join(rl.lines())
+    assert "sampled tokens of a step: 40 measured, 48 planned as the most" in table
+    assert "1 s in those that read prompts; 2 s in those that only decode" in table
+    assert "measured on 8 x TPU v5 lite, medians of 1 steps" in table and "2.50 GiB" in table
 
 
 @pytest.mark.thorough
@@ -115,6 +173,13 @@ def test_refusals(tmp_path: Path) -> None:
     file = write_run(tmp_path, sft_stage())
     assert "machine 'v5e-9' is unknown" in posttrain("plan", file, "--devices", "v5e-9").error
     assert "--devices 0: give a number" in posttrain("check", file, "--devices", "0").error
+    assert "give --devices MACHINE, or the folder of a run" in posttrain("plan", file).error
+    assert "--json is for the folder of a run" in posttrain("plan", file, "--devices", "cpu-1", "--json").error
+    file.rename(tmp_path / "config.yaml")
+    assert "ran on devices that it did not write; give --devices" in posttrain("plan", tmp_path).error
+    assert "a run is planned as it was" in posttrain("plan", tmp_path, "seed=1", "--devices", "cpu-8").error
+    with pytest.raises(ConfigError, match="has no step yet"):
+        plan_run(tmp_path, CPU_8)
     scores = {"kind": "reward_model", "dataset": {"path": "pairs.jsonl"}, "num_steps": 1}
     with pytest.raises(ConfigError, match="a stage of the kind RewardModel cannot be planned yet"):
         list(plan(run_of(tmp_path, scores), CPU_8))

@@ -51,6 +51,7 @@ def outcome(role: str, name: str, figures: Figures = FIGURES, beside: int = 0, d
         parameters=frozenset(),
         mesh=make_mesh(MeshSection(fsdp=devices), jax.devices()[:devices]),
         beside={"other": beside},
+        own={},
     )
     return Outcome(phase=phase, figures=figures, machine=machine("cpu-1"))
 
@@ -86,7 +87,7 @@ def test_the_sampler_lies_beside_the_trainer() -> None:
 
 def test_other_devices_and_the_host_count_for_the_process() -> None:
     """What a role has on devices of its own, and in the host's memory; a move has a second copy on its way."""
-    move = Move(name="moved", size=60, times=2, by="host")
+    move = Move(name="moved", size=60, times=2, by="host", phase="update")
     stage = replace(STAGE, elsewhere=11, moves=[move])
     decode = outcome("sampler", "decode", devices=2)
     found = by_name(stage, outcome("trainer", "update"), decode)
@@ -108,7 +109,7 @@ def test_devices_of_roles_have_a_verdict_each() -> None:
     assert any(line.startswith("  a step takes 2 s at least") for line in ahead)
 
 
-MOVE = Move(name="moved", size=int(20e9), times=2, by="host")
+MOVE = Move(name="moved", size=int(20e9), times=2, by="host", phase="update")
 CPU = machine("cpu-8")
 
 

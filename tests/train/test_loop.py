@@ -127,15 +127,23 @@ class Loop:
         return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdigit())
 
 
-def test_what_happens_when(tmp_path: Path) -> None:
+def test_what_happens_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(tmp_path)
+    for module in ("metrics", "train.loop"):
+        peak = f"posttrain.{module}.device_peak_gib"
+        monkeypatch.setattr(peak, lambda: 10.0 * (loop.trainer.step_number > 0) + len(loop.evaluations))
     loop.run(5, checkpoint=2, evaluation=2)
+    peaks = [(step, name, value) for step, line in loop.sink.lines for name, value in line.items() if "memory/" in name]
+    names = "memory/step/peak_gib", "memory/evaluation/peak_gib"
+    assert peaks == [(1, names[0], 10.0), (2, names[1], 11.0), (4, names[1], 12.0)], "where it rose"
+    assert [step for step, metrics in loop.sink.lines if "timing_s/evaluation" in metrics] == [2, 4]
     assert [step for step, metrics in loop.sink.lines if "grad_norm" in metrics] == [1, 2, 3, 4, 5]
     assert loop.evaluations == [2, 4] and loop.saved == [4, 5]
     assert [step for step, metrics in loop.sink.lines if metrics.get("timing_s/checkpoint", 0) > 0] == [3, 5]
     _, metrics = loop.sink.lines[0]
     assert metrics["learning_rate"] == 0.5 and metrics["num_tokens"] == 16
     assert metrics["perf/tokens_per_s"] == pytest.approx(16 / metrics["step_time"])
+    assert [step for step, metrics in loop.sink.lines if "timing_s/evaluation" in metrics] == [2, 4]
     loop.run(5)
     assert loop.data.taken == 5
 
