@@ -43,8 +43,8 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
         assert compiled.pop(10) <= (40 if lora else 9), "no digests"
         assert set(compiled.values()) == {0.0}, (stage, compiled)
     assert {line["rollout/late_compilations"] for line in told if line["stage"] == "1-rl"} == {0.0}
-    for line in (line for line in told if line["stage"] == "1-rl"):
-        assert line["rollout/prefill_s"] > 0 <= line["rollout/decode_s"], "seconds of dispatches, in each step"
+    seconds = [line["rollout/prefill_s"] for line in told if line["stage"] == "1-rl"]
+    assert min(seconds) >= 0 < sum(seconds), "of dispatches, some of which are ahead of their step"
     assert machine_of_run(tmp_path / "out") == "cpu-8"
     stale = {line["sampling/staleness/mean"] > 0 for line in told if line["stage"] == "1-rl"}
     assert stale == ({False} if lora else {False, True}), "samples of earlier weights"
