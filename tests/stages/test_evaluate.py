@@ -175,7 +175,8 @@ def test_votes_are_for_what_is_logged() -> None:
     assert majority_at_k([1, 1, None], [True, True, False], 3) == 1.0
 
 
-@pytest.mark.parametrize("mode", [pytest.param("whole", marks=pytest.mark.thorough), "ahead"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["whole", "ahead"])
 def test_training_is_bitwise_as_without_evaluation(tmp_path: Path, mode: str) -> None:
     """The same samples with the same log-probabilities, and the same weights: prompts share their first 70 tokens with
     held-out ones, whose keys and values an evaluation leaves in the prefix cache."""

@@ -112,9 +112,8 @@ def test_a_new_adapter_is_the_base_for_the_reference(tmp_path: Path) -> None:
     assert abs(found[0] - np.log(2)) < 1e-5 and found[1] < found[0] - 1e-4
 
 
-@pytest.mark.parametrize(
-    ("loss", "data"), [("kto", "judged"), pytest.param("orpo", "pairs", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("loss", "data"), [("kto", "judged"), ("orpo", "pairs")])
 def test_other_losses(tmp_path: Path, loss: Any, data: str) -> None:
     """Single answers, and a loss without a reference; both over two micro-batches."""
     path = {"path": f"{data}.jsonl", "chat": False}

@@ -195,7 +195,7 @@ def stepped(
     return {path: np.asarray(w) - before[path] for path, w in trainer.params.items()}, metrics
 
 
-FEW = ("gold", "kto", "process")
+FEW = ("kto", "process")
 
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in CASES])
