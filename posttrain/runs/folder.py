@@ -17,7 +17,6 @@ from posttrain import __version__
 from posttrain.config import RunConfig
 from posttrain.config.yaml_file import diff_config, dump_config, load_recorded
 from posttrain.errors import ConfigError
-from posttrain.plan.machine import machine_of
 from posttrain.runs.code_identity import check_code, code_digests, remember_code
 from posttrain.runtime import processes
 from posttrain.runtime.files import LOCK_NAME, digest, locked, write_whole
@@ -104,6 +103,8 @@ def is_run(folder: Path) -> bool:
 
 def machine_of_run(output: Path) -> str:
     """Name of the machine of a run. ConfigError where it has no name."""
+    from posttrain.plan.machine import machine_of
+
     found = devices_of(output)
     names = {machine_of(one["kind"], one["platform"], one["number"], one["slices"]) for one in found}
     if len(names) != 1 or (name := names.pop()) is None:
