@@ -282,9 +282,8 @@ def head_lanes(attention: AttentionConfig | LatentAttentionConfig) -> HeadLanes:
 
 def check_decode_kernel(layout: str, config: ModelConfig, dtype: np.dtype, shards: int) -> None:
     """Raise ConfigError if the kernel of this layout does not serve the model with its heads split over `shards`."""
-    refusals = {kernel: refusal_of_kernel(kernel, config, dtype, shards) for kernel in KERNELS}
-    if (refusal := refusals.get(layout)) is not None:
-        others = [kernel for kernel in KERNELS if refusals[kernel] is None]
+    if layout in KERNELS and (refusal := refusal_of_kernel(layout, config, dtype, shards)) is not None:
+        others = [kernel for kernel in KERNELS if refusal_of_kernel(kernel, config, dtype, shards) is None]
         raise ConfigError(
             f"model.decode_attention: {layout!r} {refusal}; use {', '.join(['auto', *others, 'rows'])} or gather"
         )
