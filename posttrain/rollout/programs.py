@@ -218,7 +218,8 @@ class Programs:
             if layout not in self._shared:
                 leaves, tree = jax.tree.flatten(side.pool)
                 blocks = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
-                self._shared[layout] = _ENGINES.of((layout, self._settings, tree, blocks), dict)
+                precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+                self._shared[layout] = _ENGINES.of((layout, self._settings, tree, blocks, precision), dict)
             if key in self._shared[layout]:
                 self._compiled[key] = self._shared[layout][key]
         return self._compiled.get(key)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import jax
 
 from posttrain.config import RLSection
 from posttrain.data.tokenizer_files import FIRST_CONTROL_ID
@@ -15,7 +13,6 @@ from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.collector import RolloutCollector
 from posttrain.rl.sampler import Sampler, Source
 from posttrain.rl.step import StepSettings
-from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example, Group, Trajectory
 
 
@@ -34,19 +31,6 @@ class InOrder:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
-
-
-PROGRAMS: dict[Hashable, dict[Hashable, Any]] = {}
-
-
-def sharing(engine: NativeEngine) -> NativeEngine:
-    """The engine, with the compiled programs of those of its form before it: to trace and lower them is a third of
-    a step. Their keys hold the layout of the weights, which are arguments."""
-    runner, programs = engine._runner, engine.programs
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    form = runner.shapes, runner.blocks, programs._prefill.keywords["record"], precision
-    programs._compiled = PROGRAMS.setdefault(form, programs._compiled)
-    return engine
 
 
 def collector(

@@ -37,7 +37,7 @@ from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
 from tests.often import often
-from tests.rl.helpers import collector, example, make_algorithm, sharing, step_settings
+from tests.rl.helpers import collector, example, make_algorithm, step_settings
 from tests.tiny import shake, tiny_model
 
 GROUP, NEW, ROW = 4, 16, 32
@@ -103,15 +103,13 @@ class World:
                 skip_update=SamplerGate(rounding=EXACT),
             ),
         )
-        engine = sharing(
-            NativeEngine(
-                sampled,
-                slots=16,
-                max_length=ROW,
-                decode_steps=8,
-                tokenizer_decode=tokenizer.decode,
-                record_routing=records,
-            )
+        engine = NativeEngine(
+            sampled,
+            slots=16,
+            max_length=ROW,
+            decode_steps=8,
+            tokenizer_decode=tokenizer.decode,
+            record_routing=records,
         )
         self.cluster = Cluster(self.trainer, wrap(engine), Shared(self.trainer), reference=Reference(self.trainer))
         self.sampler = Sampler(

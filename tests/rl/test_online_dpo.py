@@ -39,7 +39,7 @@ from posttrain.runtime.event_loop import run_async
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
-from tests.rl.helpers import collector, sharing, trajectory
+from tests.rl.helpers import collector, trajectory
 from tests.rl.test_step import examples, sgd
 from tests.tiny import tiny_model
 
@@ -153,10 +153,8 @@ class World:
         self.trainer = Trainer(
             model, loss, sgd(rate), TrainSettings(temperature=0.8, max_grad_norm=1.0, micro_batch_rows=1)
         )
-        engine = sharing(
-            NativeEngine(
-                model, slots=8, max_length=ROW // 2, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0
-            )
+        engine = NativeEngine(
+            model, slots=8, max_length=ROW // 2, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0
         )
         self.cluster = Cluster(self.trainer, engine, Shared(self.trainer), reference=Reference(self.trainer))
         self.sampler = Sampler(

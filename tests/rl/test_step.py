@@ -37,7 +37,7 @@ from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
 from tests.often import often
-from tests.rl.helpers import collector, example, make_algorithm, sharing, step_settings
+from tests.rl.helpers import collector, example, make_algorithm, step_settings
 from tests.tiny import WINDOW, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
@@ -96,8 +96,8 @@ class World:
                 skip_update=SamplerGate(rounding=EXACT if dtype == jnp.float32 else ROUNDED),
             ),
         )
-        engine = sharing(
-            NativeEngine(model, slots=8, max_length=ROW, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0)
+        engine = NativeEngine(
+            model, slots=8, max_length=ROW, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0
         )
         self.cluster = Cluster(self.trainer, engine, Shared(self.trainer), reference=Reference(self.trainer))
         renderer = Renderer(tokenizer, False)

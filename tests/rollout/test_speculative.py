@@ -150,7 +150,8 @@ def test_every_layout_and_length(layout: str, drafts: int) -> None:
         engine = make(model, speculation)
         for got, one in zip(engine.generate_all(prompts, each), expected, strict=True):
             assert_same(got, one)
-    assert engine.metrics()["rollout/speculative/accepted"] > 0.8
+    # A call of five tokens takes four of five drafts at most.
+    assert engine.metrics()["rollout/speculative/accepted"] > (0.8 if drafts == 1 else 0.6)
 
 
 def base(where: str, seed: int = 0) -> Decoder:
