@@ -154,10 +154,10 @@ class RematChoice:
     def bytes(self) -> float:
         """Bytes on a device of what is saved there, by estimate."""
         if self.remat == "none":
-            return PLAIN_FACTOR * sum(cost.bytes for cost in self.costs.values())
+            return PLAIN_FACTOR * sum((cost.bytes for cost in self.costs.values()), 0.0)
         offloaded = self.remat.offload if isinstance(self.remat, SavedActivations) else ()
         names = set(saved_names(self.remat)) - set(offloaded)
-        return sum(cost.bytes for name, cost in self.costs.items() if name in names)
+        return sum((cost.bytes for name, cost in self.costs.items() if name in names), 0.0)
 
     def lines(self) -> Iterator[str]:
         """Lines on each activation, with its cost."""
