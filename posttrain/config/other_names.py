@@ -227,7 +227,7 @@ OTHER_CLASSES: Mapping[str, tuple[str, ...]] = {
     "posttrain view": ("view",),
     "posttrain check": ("check",),
 }
-"""Where names of classes and functions lead, by what is there for them in Python."""
+"""Names of classes and functions, by what is here for them in Python."""
 
 
 def find_class(name: str) -> str | None:

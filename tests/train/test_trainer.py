@@ -324,6 +324,9 @@ def test_an_equal_trainer_traces_nothing() -> None:
     ]
     programs = [trainer(**adam | one)._programs for one in changes]
     assert len({*map(id, programs), id(again._programs)}) == len(changes) + 1
+    # What a function of the user does may have changed meanwhile.
+    first, second = (trainer(**adam | {"loss": changes[2]["loss"]})._programs for _ in range(2))
+    assert first is not second
 
 
 def test_evaluate_adds_up_over_batches_and_changes_nothing() -> None:
