@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 
 from posttrain.tree import Mean, Metric, pytree, replace
 
@@ -16,6 +16,7 @@ from posttrain.tree import Mean, Metric, pytree, replace
 #     B rows      T tokens of a row      S sequences in a row    P prompts     G samples of one prompt
 #     D embed     N heads                K kv heads              H head dim    F mlp
 #     V vocabulary                       E experts               L layers
+#     P also image patches beside a row  C values of a patch
 #
 # Alignment: `x[b, t]` describes `tokens[b, t]` itself, never the next token. Masks come from lengths, never from token
 # ids.
@@ -96,6 +97,21 @@ class Batch:
     """Precomputed top-k of teachers outside of the step."""
     teacher_weights: Float[Array | HostArray, "B T N"] | None = None
     """Weight of each of N teachers per token; 0: the teacher does not cover it. None: one teacher for all tokens."""
+    rope_positions: Int[Array | HostArray, "B T 3"] | None = None
+    """Time, row and column that multimodal RoPE turns each token by; `positions` still orders the sequence. None: the
+    family turns by `positions`."""
+    image_rows: Int[Array | HostArray, "B T"] | None = None
+    """Image feature that replaces each token's embedding: j takes feature j - 1 of this row, of patches
+    (j - 1) m^2 to j m^2 - 1 where the family merges m x m patches; 0: text."""
+    images: Int[Array | HostArray, "B T"] | None = None
+    """Number of the image within the row that each token is of, from 1 in the order of the row; 0: text."""
+    patches: UInt8[Array | HostArray, "B P C"] | None = None
+    """Image patches beside each row, image after image: resized pixels before normalization, ordered [channel, y, x] in
+    every family; merged blocks of m x m patches in raster order, within a block the patches too. Padding is 0."""
+    patch_images: Int[Array | HostArray, "B P"] | None = None
+    """Number of each patch's image, as in `images`; 0: padding."""
+    patch_places: Int[Array | HostArray, "B P 2"] | None = None
+    """Row and column of each patch in its image's grid of patches; 0 for padding."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -246,4 +262,10 @@ def model_inputs(batch: Batch) -> Batch:
         loss_weight=batch.loss_weight,
         parents=batch.parents,
         experts=batch.experts,
+        rope_positions=batch.rope_positions,
+        image_rows=batch.image_rows,
+        images=batch.images,
+        patches=batch.patches,
+        patch_images=batch.patch_images,
+        patch_places=batch.patch_places,
     )

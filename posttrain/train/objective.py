@@ -28,6 +28,7 @@ from posttrain.batch import (
     TopK,
 )
 from posttrain.config import TrainSection
+from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
@@ -208,6 +209,8 @@ class Objective:
         With `cotangents`, also the sum of statistics * cotangents, which then is the only output with a gradient.
         `backward`: the pass is differentiated, which changes the program but, except for rounding, not the result.
         """
+        if batch.image_rows is not None or batch.rope_positions is not None:
+            raise ConfigError(f"model: {self.student.model.config.model_type} is loaded without a tower for images")
         model = self._bound(self.student, self._without_projections(weights))
         model.unroll = backward and self._unrolled
         matching = None if teacher_params is None else self.settings.matching
