@@ -53,7 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
         shape_checks.install("posttrain")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_second_cases(items)
     if part := config.getoption("--part"):
         number, _, parts = part.partition("/")
         if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
@@ -67,6 +69,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if part_of(item) == int(number) - 1]
         config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
         items[:] = kept
+
+
+def mark_second_cases(items: list[pytest.Item]) -> None:
+    """Of the cases of a function marked `few(N)`, N that lie evenly run each time; the others are thorough."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("thorough"):
+            functions.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cases in functions.values():
+        marker = cases[0].get_closest_marker("few")
+        assert marker
+        (number,) = marker.args
+        kept = {index * len(cases) // number for index in range(number)}
+        for index, case in enumerate(cases):
+            if index not in kept:
+                case.add_marker("thorough")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,6 +118,7 @@ def frozen() -> Iterator[None]:
 def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     """Programs of tests are small and run a few times: XLA compiles them in a quarter of the time without its costly
     passes. A test that is about what the compiler makes, or that trains for long, is marked `optimized`."""
+    shape_checks.begin(None if request.node.get_closest_marker("thorough") else 2)
     compilation.quick(request.node.get_closest_marker("optimized") is None)
     yield
     compilation.quick(True)

@@ -115,6 +115,7 @@ def test_seed_is_drawn_once_and_kept(folder: Path, capsys: pytest.CaptureFixture
         sft(dataset=[{"text": "1+1=3"}] * 8, output=result.output).fit()
 
 
+@pytest.mark.thorough
 def test_equal_settings_have_one_folder() -> None:
     def other(completion_tokens: Any, **_: Any) -> list[float]:
         return [0.0 for _ in completion_tokens]

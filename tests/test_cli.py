@@ -197,6 +197,7 @@ def test_generate(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -
     assert "--messages: '1+1=' is not JSON" in posttrain("generate", model, "1+1=", "--messages").error
 
 
+@pytest.mark.thorough
 def test_generate_hands_its_options_on(finished: tuple[Path, str]) -> None:
     import posttrain as pt
 
@@ -243,6 +244,7 @@ def test_generate_says_how_likely_and_draws_from_what_may_come(finished: tuple[P
     assert "--logit-bias" in mistake.error and "write it as TOKEN=NUMBER" in mistake.error
 
 
+@pytest.mark.thorough
 def test_generate_seed_and_stop(finished: tuple[Path, str]) -> None:
     model = model_of(finished)
 

@@ -85,6 +85,7 @@ def test_demonstrations_are_right_as_often_as_they_shall(table: Path) -> None:
     assert abs(sum(map(bool, called)) / len(rows) - 0.625) < 0.06
 
 
+@pytest.mark.thorough
 def test_a_run_talks_to_the_tool(table: Path, tmp_path: Path) -> None:
     """A step of a policy that knows nothing: its turns are made, sent to the tool and scored."""
     example = yaml.safe_load((ROOT / "configs/rl/food_assistant.yaml").read_text())

@@ -38,6 +38,7 @@ def test_coverage_of_real_rewards():
     assert 0.93 <= coverage([mean_interval(x) for x in draws], 2.0) <= 0.97
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("binary", [True, False])
 def test_coverage_with_samples_that_share_a_prompt(binary):
     rng = np.random.default_rng(2)

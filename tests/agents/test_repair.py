@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from envs.repair import MODULES, Repository, solve, tasks
 from posttrain.agents.runner import Agents
 from posttrain.agents.server import Sessions
@@ -20,6 +22,7 @@ from posttrain.tools.formats import make_format
 from tests.environments.helpers import completion, with_template
 
 
+@pytest.mark.thorough
 def test_every_bug_fails_its_test_and_every_fix_passes(tmp_path: Path) -> None:
     for name, (source, check, bugs) in MODULES.items():
         test = f"from {name} import {name}\n{check}\n"

@@ -119,6 +119,7 @@ def finished(place: str, lora: bool, temperature: float) -> tuple[World, Any]:
     return world, run(world)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("temperature", [pytest.param(0.7, marks=pytest.mark.thorough), 1.0])
 def test_every_placement_gives_the_same_run(lora: bool, temperature: float) -> None:

@@ -213,6 +213,7 @@ def test_a_single_row_repeats(folder: Path) -> None:
     assert list(islice(prompts(folder, limit=1), 4)) == [0, 0, 0, 0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", often((0, 2), 2))
 def test_a_process_with_an_open_stream_ends_quietly(folder: Path, code: int) -> None:
     program = (

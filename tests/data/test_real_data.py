@@ -20,6 +20,7 @@ def batches(shared: Path, tokenizer: Tokenizer, dataset: DatasetSection, **field
     return SFTBatches(section, rows, Renderer(tokenizer, use_chat(dataset, tokenizer, rows.columns)), seed=0)
 
 
+@pytest.mark.thorough
 def test_stories_as_plain_text(shared: Path) -> None:
     tokenizer = load_tokenizer(shared / "models" / "stories260k")
     dataset = DatasetSection(path=str(shared / "data/text/tinystories_v2gpt4_train_head.jsonl"), shuffle=False)

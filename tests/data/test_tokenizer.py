@@ -70,6 +70,7 @@ def read_by_transformers_4(folder: Path) -> None:
     assert "transformers 4." in compare_tokenizers(folder, load_tokenizer(folder), python)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["bytes", "tokenizers/qwen3", "tokenizers/mistral-7b-instruct", "models/stories260k"])
 def test_transformers_4_reads_what_is_saved(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> None:
     """The source's files, those with another template, and those that transformers 5 writes."""
@@ -267,6 +268,7 @@ def test_errors_say_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_loads_quietly_without_torch(tmp_path: Path) -> None:
     load_tokenizer("bytes").save(tmp_path)
     program = (

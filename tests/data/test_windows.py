@@ -80,6 +80,7 @@ def check_layout(batch: Any) -> None:
             np.testing.assert_array_equal(here, np.arange(len(here)))
 
 
+@pytest.mark.thorough
 @settings(max_examples=4, deadline=None)
 @given(some_lengths, some_windows, st.integers(1, 4))
 def test_resumed_at_any_step_the_batches_are_the_same(lengths: list[int], window: Window, batch_rows: int) -> None:

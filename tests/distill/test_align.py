@@ -242,6 +242,7 @@ def test_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: st
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("one", "other"), [("qwen3", "mistral-7b-instruct"), ("bytes", "qwen3"), ("gpt2", "bytes")])
 def test_merged_groups_of_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: str, other: str) -> None:
     """All tokens are in groups, and the tokens of the n-th group on both sides have one text."""

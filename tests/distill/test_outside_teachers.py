@@ -148,6 +148,7 @@ def rows() -> Batch:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 def test_a_server_says_what_its_model_says(server: Server, model: Any, api: str) -> None:
     """After two failures that pass."""

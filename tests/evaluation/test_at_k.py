@@ -85,6 +85,7 @@ def coverage(found: Sequence[Interval], truth: float) -> float:
     return sum(one.low <= truth <= one.high for one in found) / len(found)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["avg@8", "pass@1", "pass@4", "pass@8", "maj@8"])
 def test_intervals_cover_as_often_as_they_say(name: str) -> None:
     """Prompts differ in difficulty, so that samples of one prompt are alike; of two answers, right and wrong."""

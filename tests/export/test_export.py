@@ -135,6 +135,7 @@ def models() -> dict[str, Decoder]:
     return {name: adapted(name) for name in ("mixtral", "llama", "smollm3")} | {"reward": reward}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", often(["mixtral", "llama", "smollm3", "reward"], "smollm3", "reward"))
 def test_what_was_written_is_the_model(models: dict[str, Decoder], tmp_path: Path, name: str, reader: str) -> None:
@@ -154,6 +155,7 @@ def test_seeded_faults_are_caught(models: dict[str, Decoder], tmp_path: Path, fa
         prove(models[name], tmp_path / "out", None, reader)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reader", READERS)
 def test_the_adapter_of_a_reward_model_brings_its_head(tmp_path: Path, reader: Reader) -> None:
     model, draw = load_model(GOLDENS / "llama", lora=LoRA(rank=2), seed=0), np.random.default_rng(1)
@@ -165,6 +167,7 @@ def test_the_adapter_of_a_reward_model_brings_its_head(tmp_path: Path, reader: R
     assert prove(model, tmp_path / "out", None, reader, base=str(GOLDENS / "llama")).scores
 
 
+@pytest.mark.thorough
 def test_merging_into_bfloat16_is_told_from_not_merging(tmp_path: Path) -> None:
     model = load_model(GOLDENS / "llama_bf16", lora=LoRA(rank=2), seed=0)
     shake(model, seed=1, stddev=0.03)
@@ -187,6 +190,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("to", ["merged", "peft"])
 def test_a_run_is_exported(run: Path, tmp_path: Path, to: str) -> None:
     out = tmp_path / "exported" if to == "merged" else run / "0-sft" / "export-peft"

@@ -103,6 +103,7 @@ def test_against_loops(name: str) -> None:
     assert_allclose(np.asarray(low, np.float32)[real], expected[real], atol=3e-2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_decoded_token_and_a_prefilled_chunk(name: str) -> None:
     expected = np.asarray(call(SMALL, small(name)))
@@ -133,6 +134,7 @@ def test_large_logits_do_not_overflow(kernel: AttentionKernel) -> None:
     assert np.isfinite(np.asarray(call(large, CASES["sinks"], kernel=kernel))).all()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "length"),
     often([(name, length) for name in CASES for length in (384, 300)], *((name, 384) for name in CASES), ("all", 300)),
@@ -153,6 +155,7 @@ def test_short_rows_without_a_loop(name: str, length: int) -> None:
     assert_allclose(one[1][real], other[1][real], atol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])
 def test_low_precision_as_the_reference(kernel: AttentionKernel) -> None:
     data = rows(lengths=((200, 50), (256,)), length=256)
@@ -165,6 +168,7 @@ def test_low_precision_as_the_reference(kernel: AttentionKernel) -> None:
     assert_allclose(np.asarray(got, np.float32)[real], np.asarray(expected, np.float32)[real], atol=3e-2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kernel", "kv_heads", "context", "tensor"),
     often(

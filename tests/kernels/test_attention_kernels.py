@@ -58,17 +58,20 @@ def assert_same(name: str, variant: str, data: Rows) -> None:
         assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.few(6)
 @EVERY
 def test_equals_the_reference(name: str, variant: str) -> None:
     assert_same(name, variant, DATA)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("variant", ["full", "all"])
 def test_blocks_that_do_not_divide_the_row(variant: str) -> None:
     assert_same("blockwise_uneven", variant, DATA)
     assert_same("short_rows_uneven", variant, DATA)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "kv_heads"),
     [("blockwise", 1), ("blockwise", HEADS), ("short_rows", 1), ("short_rows", HEADS), ("splash", 1)],
@@ -82,6 +85,7 @@ def test_two_kernels_in_the_backward_pass_of_long_rows(monkeypatch: pytest.Monke
     assert_same("splash_split", "all", DATA)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [200, 260])
 def test_splash_pads_rows_to_whole_blocks(length: int) -> None:
     assert_same("splash", "all", rows(lengths=((120, length - 120), (length - 30,)), length=length))

@@ -47,6 +47,7 @@ def gradient(attend: Callable[[Operands], jax.Array]) -> Callable[[Operands], ob
     return of
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "length", "head_dim", "value_dim", "dtype", "backward"),
     [
@@ -104,6 +105,7 @@ def test_splash_on_a_mesh() -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rows", "groups", "embed", "mlp", "dtype"), [(1000, 8, 256, 200, jnp.float32), (8192, 4, 2048, 1408, jnp.bfloat16)]
 )

@@ -23,6 +23,7 @@ def drawn(*shape: int) -> Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "variant",
     [

@@ -33,6 +33,7 @@ def shared_places() -> MaskInputs:
     return MaskInputs(positions, positions, segments := row(1, 2, 3), segments, row(0, 1, 1))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "case"),
     [

@@ -83,6 +83,7 @@ def assert_same_gradient(one: tuple[np.ndarray, Any], other: tuple[np.ndarray, A
         np.testing.assert_allclose(one[0][here], other[0][there], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.few(3)
 @every_loss
 def test_packed_is_apart(sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss) -> None:
     apart = lay_out(sequences, APART, 12)

@@ -130,6 +130,7 @@ REST = [[0, 1, 2, 3], [], [], []]
 """Of one shape, whose programs are compiled once."""
 
 
+@pytest.mark.few(4)
 @few_losses
 def test_packing_does_not_matter(name: str) -> None:
     loss, made = LOSSES[name], sequences(name)
@@ -156,6 +157,7 @@ def test_splits_add_up(name: str) -> None:
             np.testing.assert_allclose((added.total, added.weight), (mean.total, mean.weight), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.few(4)
 @few_losses
 def test_sums_of_units(name: str) -> None:
     """What the intervals of an evaluation come from: the sum over units is the metric of the batch, in any packing."""

@@ -101,6 +101,7 @@ def test_the_step_is_the_gradient_of_both_means(whole: Any) -> None:
     assert np.abs(plain[router] - update[router]).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_any_split_into_micro_batches_gives_the_same_gradient(whole: Any) -> None:
     """Rows differ in their numbers of real and of weighted tokens."""
     split, metrics = moved(trainer(micro_batch_rows=1), rows())
@@ -155,6 +156,7 @@ def test_coefficients() -> None:
 LOSSES = [SFTLoss(), DFTLoss(), GRPO, DAPO, GSPO, RLOO, dr_grpo(9), replace(GRPO, kl_coef=0.1, entropy_coef=0.1)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
 def test_the_weight_of_every_loss_depends_on_the_batch_alone(loss: Any) -> None:
     draw = np.random.default_rng(1)

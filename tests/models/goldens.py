@@ -192,6 +192,7 @@ FORMS = ("llama", "olmo3", "gemma2", "gemma4_text", "deepseek_v3")
 class GoldenChecks:
     """Of the fixture `golden`."""
 
+    @pytest.mark.few(2)
     def test_logits(self, golden: Golden) -> None:
         plain, ours = golden.arrays["plain_logits"], golden.outputs.logits
         assert_allclose(ours[VARIANTS["plain"]], plain, atol=golden.atol, rtol=0)
@@ -226,6 +227,7 @@ class GoldenChecks:
             assert_allclose(got[name][0], norm, rtol=1e-3, err_msg=name)
             assert_allclose(got[name][1], total, atol=1e-3 * (norm * got[name][2] ** 0.5 + 1), err_msg=name)
 
+    @pytest.mark.few(2)
     def test_greedy_tokens_through_the_cache(self, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
         """In one program, its layers scanned as on an accelerator; of `FORMS` also with the layers apart, and a program
         for prompts and one for tokens."""
@@ -253,6 +255,7 @@ class GoldenChecks:
             other = config_from_hf(json.loads(hub.read_text()))
             assert other == replace(again, hf_json=other.hf_json)
 
+    @pytest.mark.few(1)
     def test_saved_is_the_same_here_and_in_transformers(self, golden: Golden, tmp_path: Path) -> None:
         save_model(golden.model, tmp_path / "out")
         again = load_model(tmp_path / "out")

@@ -73,6 +73,7 @@ def _work(jaxpr: Any, times: int) -> Iterator[tuple[int, int]]:
 NAMES: tuple[RematName, ...] = ("qkv", "attention", "projection", "gate", "up")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("qk_norm", often([True, False], True))
 def test_a_name_saves_its_bytes_and_spares_its_operations(name: RematName, qk_norm: bool) -> None:
@@ -86,6 +87,7 @@ def test_a_name_saves_its_bytes_and_spares_its_operations(name: RematName, qk_no
     assert calls - fewer_calls == (config.num_layers if name == "attention" else 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", often(FAMILIES, "qwen3_moe"))
 def test_all_names_save_their_bytes_and_spare_the_forward_kernels(family: str) -> None:
     config = config_from_init(random_fields(family, 1))

@@ -176,6 +176,7 @@ QWEN3 = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("unroll", often([False, True], True))
 def test_eight_devices_are_one(unroll: bool) -> None:
     mesh = make_mesh(MeshSection(fsdp=4, tensor=2))

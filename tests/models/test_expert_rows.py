@@ -237,6 +237,7 @@ def test_a_layer_reads_its_own_experts_of_a_stack(adapter: str, sampler: str) ->
         assert_same(*run(jnp.int32(number), jnp.asarray(routing("mostly one expert"))))
 
 
+@pytest.mark.thorough
 def test_the_scan_over_layers_leaves_stacks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """For decoding, behind a dense layer. Slow twin: training's pass, which slices them."""
     monkeypatch.setattr(decoder, "SPLIT_LAYERS", {})

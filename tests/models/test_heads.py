@@ -25,6 +25,7 @@ OTHERS = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3", *(pytest.param(f, marks=pytest.mark.thorough) for f in OTHERS)])
 def test_transformers_gives_the_same_scores(tmp_path: Path, family: str) -> None:
     torch = pytest.importorskip("torch", reason="needs torch, which the extra [test] installs on Python 3.11")

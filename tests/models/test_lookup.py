@@ -20,6 +20,7 @@ ROWS, LENGTH, WIDTH = 8, 4, 16
 WHOLE = rf"(?:all-gather|all-reduce)[^=]*= [a-z0-9]+\[{ROWS},{LENGTH},{WIDTH}\]|\[{ROWS},{LENGTH},{WIDTH}\]\S* all-"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("vocabulary", [20, 96], ids=["sum of tables", "all rows"])
 @pytest.mark.parametrize(
     "axes",

@@ -80,6 +80,7 @@ def switch_loss(probs: np.ndarray, top_k: int, mask: np.ndarray) -> float:
 
 
 class TestGoldens(GoldenChecks):
+    @pytest.mark.few(1)
     def test_load_balancing_loss(self, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
         if "right_router_aux_loss" not in golden.meta:
             pytest.skip("this golden has no load-balancing loss")
@@ -181,6 +182,7 @@ def test_the_cache_of_latent_attention_holds_latents_only() -> None:
     assert cache.values == (None, None)
 
 
+@pytest.mark.thorough
 def test_latent_attention_on_a_mesh() -> None:
     """Heads are split over `tensor`, although its cache has a single one."""
     golden, mesh = Golden("deepseek_v3"), make_mesh(MeshSection(fsdp=2, tensor=2, expert=2))

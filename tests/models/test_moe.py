@@ -206,6 +206,7 @@ def test_statistics_are_of_real_tokens_and_balance_is_by_sequence() -> None:
     assert_allclose(router_stats(even, jax.nn.softmax(even), used, used, jnp.ones((1, 4), jnp.int32)).balance / 4, 1.0)
 
 
+@pytest.mark.thorough
 def test_the_numbers_of_mixtures_follow_the_order_of_layers() -> None:
     """Corrections by their path against the routing of a pass, whose stages repeat patterns of several blocks."""
     plain = replace(MIXTURE, router=RouterConfig())

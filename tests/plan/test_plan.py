@@ -46,6 +46,7 @@ def run_of(folder: Path, *stages: dict[str, Any]) -> RunConfig:
     return load_config(write_run(folder, *stages))
 
 
+@pytest.mark.thorough
 def test_phases_of_sft_and_rl_then_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_of(tmp_path, sft_stage(), rl_stage())
     lines = list(plan(config, CPU_8))

@@ -122,6 +122,7 @@ def test_the_fullest_moment_is_reported() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_only_a_cpu_has_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = load_config(write_run(tmp_path, sft_stage()))

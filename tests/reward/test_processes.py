@@ -211,6 +211,7 @@ def test_strange_samples_cost_one_time_out_and_no_other_value(file: Path) -> Non
     assert eventually(lambda: not descendants(os.getpid()) & before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", often(("strange", "waits"), "strange"))
 def test_more_samples_hang_than_are_scored_at_once(file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("posttrain.reward.rubric.MAX_ALONE", 3)
@@ -232,6 +233,7 @@ def test_a_worker_keeps_its_module_and_has_no_jax(file: Path) -> None:
             assert found.parts_PG["second"].tolist() == [[1.0, 0.0]]
 
 
+@pytest.mark.thorough
 def test_cpu_seconds_of_a_call(file: Path) -> None:
     """Red without the limit: the sample would hang until the time-out."""
     with scoring(reward(file, "strange", limits=Limits(memory_mib=0, file_mib=0, cpu_s=1))) as score:

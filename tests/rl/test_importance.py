@@ -105,6 +105,7 @@ def expected_gradient(loss: PolicyLoss, draws: Drawn) -> np.ndarray:
     return (behaviour * np.asarray(by_logps)[:, 1]) @ (np.eye(VOCAB)[list(draws)] - policy)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", often(CASES, "together", "older_weights"))
 def test_expectation_over_the_samples_is_that_over_the_policy(case: str) -> None:
     draws = CASES[case]()

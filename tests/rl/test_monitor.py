@@ -27,6 +27,7 @@ def alarms(stream: Stream, count: int, seed: int = 0) -> list[tuple[int, Alarm]]
     return [(step, alarm) for step, (groups_P, rewards) in steps for alarm in monitor.observe(groups_P, rewards)[1]]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", list(HACKS))
 def test_hacking_raises_its_alarm(kind: str) -> None:
     found = alarms(replace(HACKS[kind], onset=ONSET), ONSET + WITHIN)

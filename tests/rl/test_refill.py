@@ -87,6 +87,7 @@ def numbers(acted: ScoredRollouts) -> list[int]:
     return [group[0].group for group in acted.groups_P]
 
 
+@pytest.mark.thorough
 def test_missing_groups_are_begun_in_waves(sampler: Sampler) -> None:
     """Of groups 0 to 3 two are mixed, of 4 and 5 one, then 6 is not and 7 is."""
     useful = {0, 3, 4, 7}

@@ -35,6 +35,7 @@ def test_equals_naive_sampling(engine: NativeEngine, naive: Any, sampling: dict[
         assert_same(completion, naive(prompt, p))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_log_probabilities_are_the_trainers(engine: NativeEngine, model: Decoder, temperature: float) -> None:
     assert distance_to_trainer(engine, model, temperature) < 1e-5
@@ -46,6 +47,7 @@ def test_bfloat16() -> None:
     assert distance_to_trainer(make_engine(model), model, 1.0) < 0.1
 
 
+@pytest.mark.thorough
 def test_with_an_adapter(engine: NativeEngine) -> None:
     """An adapter changes the structure of the weights; the trainer later changes its values."""
     model = tiny_model()
@@ -148,6 +150,7 @@ def test_stop_tokens_and_strings_and_length(engine: NativeEngine) -> None:
     assert cut.tokens == free.tokens[:12]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_unusual_requests_equal_naive_sampling(engine: NativeEngine, naive: Any, temperature: float) -> None:
     """Penalties, bias, allowed tokens, top and prompt log-probabilities, beside requests without any."""

@@ -51,6 +51,7 @@ def routing_of(model: Decoder) -> Any:
     return routing
 
 
+@pytest.mark.thorough
 def test_every_token_of_prompt_and_sample_has_its_experts(engine: NativeEngine, routing_of: Any) -> None:
     """Slots are refilled while others go on, two requests share a prompt, and one prompt has a single token."""
     prompts, parameters = requests(9)

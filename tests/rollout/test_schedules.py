@@ -64,6 +64,7 @@ def test_engine_equals_naive_over_200_schedules(
     run(small, naive, models, seed)
 
 
+@pytest.mark.thorough
 def test_they_shared_and_were_preempted(
     small: NativeEngine, naive: Sequence[NaiveEngine], models: Sequence[Decoder]
 ) -> None:

@@ -72,6 +72,7 @@ def collectives_of_loops(program: str) -> Iterator[tuple[str, str]]:
             yield from ((kind, shape) for shape, kind in COLLECTIVE.findall(line))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     often(MESHES, "data and tensor"),

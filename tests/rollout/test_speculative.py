@@ -75,6 +75,7 @@ def check(engine: NativeEngine, plain: NativeEngine, prompts: Sequence[Any], eac
         assert_same(got, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_samples_are_those_without_drafts(engine: NativeEngine, plain: NativeEngine, temperature: float) -> None:
     """Stops within a block of drafts, lengths that end in one, truncation, and a stop string."""
@@ -120,6 +121,7 @@ def test_aborted_resumed_cancelled(engine: NativeEngine, plain: NativeEngine) ->
     assert_same(asyncio.run(asyncio.wait_for(run(), 60)), whole)
 
 
+@pytest.mark.thorough
 def test_the_draft_model_has_read_everything(model: Decoder) -> None:
     """The model itself drafts: whatever is refused shows a hole in its cache, after calls without drafts, preemptions
     and shared prompts."""

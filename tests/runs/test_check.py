@@ -66,6 +66,7 @@ def test_lines(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "model",
     [

@@ -35,6 +35,7 @@ LOSSES: dict[str, Any] = {name: make_algorithm(name, max_tokens=8).loss for name
 FEW = ("grpo", "dpo")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", often(LOSSES, *FEW))
 def test_losses_of_the_package(name: str) -> None:
     line = prove(LOSSES[name], name)

@@ -91,6 +91,7 @@ def test_check_estimates_the_passes_of_a_large_dataset(tmp_path: Path, monkeypat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("num_epochs", [1.0, 3.0, 0.4])
 @pytest.mark.parametrize(
     "fields",

@@ -14,6 +14,7 @@ from tests.stages.runs import posttrain, rl_stage, sft_stage, steps, weights, wr
 HELD_OUT = {"path": "rows.jsonl", "chat": False, "limit": 3}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["sft", pytest.param("rl", marks=pytest.mark.thorough)])
 def test_more_steps_end_as_if_from_the_start(tmp_path: Path, kind: str) -> None:
     stage = sft_stage if kind == "sft" else rl_stage

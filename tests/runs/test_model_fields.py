@@ -149,6 +149,7 @@ def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
     assert "must be at least 64" in posttrain("check", small, "mesh.fsdp=2", "--devices=2").error
 
 
+@pytest.mark.thorough
 def test_evaluation_and_checkpoints(tmp_path: Path) -> None:
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
     stage = sft_stage(num_steps=5, eval_dataset=held_out, eval_every=2, checkpoint_every=2, name="mine")

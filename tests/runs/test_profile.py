@@ -10,6 +10,7 @@ import pytest
 from tests.stages.runs import lines, posttrain, rl_stage, sft_stage, weights, write_run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "name"), [pytest.param(sft_stage(num_steps=6), "0-sft", marks=pytest.mark.thorough), (rl_stage(), "0-rl")]
 )

@@ -65,6 +65,7 @@ def test_replayed_as_logged(stage: Path) -> None:
         check_as_logged(replayed(stage, step))
 
 
+@pytest.mark.thorough
 @of_the_plain_one
 def test_replayed_with_another_loss(stage: Path) -> None:
     last = recorded_steps(stage / "trajectories")[-1]

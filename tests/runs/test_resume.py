@@ -198,6 +198,7 @@ def test_killed_after_the_last_evaluation_says_it_once(
     assert weights(tmp_path / "out", "0-sft") == weights(adapted.parent / "out", "0-sft")
 
 
+@pytest.mark.thorough
 def test_an_adapter_goes_on_only_over_its_base(tmp_path: Path, adapted: Path) -> None:
     file, stage = unfinished(adapted, tmp_path)
     base = tmp_path / "base" / "model.safetensors"
@@ -215,6 +216,7 @@ def test_an_adapter_goes_on_only_over_its_base(tmp_path: Path, adapted: Path) ->
     assert posttrain("run", file).code == 0
 
 
+@pytest.mark.thorough
 def test_stop_between_stages(tmp_path: Path) -> None:
     """A signal during the last step of a stage ends the run before the next stage."""
     stage = rl_stage(num_steps=1, rewards=IN_THIS_PROCESS)

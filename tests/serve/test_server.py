@@ -99,6 +99,7 @@ def nothing_is_left(served: Served) -> Iterator[None]:
     assert served.engine.num_free == served.engine.slots
 
 
+@pytest.mark.thorough
 def test_the_page_of_the_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/reference/serve.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
@@ -176,6 +177,7 @@ def params_of(served: Served) -> SamplingParams:
     return SamplingParams(max_tokens=16, temperature=0.0, stop_token_ids=served.tokenizer.stop_ids, key=(0, 0))
 
 
+@pytest.mark.thorough
 def test_drafts_change_no_token(served: Served) -> None:
     drafting = make(served.tokenizer, speculative=LookupDrafts(tokens=3))
     drafting.engine._runner.drafter.pace.choose = lambda rows: True  # type: ignore
@@ -195,10 +197,8 @@ def test_scores_of_a_prompt(client: openai.OpenAI, served: Served) -> None:
     got = plain(client, prompt, echo=True, logprobs=1, max_tokens=1).choices[0]
     logprobs = got.logprobs
     assert len(logprobs.tokens) == len(prompt) + 1 and logprobs.token_logprobs[0] is None is logprobs.top_logprobs[0]
-    greedy = [
-        token == max(top, key=top.get)
-        for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True)
-    ]
+    pairs = zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True)
+    greedy = [token == max(top, key=top.get) for token, top in pairs]
     assert greedy[1:7] == [True] * 6 and not all(greedy[7:9])
     twice = plain(client, [*prompt, 3], echo=True, logprobs=0, max_tokens=0).choices[0]
     assert np.allclose(twice.logprobs.token_logprobs[1:-1], logprobs.token_logprobs[1:-1], atol=1e-4)

@@ -16,6 +16,7 @@ STOPS = [chr(code) for code in range(32, 72)]
 """So many that samples end after a few tokens, one sooner than another."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2}, marks=pytest.mark.thorough)], ids=["full", "lora"])
 def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | None) -> None:
     sft = sft_stage(num_steps=STEPS, checkpoint_every=9, packing=True, row_tokens=32)

@@ -78,6 +78,7 @@ def write(folder: Path, **changes: Any) -> Path:
     return file
 
 
+@pytest.mark.thorough
 def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns and rewards are told; a resumed run ends as one that was never stopped; a step is replayed as logged.
     Nothing is built twice."""

@@ -10,6 +10,7 @@ import pytest
 from tests.stages.runs import check_data_wait, lines, posttrain, rl_stage, sft_stage, write_run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.thorough)])
 def test_reward_rises(tmp_path: Path, algorithm: str) -> None:
     stage = rl_stage(algorithm=algorithm, num_steps=25, group_size=8, optimizer={"learning_rate": 5e-2})

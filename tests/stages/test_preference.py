@@ -340,6 +340,7 @@ def test_another_text_is_not_taken_for_the_known_one(tmp_path: Path) -> None:
     assert np.isnan(known(1, unit)).all()
 
 
+@pytest.mark.thorough
 def test_held_out_losses_do_not_depend_on_batch_rows(tmp_path: Path) -> None:
     """Of a loss over the whole batch; what evaluation compiles is compiled once."""
     model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)

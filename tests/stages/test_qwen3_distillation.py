@@ -94,6 +94,7 @@ def section_of(name: str) -> tuple[RunConfig, DistillSection]:
     return config, section
 
 
+@pytest.mark.thorough
 def test_the_teacher_in_int8_fits_the_chips(mesh: Mesh) -> None:
     """All that it needs to say its 64 most probable ids of a pass, in the program that a CPU would run."""
     _, section = section_of("distill_qwen3")

@@ -90,6 +90,7 @@ def test_a_function_is_a_tool_with_arguments_that_the_policy_does_not_see(folder
     assert '"name": "add"' in prompt and "<tool_call>" in prompt, "the byte tokenizer's template knows no tools"
 
 
+@pytest.mark.thorough
 def test_tools_of_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mcp", reason="needs the extra mcp")
     monkeypatch.setenv("FOOD_OF_TEST", "kale")

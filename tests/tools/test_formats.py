@@ -133,6 +133,7 @@ def test_calls_that_a_template_writes_are_read(
     assert all(len(call.id) == 9 and call.id.isalnum() for call in parsed.calls)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", FORMATS)
 @settings(max_examples=40)
 @given(calls=some_calls)

@@ -123,6 +123,7 @@ def test_a_server_that_does_not_start(command: list[str], reason: str) -> None:
     assert "mend tools.mcp.command" in str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_server_that_ends_again_and_again_ends_the_run() -> None:
     server = make(SERVER)
     tools = {tool.name: tool for tool in server.tools()}

@@ -194,6 +194,7 @@ def test_tensorboard_forgets_later_steps_after_a_resume(tmp_path):
     assert [(e.step, e.value) for e in events(tmp_path).Scalars("train/x")] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+@pytest.mark.thorough
 def test_the_writer_imports_no_tensorflow_and_no_torch(tmp_path):
     code = (
         "import sys; from posttrain.tracking.sinks import TensorBoardSink; "

@@ -271,6 +271,7 @@ for step in range(first, first + 1000):
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_process_leaves_only_whole_steps(tmp_path):
     rng = random.Random(0)
     wanted = {f"w{i}": jax.ShapeDtypeStruct((40_000 + i,), jnp.float32) for i in range(12)}

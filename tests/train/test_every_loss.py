@@ -198,6 +198,7 @@ def stepped(
 FEW = ("kto", "process")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in CASES])
 def test_neither_packing_nor_micro_batches_matter(name: str) -> None:
     """Two packed rows, each a micro-batch, beside four rows at once."""

@@ -75,6 +75,7 @@ def test_rounding_is_unbiased_and_between_neighbours() -> None:
     assert abs(float(x[1].astype(jnp.bfloat16)) - 1.001) > 9e-4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_unbiased_and_keep_small_numbers(signed: bool) -> None:
     draw = np.random.default_rng(0)

@@ -84,6 +84,7 @@ def update(
     return {path: np.asarray(w) for path, w in ModelWeights(trainer.model).read().items()}, metrics
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "micro"), [("smoothed", None), ("mixed", 2)])
 def test_the_update_is_that_of_the_same_loss_without_its_promise(name: str, micro: int | None) -> None:
     def opaque(stats: TokenStats, batch: Batch) -> LossOutput:
@@ -128,6 +129,7 @@ def test_noise_on_embeddings() -> None:
     assert found == pytest.approx(expected, rel=1e-6) == quiet
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["dense", pytest.param("mixture", marks=pytest.mark.thorough)])
 def test_gradients_of_matrices_have_the_type_of_their_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 ones are those of float32 copies, whose products gave bfloat16 as well; sums of micro-batches are

@@ -92,6 +92,7 @@ DPO_CASES = {
 OF_PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [n if n in ("dpo_sigmoid", "dpo_wpo") else pytest.param(n, marks=pytest.mark.thorough) for n in DPO_CASES]
 )
@@ -150,6 +151,7 @@ def test_kto_over_micro_batches(e2e: Golden, reference: Decoder, kind: Any) -> N
         np.testing.assert_allclose(found[name], case["metrics"][name], rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_reward_model_from_token_ids(e2e: Golden) -> None:
     model = load_model(MODELS / "llama")
     with_scalar_head(model, seed=0)
@@ -222,6 +224,7 @@ def test_the_log_of_run_dpo(e2e: Golden, policy: Decoder) -> None:
     assert nearest > 3.0, f"the golden's first step is that of four stored pairs, up to {nearest:.4f}"
 
 
+@pytest.mark.thorough
 def test_dpo_run(e2e: Golden) -> None:
     """Two micro-batches of two pairs: what TRL's trainer logs, at every step."""
     case = case_of(e2e, "run_dpo")

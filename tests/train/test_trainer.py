@@ -88,6 +88,7 @@ def update() -> dict[str, np.ndarray]:
     return moved(trainer(), rows(0))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("micro", often((1, 2, 3, 5), 1, 3))
 def test_any_split_into_micro_batches_gives_the_same_gradient(micro: int, update: dict[str, np.ndarray]) -> None:
     assert_same_update(update, moved(trainer(micro_batch_rows=micro), rows(0)), 2e-6)
@@ -123,6 +124,7 @@ def test_eight_devices_give_the_update_of_one(
 BOTH = {"data": 2, "fsdp": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", often(({"data": 2, "fsdp": 1}, BOTH), BOTH))
 def test_gradients_are_reduced_once_an_update(sizes: dict[str, int], update: dict[str, np.ndarray]) -> None:
     """Each device adds up those of its own rows over the micro-batches, in whose loop is no collective."""
@@ -181,6 +183,7 @@ def test_what_cannot_gather_once() -> None:
         trainer(mesh=make_mesh(MeshSection(fsdp=2, tensor=2), jax.devices()[:4]), gather_once=True)
 
 
+@pytest.mark.thorough
 def test_only_the_adapter_is_trained() -> None:
     model = small()
     attach_lora(model, LoRA(rank=4), seed=0)
@@ -190,6 +193,7 @@ def test_only_the_adapter_is_trained() -> None:
     assert all(path.endswith((".lora_a", ".lora_b")) for path in changed)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("continued", [False, True])
 def test_the_reference_is_the_actor_at_the_start(continued: bool) -> None:
     """Also of an adapter that was trained before: then it is not the base."""
@@ -207,6 +211,7 @@ def test_the_reference_is_the_actor_at_the_start(continued: bool) -> None:
     assert np.abs(actor.stats(batch).logps - start).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_the_reference_scores_while_the_first_update_is_compiled(update: dict[str, np.ndarray]) -> None:
     t, batch = trainer(), rows(0)
     ready, before = Reference(t).for_step(batch), {path: np.asarray(w) for path, w in t.weights.items()}
@@ -265,6 +270,7 @@ def test_the_model_shows_the_new_weights_and_their_type_stays() -> None:
     assert np.abs(np.asarray(model.final_norm.scale[...], np.float32) - before).max() > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_optimizers_of_a_library_keep_the_type_of_their_state(name: str) -> None:
     """Moments that began as bfloat16 ones, and float32 gradients: one program, also where an update is skipped."""
@@ -344,6 +350,7 @@ def test_clipping_bounds_the_update() -> None:
     assert_allclose(np.sqrt(sum((u**2).sum() for u in update.values())), 0.1, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.optimized
 def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary() -> None:
     vocab, length = 32768, 512
@@ -358,6 +365,7 @@ def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary(
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * whole
 
 
+@pytest.mark.thorough
 def test_its_programs_get_the_options_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA refuses an option that it does not know."""
     for name in ("train.programs.fast_compile_options", "cluster.reference.compile_options"):

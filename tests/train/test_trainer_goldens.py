@@ -97,6 +97,7 @@ def test_trajectory_of_sft(arrays: dict[str, np.ndarray], name: str) -> None:
         np.testing.assert_allclose(ends_of[tensor], norm, rtol=1e-4, err_msg=tensor)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "loss"), [("sft_nll", SFTLoss()), ("sft_dft", DFTLoss())])
 def test_sft_from_token_ids(arrays: dict[str, np.ndarray], name: str, loss: Any) -> None:
     golden = case(name)
@@ -110,6 +111,7 @@ def test_sft_from_token_ids(arrays: dict[str, np.ndarray], name: str, loss: Any)
     assert_gradients(model, golden, arrays)
 
 
+@pytest.mark.thorough
 def test_sft_of_a_mixture(arrays: dict[str, np.ndarray]) -> None:
     """The likelihood alone: transformers balances experts over all layers and rows of a batch at once, we for each
     layer and sequence, so that splits do not matter. tests/losses/test_router.py has that one."""

@@ -25,6 +25,7 @@ def microscope(tmp_path: Path) -> Iterator[Microscope]:
     found.close()
 
 
+@pytest.mark.thorough
 def test_a_replay_that_cannot_be_is_said(microscope: Microscope, tmp_path: Path) -> None:
     """The child ends with the error of `posttrain replay`, which the page shows; red if it is only printed."""
     stage = make_run(tmp_path / "run", [2]).path / STAGE

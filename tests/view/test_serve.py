@@ -15,6 +15,7 @@ from tests.view.helpers import make_run
 END_S = 120.0
 
 
+@pytest.mark.thorough
 def test_the_command_serves_until_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = make_run(tmp_path / "run", [1, 2]).path

@@ -47,6 +47,7 @@ def fault(path: str | Path, **options: Any) -> str:
     return message
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -108,6 +109,7 @@ def test_host_holds_less_than_two_tensors(
     assert_same(loaded, load_model(large))
 
 
+@pytest.mark.thorough
 def test_loading_onto_a_mesh_and_saving_from_it(tmp_path: Path) -> None:
     mesh = make_mesh(MeshSection(fsdp=4, tensor=2))
     model = tiny_model()

@@ -47,6 +47,7 @@ def program(model: Decoder) -> Callable[[Weights], Array]:
     return jax.jit(run, compiler_options=COMPILER_OPTIONS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", often(KINDS, "lora", "experts", "everything with dora", "tied with dora"))
 def test_applied_is_merged_and_off_is_base(kind: str) -> None:
     model = model_of(kind)
@@ -69,6 +70,7 @@ def test_applied_is_merged_and_off_is_base(kind: str) -> None:
     assert_allclose(plain(ModelWeights(alone).read()), applied, atol=3e-5 * np.abs(applied).max())
 
 
+@pytest.mark.thorough
 def test_norms_are_computed_once_for_decoding() -> None:
     model = trained(model_of("dora"), KINDS["everything with dora"])
     tokens = jnp.asarray(TOKENS, jnp.int32)
@@ -94,6 +96,7 @@ def test_norms_are_computed_once_for_decoding() -> None:
     assert roots_in_the_loop(lambda model: model) and not roots_in_the_loop(Decoder.for_decoding)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["everything with dora", "experts"])
 def test_merging_in_place_and_back(kind: str) -> None:
     model = trained(model_of(kind), KINDS[kind])

@@ -67,6 +67,7 @@ def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
         yield Golden(request.param)
 
 
+@pytest.mark.few(1)
 def test_logits_and_gradients(golden: Golden) -> None:
     weights = ModelWeights(golden.model)
     trainable = weights.read(weights.trainable().__contains__)
@@ -106,6 +107,7 @@ def peft_name(path: str, layer: int) -> str:
     return f"model.layers.{layer}.{'self_attn' if part == 'attention' else 'mlp'}.{projection}_proj.{end}"
 
 
+@pytest.mark.few(1)
 def test_merged(golden: Golden) -> None:
     alone = merged_lora(golden.model)
     assert not has_lora(alone)
@@ -117,6 +119,7 @@ def test_merged(golden: Golden) -> None:
         assert_allclose(changed[name], norm, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.few(1)
 def test_written_again(golden: Golden, tmp_path: Path) -> None:
     save_adapter(golden.model, tmp_path / "out")
     files = [load_file(folder / "adapter_model.safetensors") for folder in (golden.folder, tmp_path / "out")]
@@ -215,6 +218,7 @@ def test_parameters_of_experts_from_peft(name: str, fields: dict[str, Any], tmp_
     assert_allclose(logits_of(model, tokens), theirs, atol=5e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "order"), [("gpt_oss", "eio"), ("deepseek_v3", "eoi")])
 def test_layout_of_experts(name: str, order: str, tmp_path: Path) -> None:
     """PEFT's own formula (`ParamWrapper.get_delta_weight`), written again under the same names."""
@@ -264,6 +268,7 @@ def test_all_linear_of_peft(name: str, tmp_path: Path) -> None:
     assert_allclose(ours, theirs, atol=5e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "router"), [("mixtral", "block_sparse_moe.gate"), ("gpt_oss", "mlp.router")])
 def test_routers_take_what_files_bring(name: str, router: str, tmp_path: Path) -> None:
     """Under the name of transformers, as a parameter; PEFT's `all-linear` has them."""

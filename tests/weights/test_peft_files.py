@@ -64,6 +64,7 @@ def test_fields_that_are_refused(config: dict[str, Any], message: str, tmp_path:
     assert message in str(raised.value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -84,6 +85,7 @@ def test_names_that_no_module_has_are_ignored_as_in_peft(config: dict[str, Any],
 EMBED, HEAD = (f"base_model.model.{name}" for name in ("model.embed_tokens.weight", "lm_head.weight"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [104, 88])
 @pytest.mark.parametrize("trained", [True, False])
 def test_added_tokens_resize_the_embedding(rows: int, trained: bool, tmp_path: Path) -> None:

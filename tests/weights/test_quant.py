@@ -83,6 +83,7 @@ def test_tiles() -> None:
         tile_size("nf4", 35)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_the_product_has_the_right_gradient_and_keeps_no_plain_matrix(kind: Quantize) -> None:
     layers, size = 192, 64
@@ -120,6 +121,7 @@ LOGITS = {"int8": 0.05, "fp8": 0.25, "int4": 0.8, "nf4": 0.8}
 """Relative RMS error of the logits of a tiny random model, which react to rounding more than those of a trained one."""
 
 
+@pytest.mark.few(1)
 def test_a_loaded_model_is_close_and_the_same_as_when_quantised_whole(
     llama: Decoder, pair: tuple[Quantize, Decoder]
 ) -> None:
@@ -251,6 +253,7 @@ def test_split_over_devices(kind: Quantize, expert_size: int) -> None:
         assert_allclose(got[path], value, atol=1e-4 * largest, err_msg=path)
 
 
+@pytest.mark.thorough
 def test_loading_onto_devices(llama: Decoder) -> None:
     mesh = make_mesh(MESHES[0])
     model = load_model(GOLDENS / "llama", dtype=jnp.float32, quantize="nf4", mesh=mesh, lora=LoRA(rank=2), seed=0)

@@ -44,6 +44,7 @@ def built(name: str) -> Decoder:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_saved_model_is_the_same_in_transformers_and_here(name: str, tmp_path: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -179,6 +180,7 @@ def test_a_changed_byte_of_saved_weights_is_told(tmp_path: Path) -> None:
     assert_same(tiny_model(), load_model(tmp_path / "edited"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", often(("qwen3_moe", "gpt_oss", "phi3"), "gpt_oss"))
 def test_layers_fetched_one_by_one_are_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = GOLDENS / name
@@ -210,6 +212,7 @@ def test_every_reader_finds_numbers_at_multiples_of_their_size(tmp_path: Path) -
     assert all(entry["data_offsets"][0] % 4 == 0 for entry in places.values() if entry["dtype"] == "F32")
 
 
+@pytest.mark.thorough
 def test_saving_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 1 << 20)
     fields = LLAMA | {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
@@ -226,6 +229,7 @@ def test_saving_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     assert left < 1 << 20
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_saving_fetches_one_expert_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapted: bool) -> None:
     model = load_model(GOLDENS / "qwen3_moe", lora=LoRA(rank=2, targets=("experts",)) if adapted else None, seed=0)

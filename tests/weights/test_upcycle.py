@@ -37,6 +37,7 @@ def golden(name: str) -> tuple[Decoder, np.ndarray, np.ndarray]:
     return load_model(GOLDENS / name, dtype=jnp.float32), arrays["plain_input_ids"], arrays["plain_logits"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -139,6 +140,7 @@ def test_the_default_of_another_family_is_not_taken_over() -> None:
     assert config.norm_eps == dense.norm_eps
 
 
+@pytest.mark.thorough
 def test_the_command_line_writes_what_transformers_reads(tmp_path: Path) -> None:
     source, out = GOLDENS / "qwen3", tmp_path / "mixture"
     arguments = ("upcycle", source, out, "--experts", "4", "--top-k", "2", "--mode", "split")

@@ -163,6 +163,7 @@ def assert_same(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_eight_devices_give_the_statistics_and_gradients_of_one(name: str, kind: str) -> None:
     section, vocab = MESHES[name]
@@ -170,6 +171,7 @@ def test_eight_devices_give_the_statistics_and_gradients_of_one(name: str, kind:
     assert_same(program(kind, mesh)(on_mesh(inputs(vocab), mesh)), of_one_device(kind, vocab))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", often(TERMS, "groups"))
 def test_groups_of_fsdp(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices of a group share the vocabulary, and gather no hidden state of another."""
@@ -198,6 +200,7 @@ def test_a_frozen_head() -> None:
     assert_same(program("own", mesh, (0,))(on_mesh(inputs(vocab), mesh)), of_one_device("own", vocab, (0,)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("parts", [2, 16])
 @pytest.mark.parametrize("name", ["fsdp", "both"])
 def test_best_ids(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +221,7 @@ def test_best_ids(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same(found, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["both", "expert"])
 def test_another_vocabulary(name: str) -> None:
     """Ids of a teacher with more or fewer are on the student's devices; those that it lacks are impossible."""
@@ -248,6 +252,7 @@ HEADS: dict[str, tuple[dict[str, Any], Callable[[Decoder], None]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", often(HEADS, "adapted table", "int8"))
 def test_heads_of_models(kind: str) -> None:
     """Gradients of what is trained of a scaled and capped head with ids that have no token."""
@@ -301,6 +306,7 @@ def collectives(hlo: str) -> Iterator[tuple[bool, list[list[int]]]]:
             )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind"),
     often([(n, kind) for n in MESHES for kind in TERMS], ("both", "groups")),
