@@ -43,7 +43,16 @@ from posttrain.config.base import (
 from posttrain.config.distill import AttentionFeatures, DistillSection, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.environment import AgentSection, EnvSection, McpSection, ToolSection
 from posttrain.config.locator import Locator, UserObject
-from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection, Remat, SavedActivations
+from posttrain.config.model import (
+    MESH_AXES,
+    ROW_AXES,
+    ImageSection,
+    LoRA,
+    MeshSection,
+    ModelSection,
+    Remat,
+    SavedActivations,
+)
 from posttrain.config.preference import OnlinePreferenceSection, PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.reward import EvaluateSection, HeldOutSection, MonitorSection, RecordSection, RewardSection
 from posttrain.config.rl import AsyncSection, OnlineSection, RLSection
@@ -110,6 +119,7 @@ __all__ = [
     "GroupedKernel",
     "HeldOutSection",
     "HiddenFeatures",
+    "ImageSection",
     "LayerMap",
     "ListOf",
     "LoRA",

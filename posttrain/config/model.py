@@ -104,6 +104,20 @@ class LoRA(Section):
     """Patterns of modules trained in full together with the adapter, such as `lm_head` or `norm`."""
 
 
+class ImageSection(Section):
+    """Sizes to which a model's pictures are shrunk or enlarged, in place of those in its `preprocessor_config.json`."""
+
+    min_pixels: PositiveInt | None = None
+    """Least pixels of a resized picture, for Qwen."""
+    max_pixels: PositiveInt | None = None
+    """Most pixels of a resized picture, for Qwen: a token is 28 x 28 pixels in Qwen2.5-VL and 32 x 32 in Qwen3-VL, so
+    that 262144 make at most 334 or 256 tokens."""
+    longest_edge: PositiveInt | None = None
+    """Longest side of a resized picture, for Mistral 3; a token is 28 x 28 pixels."""
+    max_soft_tokens: Literal[70, 140, 280, 560, 1120] | None = None
+    """Most tokens of a picture, for Gemma 4. Pictures of Gemma 3 have one size."""
+
+
 class ModelSection(Section):
     """Model to train: a checkpoint or random weights, tokenizer, precision, adapter, quantization, kernels."""
 
@@ -156,6 +170,8 @@ class ModelSection(Section):
     long_context: Flag = False
     """Use the long-context RoPE factors of a model that has two sets (LongRoPE, as in phi3): rows may then be longer
     than its original context. Only with `path`."""
+    image: ImageSection = ImageSection()
+    """Sizes of pictures; they are saved with the model."""
 
     def _mistakes(self) -> Iterator[str]:
         if (self.path is None) == (self.init is None):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.config.base import Arguments, Flag, ListOf, MomentType, NonNegativeInt, PositiveInt, Section
+from posttrain.config.base import Arguments, Flag, ListOf, MomentType, NonNegativeInt, PositiveInt, Section, Text
 from posttrain.config.locator import Locator, Named, UserObject
 
 ADAPTER_RATE_FACTOR = 10
@@ -35,6 +35,9 @@ class DatasetSection(Section):
     """Template of the answer, for SFT and for answers with a `label`; by default the column `completion`."""
     system: str | None = None
     """System message, put before every prompt."""
+    image_marker: Text | None = None
+    """Text in the contents of messages, such as `<image>`, in whose place a picture of the columns `images` or `image`
+    stands, in SFT; by default such texts are text."""
     chat: Flag | None = None
     """Render with the tokenizer's chat template; by default if it has one and the row is not plain `text`."""
     skip: NonNegativeInt = 0
@@ -232,6 +235,9 @@ class OfflineSection(TrainSection):
     many sequences as all datasets have together. The run's `config.yaml` has the steps."""
     batch_rows: PositiveInt = 8
     """Rows of `row_tokens` per optimiser step (batch size)."""
+    row_patches: PositiveInt | None = None
+    """Most image patches beside each row, in SFT of models with images; by default as many as a row full of image
+    tokens has. A batch has one of four sizes of them, and none without pictures."""
     packing: Flag = True
     """Pack several sequences (or pairs) per row, separated by segment ids."""
 

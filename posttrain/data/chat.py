@@ -5,31 +5,36 @@ inside a turn (thinking marks), except begin and stop tokens. Plain text and pla
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.data.messages import (
-    THINKING,
     Message,
     Remarks,
     TemplateForm,
+    any_of,
     check_tools_written,
     check_turn_written,
-    refuse_unknown_keys,
+    parts_of,
+    pictures_in,
+    plain_text,
+    replaced,
+    strings_in,
+    text_of,
 )
-from posttrain.data.templates import at_time, marks_generation
+from posttrain.data.templates import STAND_IN_TEXT, at_time, marks_generation, stand_in_turn
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.user_code import import_transformers
 
+if TYPE_CHECKING:
+    from posttrain.data.images import Grid
+
 Span = tuple[int, int]
-STAND_IN_TEXT = "posttrain_stand_in_of_a_turn"
-"""Content of the assistant turn that stands for a sampled one."""
 STAND_INS = range(0x100000, 0x10FFFE)
-"""Private-use characters that replace control tokens in message contents while the template runs."""
+"""Private-use characters for control tokens in contents, and for images, while the template runs."""
 LITERAL = (
     "control tokens in messages are ordinary characters to the model; if rows are ready-formatted texts, set "
     "dataset.chat to false"
@@ -47,16 +52,27 @@ class Masked(NamedTuple):
     mask: list[bool]
 
 
+class Pictured(Masked):
+    """Token sequence with pictures."""
+
+    images: list[int]
+    """Number of the image whose feature stands at each token, from 1; 0: text."""
+    grids: tuple[Grid, ...]
+    """Tokens of the images."""
+
+
 @dataclass(frozen=True)
 class TemplateInput:
     """Messages and tool descriptions with stand-ins for the control tokens in their texts."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    literals: dict[str, str]
-    """Control token text by stand-in character."""
+    literals: dict[str, str | list[int]]
+    """Text of a control token, or tokens of an image, by stand-in character."""
     silent: frozenset[int]
     """Numbers of the assistant messages without loss (`weight: 0`)."""
+    images: dict[str, Grid] = field(default_factory=dict)
+    """Images by stand-in character, in order."""
 
 
 ToolConversion = Callable[
@@ -90,9 +106,10 @@ class Renderer:
         self.remarks = Remarks() if remarks is None else remarks
         self._forms: dict[str, TemplateForm] = {}
         ends = {tokenizer.hf.bos_token, *tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stop_ids))}
-        self._control = _any_of(tokenizer.control_tokens)
+        self._ends = [text for text in tokenizer.control_tokens if text in ends]
+        self._control = any_of(tokenizer.control_tokens)
         self._next_tokens: dict[bool, int] = {}
-        self._control_of_assistant = _any_of([text for text in tokenizer.control_tokens if text in ends])
+        self._control_of_assistant = any_of(self._ends)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """Prompt tokens from which a reply is sampled."""
@@ -209,7 +226,14 @@ class Renderer:
                 f"chat template of {self.tokenizer.name}: {which} of the conversation would have loss (roles {roles}); "
                 "it needs at least one prompt message and one assistant message"
             )
-        return Masked(self.tokenizer.known(tokens), [False, *mask[1:]])
+        if not conversation.images:
+            return Masked(self.tokenizer.known(tokens), [False, *mask[1:]])
+        pictured = Pictured(self.tokenizer.known(tokens), [False, *mask[1:]])
+        numbers = self.tokenizer.images.numbers(text, token_spans, list(conversation.images))
+        numbers += [0] * (len(tokens) - len(numbers))
+        pictured.images = [n if t == self.tokenizer.image_id else 0 for n, t in zip(numbers, tokens, strict=True)]
+        pictured.grids = tuple(conversation.images.values())
+        return pictured
 
     def conversations(
         self, messages: Sequence[Message], *, first: int = 0, tools: Sequence[dict[str, Any]] | None = None
@@ -288,20 +312,26 @@ class Renderer:
             passed = list(converted) if converted else None
         silent = frozenset(number for number, message in enumerate(messages) if message.pop("weight", 1) == 0)
         plain = self._form(passed).with_arguments(messages)
-        texts = list(_strings([plain, passed or []]))
-        controls = sorted({match for text in texts for match in self._control.findall(text)})
-        used = set().union(*texts) if controls else set()
+        texts, pictures = list(strings_in([plain, passed or []])), pictures_in(messages)
+        others, of_assistant = self._control, self._control_of_assistant
+        if pictures:
+            plain, marks = self.tokenizer.images.holes(plain), self.tokenizer.images.family.layout.texts
+            others, of_assistant = any_of([*marks, *self.tokenizer.control_tokens]), any_of([*marks, *self._ends])
+        controls = sorted({match for text in texts for match in others.findall(text)})
+        used = set().union(*texts) if controls or pictures else set()
         free = (chr(code) for code in STAND_INS if chr(code) not in used)
         stand_ins = {text: next(free) for text in controls}
-        patterns: dict[Any, re.Pattern[str]] = {"assistant": self._control_of_assistant}
         escaped = []
         for message in plain:
-            pattern = patterns.get(message["role"], self._control)
-            escaped.append(_replace(message, pattern, stand_ins))
-            if controls and (token := next((t for text in _strings(message) for t in pattern.findall(text)), None)):
+            pattern = of_assistant if message["role"] == "assistant" else others
+            escaped.append(replaced(message, pattern, stand_ins))
+            if controls and (token := next((t for text in strings_in(message) for t in pattern.findall(text)), None)):
                 self.remarks.add("control tokens", f"a message of role {message['role']} holds {token!r}; {LITERAL}")
-        literals = {character: text for text, character in stand_ins.items()}
-        return TemplateInput(escaped, _replace(passed, self._control, stand_ins) if passed else None, literals, silent)
+        literals: dict[str, str | list[int]] = {character: text for text, character in stand_ins.items()}
+        images = {next(free): self.tokenizer.images.grid_of(picture) for picture in pictures}
+        literals |= {character: self.tokenizer.image_tokens(grid) for character, grid in images.items()}
+        escaped_tools = replaced(passed, others, stand_ins) if passed else None
+        return TemplateInput(escaped, escaped_tools, literals, silent, images)
 
     def _render(self, conversation: TemplateInput, length: int, *, generation_prompt: bool) -> tuple[str, list[Span]]:
         """Text of the first `length` messages, and the spans that the template marks as generated."""
@@ -325,7 +355,12 @@ class Renderer:
                 f"chat template of {self.tokenizer.name} refuses {what}: "
                 f"{' '.join(str(error).split())}; change the messages, or set dataset.chat to false"
             ) from error
-        return texts[0], list(spans[0]) if marks else []
+        marked = list(spans[0]) if marks else []
+        if not conversation.images:
+            return texts[0], marked
+        count = sum(part["type"] == "image" for one in conversation.messages[:length] for part in parts_of(one))
+        stand_ins = list(conversation.images)[:count]
+        return self.tokenizer.images.placed(texts[0], marked, stand_ins, self.tokenizer.name)
 
     def _derive_spans(self, conversation: TemplateInput, text: str, first: int) -> tuple[str, list[Span]]:
         """Text, and the span of each assistant turn: what its rendering adds to the prompt before it."""
@@ -351,8 +386,7 @@ class Renderer:
         prompt, _ = self._render(conversation, len(before), generation_prompt=True)
         if text.startswith(prompt):
             return prompt, text[len(prompt) :]
-        content = asked.get("content")
-        content = content.strip() if isinstance(content, str) else ""
+        content = text_of(asked).strip() if asked.get("content") is not None else ""
         end = prompt[prompt.rfind(content) :] if content and content in prompt else ""
         if not end or end not in text:
             raise TurnsRewritten(
@@ -421,7 +455,9 @@ class Renderer:
             self._next_tokens[calls] = [*self._tokenize_pieces(rest, {}, (), continues=True)[0], -1][0]
         return self._next_tokens[calls]
 
-    def _tokenize(self, text: str, literals: Mapping[str, str], starts: Sequence[int]) -> tuple[list[int], list[Span]]:
+    def _tokenize(
+        self, text: str, literals: Mapping[str, str | list[int]], starts: Sequence[int]
+    ) -> tuple[list[int], list[Span]]:
         """Tokens of a rendering with their character spans; no token crosses the start of an assistant turn.
 
         At inference the prompt is tokenized without its reply, so a token that joins both would never be seen.
@@ -431,7 +467,7 @@ class Renderer:
         return self._tokenize_pieces(text, literals, across) if across else (tokens, spans)
 
     def _tokenize_pieces(
-        self, text: str, literals: Mapping[str, str], cuts: Sequence[int], *, continues: bool = False
+        self, text: str, literals: Mapping[str, str | list[int]], cuts: Sequence[int], *, continues: bool = False
     ) -> tuple[list[int], list[Span]]:
         """Tokens and spans of a rendering that is cut at `cuts`. `continues`: it follows another text."""
         stand_ins = [i for i, character in enumerate(text) if character in literals] if literals else []
@@ -440,60 +476,15 @@ class Renderer:
         spans: list[Span] = []
         for begin, end in itertools.pairwise(edges):
             literal = literals.get(text[begin]) if end == begin + 1 else None
-            ids, piece = self.tokenizer.encode_spans(
-                text[begin:end] if literal is None else literal,
-                continues=continues or begin > 0,
-                literal=literal is not None,
-            )
+            piece: list[Span] = []
+            if isinstance(literal, list):
+                ids = literal
+            else:
+                ids, piece = self.tokenizer.encode_spans(
+                    text[begin:end] if literal is None else literal,
+                    continues=continues or begin > 0,
+                    literal=literal is not None,
+                )
             tokens += ids
             spans += [(begin, end)] * len(ids) if literal is not None else [(begin + s, begin + e) for s, e in piece]
         return tokens, spans
-
-
-def stand_in_turn(messages: Sequence[Message]) -> Message:
-    """Assistant turn before `messages`, with a call for each tool message among them."""
-    calls = [
-        {
-            "type": "function",
-            "id": message.get("tool_call_id", "call00000"),
-            "function": {"name": message.get("name", "tool"), "arguments": {"text": STAND_IN_TEXT}},
-        }
-        for message in messages
-        if message["role"] == "tool"
-    ]
-    turn: Message = {"role": "assistant", "content": STAND_IN_TEXT}
-    return {**turn, "tool_calls": calls} if calls else turn
-
-
-def plain_text(messages: Sequence[Message]) -> str:
-    """Concatenate the contents. ConfigError for messages that hold more than text."""
-    refuse_unknown_keys(messages, "")
-    for index, message in enumerate(messages):
-        extra = [key for key in ("tool_calls", "weight", *THINKING) if key in message]
-        if extra or not isinstance(message.get("content"), str):
-            what = f"has {extra[0]}" if extra else "has no text content"
-            raise ConfigError(f"message {index} {what}; plain rendering (dataset.chat off) takes contents alone")
-    return "".join(message["content"] for message in messages)
-
-
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-
-
-def _replace(value: Any, pattern: re.Pattern[str], stand_ins: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        return pattern.sub(lambda match: stand_ins[match.group()], value)
-    if isinstance(value, Mapping):
-        return {key: _replace(item, pattern, stand_ins) for key, item in value.items()}
-    return [_replace(item, pattern, stand_ins) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from posttrain.config import DatasetSection, SequenceSection
-from posttrain.data.chat import Masked, Renderer, plain_text
+from posttrain.data.chat import Masked, Pictured, Renderer
 from posttrain.data.messages import (
     Message,
     Remarks,
@@ -19,9 +19,14 @@ from posttrain.data.messages import (
     checked_tools,
     is_same,
     json_messages,
+    plain_text,
+    text_of,
 )
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from posttrain.data.pictures import RowPictures
 
 SHORTEST_REPEAT = 4
 """Minimum length of a prompt whose repetition at the start of an answer is no accident."""
@@ -36,6 +41,10 @@ class TokenizedExample:
 
     tokens: Int[np.ndarray, " T"]
     loss_mask: Bool[np.ndarray, " T"]
+    images: Int[np.ndarray, " T"] | None = None
+    """Number of the image whose feature stands at each token, from 1; 0: text. None: without pictures."""
+    grids: Int[np.ndarray, "I 2"] | None = None
+    """Rows and columns of the images' tokens."""
 
 
 def use_chat(section: DatasetSection, tokenizer: Tokenizer, columns: Sequence[str]) -> bool:
@@ -61,6 +70,8 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
     tools = checked_tools(row.get("tools"))
     if kind != "text" and renderer.chat != use_chat(section, renderer.tokenizer, list(row)):
         raise ConfigError("the first row is plain text and this one is not; set dataset.chat for all rows")
+    prompt, answer = row_messages(row, section, renderer)
+    messages = [*prompt, *answer]
     if kind == "text":
         if section.system is not None:
             raise ConfigError(
@@ -71,40 +82,80 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
                 "last_turn_only has no effect on the plain column text; give messages, or prompt and completion"
             )
         sequences = [renderer.text(_string(row, "text"))]
-    elif kind == "messages":
-        messages = _with_system(checked_messages(row["messages"], "messages"), row, section)
-        sequences = renderer.conversations(messages, first=_first(messages, 0, loss), tools=tools)
+    elif renderer.chat or kind == "messages":
+        sequences = renderer.conversations(messages, first=_first(messages, len(prompt), loss), tools=tools)
     else:
-        prompt, answer = spoken(
-            prompt_messages(row, section),
-            answer_messages(row, section.completion, "completion"),
-            "completion",
-            renderer.remarks,
-        )
-        messages = [*prompt, *answer]
-        if renderer.chat:
-            sequences = renderer.conversations(messages, first=_first(messages, len(prompt), loss), tools=tools)
-        else:
-            sequences = [render_answer(prompt, answer, renderer)]
-    if loss == "all" and kind != "text" and any("weight" in message for message in messages):
+        sequences = [render_answer(prompt, answer, renderer)]
+    if loss == "all" and any("weight" in message for message in messages):
         raise ConfigError("weight: 0 of a message has no effect with train_on_prompt, which trains on everything")
     if loss == "all" and len(sequences) > 1:
         raise ConfigError(
             f"train_on_prompt: chat template of {renderer.tokenizer.name} rewrites earlier turns, so that each turn is "
             "a sequence whose prompt repeats them; remove it, or set model.chat_template to one that keeps them"
         )
-    return [_example(masked, loss) for masked in sequences]
+    return [_example(masked, loss, renderer.tokenizer) for masked in sequences]
 
 
-def _example(masked: Masked, loss: LossOn) -> TokenizedExample:
-    tokens = np.asarray(masked.tokens, np.int32)
-    return TokenizedExample(tokens, np.arange(len(tokens)) > 0 if loss == "all" else np.asarray(masked.mask, bool))
+def row_messages(row: Row, section: DatasetSection, renderer: Renderer) -> Spoken:
+    """Messages of a training row, those with loss last; none of a plain text. ConfigError for pictures without a
+    place."""
+    kind, pictures = _kind(section, list(row)), row_pictures(row, section, renderer)
+    if kind == "text":
+        if pictures is not None and pictures.left:
+            raise ConfigError(
+                "pictures have no place in the plain column text; give messages, or prompt and completion"
+            )
+        return Spoken([], [])
+    if kind == "messages":
+        said = _with_system(checked_messages(row["messages"], "messages", pictures), row, section)
+        return Spoken([], said if pictures is None else pictures.placed(said))
+    prompt, answer = prompt_messages(row, section, pictures), answer_messages(row, section.completion, "completion")
+    return spoken(prompt if pictures is None else pictures.placed(prompt), answer, "completion", renderer.remarks)
 
 
-def prompt_messages(row: Row, section: DatasetSection) -> list[Message]:
-    """Prompt messages of a row: a plain string is one user message, after the columns `system` and `history`."""
+def _example(masked: Masked, loss: LossOn, tokenizer: Tokenizer) -> TokenizedExample:
+    tokens, mask = np.asarray(masked.tokens, np.int32), np.asarray(masked.mask, bool)
+    if not isinstance(masked, Pictured):
+        return TokenizedExample(tokens, np.arange(len(tokens)) > 0 if loss == "all" else mask)
+    if loss == "all":
+        mask = (np.arange(len(tokens)) > 0) & ~np.isin(tokens, tokenizer.image_ids)
+    return TokenizedExample(tokens, mask, np.asarray(masked.images, np.int32), np.asarray(masked.grids, np.int32))
+
+
+def row_pictures(row: Row, section: DatasetSection, renderer: Renderer) -> RowPictures | None:
+    """Pictures of a row, by columns that no template names; None for a model without images, which does not read the
+    columns: that is a remark."""
+    names = [name for name in ("images", "image") if _obeys(name, row, section)]
+    if not renderer.tokenizer.has_images:
+        if section.image_marker is not None:
+            raise ConfigError(f"dataset.image_marker: the model of {renderer.tokenizer.name} takes no images")
+        if names:
+            renderer.remarks.add("images", f"the column {names[0]} is not read: the model takes no images")
+        return None
+    from posttrain.data.pictures import RowPictures
+
+    found = section.path.found
+    folder = section.path.folder if found is None else found if found.is_dir() else found.parent
+    return RowPictures({name: row[name] for name in names}, folder, section.image_marker)
+
+
+def refuse_pictures(row: Row, section: DatasetSection, renderer: Renderer) -> None:
+    """ConfigError for pictures in columns of a row whose reader takes none, while the model does."""
+    pictures = row_pictures(row, section, renderer)
+    if section.image_marker is not None or (pictures is not None and pictures.left):
+        raise ConfigError(
+            "the row has pictures, which only SFT reads yet; remove the columns images, image, and dataset.image_marker"
+        )
+
+
+def prompt_messages(row: Row, section: DatasetSection, pictures: RowPictures | None = None) -> list[Message]:
+    """Prompt messages of a row: a plain string is one user message, after the columns `system` and `history`.
+
+    `pictures`: those of the row, which others than readers of images refuse.
+    """
     value = _value(row, section.prompt, "prompt")
-    messages = [_message("user", value)] if isinstance(value, str) else checked_messages(value, "prompt")
+    listed = [_message("user", value)] if isinstance(value, str) else value
+    messages = listed if pictures is None and listed is not value else checked_messages(listed, "prompt", pictures)
     if messages[-1]["role"] == "assistant":
         raise ConfigError("the prompt ends with an assistant message; it must end before the reply")
     return _with_system([*_history(row, section), *messages], row, section)
@@ -277,7 +328,9 @@ def _history(row: Row, section: DatasetSection) -> list[Message]:
 def _obeys(column: str, row: Row, section: DatasetSection) -> bool:
     """Tell whether a column is part of the prompt by its name: no template names it."""
     templates = [one for one in (section.prompt, section.completion) if one is not None]
-    return bool(row.get(column)) and all(column not in template_columns(one) for one in templates)
+    value = row.get(column)
+    there = len(value) > 0 if isinstance(value, np.ndarray) else bool(value)
+    return there and all(column not in template_columns(one) for one in templates)
 
 
 def prompt_columns(row: Row, section: DatasetSection) -> list[str]:
@@ -326,7 +379,7 @@ def spoken(prompt: list[Message], answer: list[Message], column: str, remarks: R
             f"{column} begins with a {role} message after the prompt; it must begin with an assistant message, or "
             "repeat the prompt before it"
         )
-    asks = prompt[-1].get("content", "").strip()
+    asks = text_of(prompt[-1]).strip()
     if len(asks) >= SHORTEST_REPEAT and said[0].get("content", "").lstrip().startswith(asks):
         remarks.add(column, f"{column} begins with the text of the prompt {asks[:40]!r}, which is then written twice")
     return Spoken(prompt, said)

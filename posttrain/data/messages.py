@@ -6,17 +6,22 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Required, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Required, TypedDict, cast
 
 import numpy as np
 
 from posttrain.errors import ConfigError, did_you_mean
 
+if TYPE_CHECKING:
+    from posttrain.data.pictures import Picture, RowPictures
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 INSTRUCTING = ("system", "developer")
+PICTURED = ("user", "tool")
+"""Roles whose messages may hold pictures."""
 SHAREGPT_ROLES = {
     **{role: role for role in ROLES},
     "human": "user",
@@ -42,6 +47,7 @@ class Message(TypedDict, total=False):
 
     role: Required[str]
     content: str
+    """Text; parts, a list of `{type: text}` and `{type: image}`, only in a message with pictures."""
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
     name: str
@@ -67,12 +73,15 @@ class Remarks:
         self.texts.setdefault(kind, f"{at}{text}")
 
 
-def checked_messages(value: Any, column: str) -> list[Message]:
-    """Messages in the form of templates, from OpenAI's, ShareGPT's or JSON text. ConfigError for anything else."""
+def checked_messages(value: Any, column: str, pictures: RowPictures | None = None) -> list[Message]:
+    """Messages in the form of templates, from OpenAI's, ShareGPT's or JSON text. ConfigError for anything else.
+
+    `pictures`: those of the row, for readers of messages with images; others refuse them.
+    """
     listed = json_messages(value) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple | np.ndarray) or len(listed) == 0:
         raise ConfigError(f"column {column!r} must hold a non-empty list of messages; it holds {str(value)[:60]!r}")
-    return [_message(message, f"{column}[{index}]") for index, message in enumerate(listed)]
+    return [_message(message, f"{column}[{index}]", pictures) for index, message in enumerate(listed)]
 
 
 def json_messages(text: str) -> list[Any] | None:
@@ -102,7 +111,13 @@ def is_same(one: Message, other: Message) -> bool:
 
 
 def _spoken(message: Message) -> list[Any]:
-    return [message["role"], " ".join(message.get("content", "").split()), said_calls(message)]
+    return [message["role"], " ".join(text_of(message).split()), said_calls(message)]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Text of a message without its pictures."""
+    content: str | list[dict[str, Any]] = message.get("content", "")
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def said_calls(message: Message) -> list[tuple[Any, ...]]:
@@ -133,7 +148,7 @@ def _parsed(text: str, at: str) -> Any:
         raise ConfigError(f"{at} is text, but no JSON ({error}): {text[:60]!r}") from error
 
 
-def _message(message: Any, at: str) -> Message:
+def _message(message: Any, at: str, pictures: RowPictures | None) -> Message:
     if not isinstance(message, Mapping):
         raise ConfigError(f"{at} must be a message with role and content; it is {str(message)[:80]!r}")
     # Columns of a table hold every key for every message, and templates would take null for a value.
@@ -151,7 +166,7 @@ def _message(message: Any, at: str) -> Message:
         fields["tool_calls"] = calls
     if "content" not in fields and not calls:
         raise ConfigError(f"{at} has neither content nor tool_calls; it has {', '.join(message)}")
-    fields["content"] = _text(fields.get("content", ""), f"{at}.content")
+    fields["content"] = _content(fields.get("content", ""), f"{at}.content", pictures if role in PICTURED else None)
     for key in THINKING:
         if not isinstance(fields.get(key, ""), str):
             raise ConfigError(f"{at}.{key} is {str(fields[key])[:40]!r}; it must be text")
@@ -171,26 +186,34 @@ def _from_sharegpt(fields: Mapping[str, Any], at: str) -> dict[str, Any]:
     return {"role": SHAREGPT_ROLES[name], **said, **rest}
 
 
-def _text(content: Any, at: str) -> str:
+def _content(content: Any, at: str, pictures: RowPictures | None) -> str | list[dict[str, Any]]:
+    """Content as text, or as parts if there are pictures among them."""
     if isinstance(content, str):
-        return content
+        return content if pictures is None else pictures.parts(content, at)
     if isinstance(content, list | tuple | np.ndarray) and len(content):
-        return "".join(_part(part, f"{at}[{index}]") for index, part in enumerate(content))
+        parts = [_part(part, f"{at}[{index}]", pictures) for index, part in enumerate(content)]
+        if any(part["type"] == "image" for part in parts):
+            return parts
+        return "".join(part["text"] for part in parts)
     raise ConfigError(
         f"{at} is {str(content)[:40]} ({type(content).__name__}); it must be text, or a list of text parts; write "
         "other values as text in the data, for instance as JSON"
     )
 
 
-def _part(part: Any, at: str) -> str:
+def _part(part: Any, at: str, pictures: RowPictures | None) -> dict[str, Any]:
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
     fields = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+    fields = {key: value for key, value in fields.items() if key not in IGNORED}
     kind = fields.get("type", "text")
-    if kind == "text" and isinstance(fields.get("text"), str) and set(fields) <= {"type", "text", *IGNORED}:
-        return str(fields["text"])
+    if kind == "text" and isinstance(fields.get("text"), str) and set(fields) <= {"type", "text"}:
+        return {"type": "text", "text": fields["text"]}
+    if kind in ("image", "image_url") and pictures is not None:
+        return pictures.part({key: value for key, value in fields.items() if key != "text"}, at)
     what = f"a part of type {kind!r}" if kind != "text" else f"{str(part)[:60]!r}"
-    raise ConfigError(f'{at} is {what}; only text is read, as {{"type": "text", "text": ...}}: no images, no sound')
+    where = "images are for users and tools, in SFT of models with images" if "image" in kind else "no sound"
+    raise ConfigError(f'{at} is {what}; only text is read, as {{"type": "text", "text": ...}}: {where}')
 
 
 def _calls(value: Any, at: str) -> list[dict[str, Any]]:
@@ -299,7 +322,7 @@ class TemplateForm:
 
         Contents of earlier assistant turns are left to the template: it drops thoughts.
         """
-        shape = tuple((m["role"], bool(m.get("content", "").strip()), len(m.get("tool_calls", ()))) for m in messages)
+        shape = tuple((m["role"], bool(text_of(m).strip()), len(m.get("tool_calls", ()))) for m in messages)
         if not shape or shape in self._written:
             return
         try:
@@ -358,7 +381,7 @@ def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stand_in(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     stood = {key: value for key, value in message.items() if key not in THINKING}
-    if message.get("content", "").strip():
+    if text_of(message).strip():
         stood["content"] = f"{STAND_IN}_{index}_"
     if "tool_calls" in message:
         stood["tool_calls"] = [
@@ -417,3 +440,51 @@ def to_wire(message: Message) -> dict[str, Any]:
     calls = [_as_text(call) for call in message.get("tool_calls", ())]
     content = message.get("content") or (None if calls else "")
     return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
+
+
+def plain_text(messages: Sequence[Message]) -> str:
+    """Concatenate the contents. ConfigError for messages that hold more than text."""
+    refuse_unknown_keys(messages, "")
+    for index, message in enumerate(messages):
+        extra = [key for key in ("tool_calls", "weight", *THINKING) if key in message]
+        if extra or not isinstance(message.get("content"), str):
+            what = f"has {extra[0]}" if extra else "has no text content"
+            raise ConfigError(f"message {index} {what}; plain rendering (dataset.chat off) takes contents alone")
+    return "".join(message["content"] for message in messages)
+
+
+def any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Pattern of any of these texts."""
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def replaced(value: Any, pattern: re.Pattern[str], stand_ins: Mapping[str, str]) -> Any:
+    """Value with stand-ins in its texts."""
+    if isinstance(value, str):
+        return pattern.sub(lambda match: stand_ins[match.group()], value)
+    if isinstance(value, Mapping):
+        return {key: replaced(item, pattern, stand_ins) for key, item in value.items()}
+    return [replaced(item, pattern, stand_ins) for item in value] if isinstance(value, list | tuple) else value
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Texts of a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from strings_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from strings_in(item)
+
+
+def parts_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Parts of a message with pictures; none of one that is text."""
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def pictures_in(messages: Sequence[Mapping[str, Any]]) -> list[Picture]:
+    """Pictures of messages, in order."""
+    return [part["image"] for one in messages for part in parts_of(one) if part["type"] == "image"]

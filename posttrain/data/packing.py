@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
@@ -23,9 +23,9 @@ Overlong = Literal["truncate", "drop", "error"]
 def fit_to_row(example: TokenizedExample, row_tokens: int, overlong: Overlong) -> TokenizedExample | None:
     """Apply `overlong` to an example longer than a row: truncate it, drop it (None), or raise ConfigError.
 
-    Truncated examples without any token with loss are dropped too.
+    Truncated examples without any token with loss are dropped too, and those that would end inside an image.
     """
-    length = len(example.tokens)
+    length, images = len(example.tokens), example.images
     if length <= row_tokens:
         return example
     if overlong == "error":
@@ -34,7 +34,12 @@ def fit_to_row(example: TokenizedExample, row_tokens: int, overlong: Overlong) -
             "raise row_tokens, or set overlong to truncate or drop"
         )
     if overlong == "truncate" and example.loss_mask[:row_tokens].any():
-        return TokenizedExample(example.tokens[:row_tokens], example.loss_mask[:row_tokens])
+        kept = TokenizedExample(example.tokens[:row_tokens], example.loss_mask[:row_tokens])
+        if images is None or example.grids is None:
+            return kept
+        count = int(images[:row_tokens].max())
+        if count not in images[row_tokens:]:
+            return replace(kept, images=images[:row_tokens], grids=example.grids[:count])
     return None
 
 
@@ -198,9 +203,15 @@ def sequence(example: TokenizedExample) -> dict[str, np.ndarray]:
     return {"tokens": example.tokens.astype(np.int32), "loss_weight": example.loss_mask.astype(np.float32)}
 
 
+IMAGE_ARRAYS = ("rope_positions", "image_rows", "images", "patches", "patch_images", "patch_places")
+"""Arrays of a batch with pictures."""
+
+
 def to_batch(rows: Mapping[str, np.ndarray]) -> Batch:
     """Convert packed rows to a host `Batch`."""
+    images: dict[str, Any] = {name: rows[name] for name in IMAGE_ARRAYS if name in rows}
     return Batch(
+        **images,
         tokens=rows["tokens"],
         positions=rows["tokens_positions"],
         segments=rows["tokens_segments"],
@@ -251,7 +262,7 @@ class PackedBatches:
     `lengths`: row length by array name.
     `epoch`: number of examples per epoch; windows end with it, so that every epoch holds each example once.
     `numbered`: names of token arrays, whose positions within the sequence (`_positions`) and sequence number within the
-    row, from 1 (`_segments`), are added.
+    row, from 1 (`_segments`), are added. `row_patches`: most image patches beside a row; `images` adds their arrays.
     """
 
     def __init__(
@@ -263,7 +274,10 @@ class PackedBatches:
         batch_rows: int,
         lengths: Mapping[str, int],
         numbered: Sequence[str] = ("tokens",),
+        row_patches: int = 0,
+        images: Callable[[Sequence[Sequence[Arrays]], tuple[int, int]], Arrays] | None = None,
     ) -> None:
+        self._row_patches, self._images = row_patches, images
         self._epoch, self._window, self._batch_rows = epoch, window, batch_rows
         self._lengths, self._numbered = dict(lengths), tuple(numbered)
         # By number: grain's own iterator costs several times as much as making a short sequence.
@@ -285,7 +299,8 @@ class PackedBatches:
         if not rows:
             raise StopIteration
         like = rows[0][0]
-        return fill_rows(rows, self._lengths, num_rows=self._batch_rows, like=like, numbered=self._numbered)
+        packed = fill_rows(rows, self._lengths, num_rows=self._batch_rows, like=like, numbered=self._numbered)
+        return packed if self._images is None else packed | self._images(rows, packed["tokens"].shape)
 
     def get_state(self) -> State:
         """Start of the current window, and number of its rows already taken."""
@@ -313,9 +328,13 @@ class PackedBatches:
             if not self._window.rows:
                 self._rows.extend([one] for one in sequences)
                 continue
-            lengths_ND = np.asarray([[len(one[name]) for name in self._numbered] for one in sequences])
-            room_D = np.asarray([self._lengths[name] for name in self._numbered])
-            self._rows.extend([sequences[member] for member in members] for members in best_fit(lengths_ND, room_D))
+            names, room_D = self._numbered, [self._lengths[name] for name in self._numbered]
+            if any("patches" in one for one in sequences):
+                names, room_D = (*names, "patches"), [*room_D, self._row_patches]
+            lengths_ND = np.asarray([[len(one.get(name, ())) for name in names] for one in sequences])
+            self._rows.extend(
+                [sequences[member] for member in members] for members in best_fit(lengths_ND, np.asarray(room_D))
+            )
         return True
 
     def _sequences(self) -> tuple[list[Arrays], int]:

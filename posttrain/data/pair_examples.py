@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from posttrain.batch import Batch
 from posttrain.config import DatasetSection, PairSection
 from posttrain.data.chat import Masked, Renderer
-from posttrain.data.format import prompt_messages
+from posttrain.data.format import prompt_messages, refuse_pictures
 from posttrain.data.packing import PackedBatches, Window, common_prefix
 from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
 from posttrain.data.preference import (
@@ -106,6 +106,7 @@ class PairExamples:
     def _tokenise(self, index: int) -> PairExample | None:
         row = index // self._per_row
         with self.rows.named(row) as values:
+            refuse_pictures(values, self.dataset, self.renderer)
             sequences = self._sequences(index)
             fitted = self._fit(sequences) if sequences else None
             if fitted is None or self._cut_equal(index, sequences, fitted):
@@ -147,6 +148,7 @@ class PairExamples:
 
     def _labelled_answer(self, row: int, side: int) -> TokenizedAnswer | None:
         with self.rows.named(row) as values:
+            refuse_pictures(values, self.dataset, self.renderer)
             answers = labelled_answers(values, self.dataset, self.renderer)
         return answers[side] if answers else None
 

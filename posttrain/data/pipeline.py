@@ -14,7 +14,17 @@ from posttrain.batch import Batch
 from posttrain.config import DatasetSection, Locator, OfflineSection, SequenceSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.files import check_rows, listed
-from posttrain.data.format import check_columns, loss_on, prompt_columns, tokenize_example, use_chat
+from posttrain.data.format import (
+    TokenizedExample,
+    check_columns,
+    loss_on,
+    prompt_columns,
+    row_messages,
+    tokenize_example,
+    use_chat,
+)
+from posttrain.data.image_rows import ImageRows, most_patches, with_images
+from posttrain.data.messages import pictures_in
 from posttrain.data.packing import Overlong, PackedBatches, Window, fit_to_row, sequence, to_batch
 from posttrain.data.sources import Rows, Sequences, load_rows, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
@@ -92,7 +102,8 @@ class SFTBatches(Stream):
         import grain
 
         streams, prints, tokens = [], [], []
-        for number, (dataset, source) in enumerate(zip(section.datasets, [(rows, renderer), *mixed], strict=True)):
+        sources = list(zip(section.datasets, [(rows, renderer), *mixed], strict=True))
+        for number, (dataset, source) in enumerate(sources):
             tokenize = row_tokenizer(section, dataset, *source, targets, number)
             require_one(source[0], tokenize, section.row_tokens)
             prints.append(fingerprint(dataset, source[0]))
@@ -114,7 +125,8 @@ class SFTBatches(Stream):
         weights = [dataset.weight for dataset in section.datasets]
         stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
         epoch = len(rows) + sum(len(others) for others, _ in mixed)
-        super().__init__(_packed(section, stream, epoch, window, targets), identity)
+        images = images_of(section, {number: (one, *source) for number, (one, source) in enumerate(sources)})
+        super().__init__(_packed(section, stream, epoch, window, targets, images), identity)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -219,7 +231,8 @@ def eval_batches(
     require_one(rows, tokenize, section.row_tokens)
     examples = grain.MapDataset.range(len(rows)).map(tokenize)
     window = Window.of(packing=section.packing, ordered=False, batch_rows=section.batch_rows)
-    for batch in _packed(section, examples, len(rows), window, targets):
+    images = images_of(section, {len(section.datasets): (dataset, rows, renderer)})
+    for batch in _packed(section, examples, len(rows), window, targets, images):
         yield _finished(batch, targets)
 
 
@@ -267,7 +280,12 @@ def window_of(section: OfflineSection, datasets: Sequence[DatasetSection]) -> Wi
 
 
 def _packed(
-    section: SequenceSection, examples: Any, epoch: int, window: Window, targets: RowTargets | None
+    section: SequenceSection,
+    examples: Any,
+    epoch: int,
+    window: Window,
+    targets: RowTargets | None,
+    images: ImageRows | None,
 ) -> PackedBatches:
     lengths = dict.fromkeys(("tokens", "loss_weight"), section.row_tokens)
     return PackedBatches(
@@ -277,7 +295,28 @@ def _packed(
         batch_rows=section.batch_rows,
         lengths=lengths if targets is None else lengths | targets.lengths(section.row_tokens),
         numbered=("tokens", *(() if targets is None else targets.tokens)),
+        row_patches=0 if images is None else images.row_patches,
+        images=images,
     )
+
+
+def images_of(
+    section: OfflineSection, sources: Mapping[int, tuple[DatasetSection, Rows, Renderer]]
+) -> ImageRows | None:
+    """Maker of the image arrays of a stage's batches; None for a model without images. `sources`: datasets by their
+    numbers in the array `source`."""
+    tokenizer = next(iter(sources.values()))[2].tokenizer
+    if not tokenizer.has_images:
+        return None
+
+    def decode(source: np.ndarray, count: int) -> np.ndarray:
+        dataset, rows, renderer = sources[int(source[0])]
+        with rows.named(int(source[1])) as row:
+            prompt, answer = row_messages(row, dataset, renderer)
+            pictures = pictures_in([*prompt, *answer])[:count]
+            return np.concatenate([tokenizer.images.patches(picture.pixels()) for picture in pictures])
+
+    return ImageRows(tokenizer.images, most_patches(section, tokenizer), decode)
 
 
 def row_tokenizer(
@@ -299,15 +338,23 @@ def row_tokenizer(
         with rows.named(index) as row:
             examples = tokenize_example(row, dataset, renderer, loss)
             fitted = [fit_to_row(example, section.row_tokens, section.overlong) for example in examples]
-        return [None if one is None else sequence(one) for one in fitted]
+            return [None if one is None else fitted_sequence(one) for one in fitted]
 
-    key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong)
+    def fitted_sequence(one: TokenizedExample) -> dict[str, np.ndarray] | None:
+        if one.images is None:
+            return sequence(one)
+        if not isinstance(section, SFTSection):
+            raise ConfigError("distillation takes no pictures yet; remove them from the row")
+        return with_images(sequence(one), one, section, renderer.tokenizer)
+
+    key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong, section.row_patches)
     sequences = rows.sequences(key, make)
 
     def tokenize(index: int) -> Sequences:
         example = sequences(index)
         if targets is None:
-            return example
+            source = np.asarray([number, index])
+            return [one | {"source": source} if one is not None and "images" in one else one for one in example]
         with rows.named(index) as row:
             more = targets.arrays(number, index, row, example)
         return [None if one is None else one | (added or {}) for one, added in zip(example, more, strict=True)]

@@ -136,7 +136,7 @@ class _Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        room = None
+        room = most = self._max_batches
         while not self._stopped.is_set():
             try:
                 item = _Made(next(self._stream), deepcopy(self._stream.state()))
@@ -144,10 +144,10 @@ class _Worker:
                 self.made.put(error)
                 return
             self.made.put(item)
-            # All batches of a stream have the same shape.
-            room = self._room(item.batch) if room is None else room
-            room -= 1
-            if room <= 0:
+            # Batches with pictures are larger than those without.
+            fewer = min(most, self._room(item.batch))
+            room, most = room - (most - fewer) - 1, fewer
+            while room <= 0:
                 if not self.consumed.get():
                     return
                 room += 1

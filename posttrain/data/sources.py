@@ -242,7 +242,7 @@ MAX_BYTES = 2**28
 """Maximum bytes of cached sequences per dataset; others are made again at each use."""
 CHUNK_TOKENS = 2**18
 
-_UNKNOWN, _LEFT_OUT = -1, -2
+_UNKNOWN, _LEFT_OUT, _WHOLE = -1, -2, -3
 
 
 class _Field(NamedTuple):
@@ -253,9 +253,10 @@ class _Field(NamedTuple):
 
 
 class SequenceCache:
-    """Cache of `make(number)` for numbers below `count`; a sequence is arrays of one length, or None.
+    """Cache of `make(number)` for numbers below `count`; a sequence is arrays of one length, or of any with pictures,
+    or None. Those of text have the same names and types.
 
-    Cached arrays are read-only views. All sequences must have the same names and types of arrays.
+    Cached arrays are read-only.
     """
 
     def __init__(self, make: Callable[[int], Sequences], count: int, *, max_bytes: int = MAX_BYTES) -> None:
@@ -264,6 +265,8 @@ class SequenceCache:
         self._starts, self._lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
         self._parts: dict[int, list[int | None]] = {}
         """Lengths of the sequences, None for dropped ones, of each number with other than one."""
+        self._whole: dict[int, Sequences] = {}
+        """Sequences with pictures, whose arrays are not of one length."""
         self._fields: list[_Field] = []
         self._chunks: list[list[np.ndarray]] = []
         self._used, self._num_bytes = 0, 0
@@ -271,6 +274,8 @@ class SequenceCache:
 
     def __call__(self, number: int) -> Sequences:
         chunk = int(self._chunk_of[number])
+        if chunk == _WHOLE:
+            return self._whole[number]
         if chunk == _LEFT_OUT:
             return [None for _ in self._parts.get(number, [None])]
         if chunk == _UNKNOWN:
@@ -295,10 +300,21 @@ class SequenceCache:
         """Number of sequences that are not made again, including dropped ones."""
         return int((self._chunk_of != _UNKNOWN).sum())
 
+    def _keep_whole(self, number: int, made: Sequences) -> None:
+        # The patches of a sequence take no memory yet.
+        arrays = [array for one in made if one is not None for name, array in one.items() if name != "patches"]
+        num_bytes = self._num_bytes + sum(array.nbytes for array in arrays)
+        if num_bytes <= self._max_bytes:
+            self._whole[number], self._num_bytes = made, num_bytes
+            self._chunk_of[number] = _WHOLE
+
     def _keep(self, number: int, made: Sequences) -> None:
         if self._chunk_of[number] != _UNKNOWN:
             return
         there = [one for one in made if one is not None]
+        if any("images" in one for one in there):
+            self._keep_whole(number, made)
+            return
         if len(made) != 1:
             self._parts[number] = [None if one is None else len(next(iter(one.values()))) for one in made]
         if not there:

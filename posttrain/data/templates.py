@@ -1,18 +1,21 @@
-"""Chat templates as texts: their marks of assistant turns, arguments, and the time."""
+"""Chat templates as texts: their marks of assistant turns, arguments, the time, and turns that stand for others."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from posttrain.data.messages import Message
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.user_code import import_transformers
 
 GIVEN = ("messages", "tools", "add_generation_prompt", "strftime_now")
 """Variables of templates that posttrain sets itself."""
+STAND_IN_TEXT = "posttrain_stand_in_of_a_turn"
+"""Content of the assistant turn that stands for a sampled one."""
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
@@ -69,3 +72,18 @@ def _literal(value: Any) -> str:
     raise ConfigError(
         f"chat_template_args: {value!r} is a {type(value).__name__}; give texts, numbers, lists, mappings"
     )
+
+
+def stand_in_turn(messages: Sequence[Message]) -> Message:
+    """Assistant turn before `messages`, with a call for each tool message among them."""
+    calls = [
+        {
+            "type": "function",
+            "id": message.get("tool_call_id", "call00000"),
+            "function": {"name": message.get("name", "tool"), "arguments": {"text": STAND_IN_TEXT}},
+        }
+        for message in messages
+        if message["role"] == "tool"
+    ]
+    turn: Message = {"role": "assistant", "content": STAND_IN_TEXT}
+    return {**turn, "tool_calls": calls} if calls else turn

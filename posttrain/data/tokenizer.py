@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from posttrain.config import ImageSection
 from posttrain.data.templates import with_arguments
 from posttrain.data.tokenizer_files import (
     BYTE_GENERATION,
@@ -32,6 +33,9 @@ from posttrain.data.tokenizer_files import (
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.user_code import missing_path
+
+if TYPE_CHECKING:
+    from posttrain.data.images import Grid, ImagePolicy
 
 CONTEXT_TOKENS = 4
 """Tokens before others that decide how these are decoded: one for the space between words, three for the bytes of a
@@ -57,6 +61,8 @@ class Tokenizer:
     """Number of rows of the model's embedding; None: unknown model, no check."""
     clock: datetime | None = None
     """Time that a chat template with today's date sees; None: the present."""
+    vision: tuple[Mapping[str, Any], ImageSection] | None = None
+    """Fields of a model's `config.json`, and the settings of its images; None: unknown model."""
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -124,6 +130,46 @@ class Tokenizer:
     def for_model(self, num_rows: int) -> Tokenizer:
         """Copy of the tokenizer for a model with `num_rows` embedding rows: `known` refuses tokens beyond them."""
         return replace(self, num_rows=num_rows)
+
+    def for_images(self, model: Mapping[str, Any], section: ImageSection) -> Tokenizer:
+        """Copy of the tokenizer for the images of a model. ConfigError for settings that these do not have."""
+        sized = replace(self, vision=(model, section))
+        return sized if section == ImageSection() else replace(sized, files=sized.images.saved(self.files))
+
+    @cached_property
+    def images(self) -> ImagePolicy:
+        """Policy of the model's images. ConfigError for a model without any, and for a vocabulary without their
+        tokens."""
+        from posttrain.data.images import policy_of
+
+        model, section = self.vision or ({}, ImageSection())
+        policy = policy_of(model, self.files, section, self.name)
+        if missing := [text for text in policy.family.layout.texts if text not in self.hf.get_vocab()]:
+            raise ConfigError(f"images: tokenizer {self.name} has no token {', '.join(missing)}")
+        return policy
+
+    @property
+    def has_images(self) -> bool:
+        """Tell whether the model takes images."""
+        if self.vision is None or not self.vision[0].get("vision_config"):
+            return False
+        from posttrain.data.images import takes_images
+
+        return takes_images(self.vision[0])
+
+    @cached_property
+    def image_ids(self) -> list[int]:
+        """Special tokens of and around images, which never have loss."""
+        return [self.hf.get_vocab()[text] for text in self.images.family.layout.texts]
+
+    @property
+    def image_id(self) -> int:
+        """Token whose embedding an image feature replaces."""
+        return int(self.hf.get_vocab()[self.images.family.layout.token])
+
+    def image_tokens(self, grid: Grid) -> list[int]:
+        """Tokens of an image, without the texts around it."""
+        return [self.hf.get_vocab()[text] for text in self.images.family.layout.tokens(grid)]
 
     def known(self, tokens: list[int]) -> list[int]:
         """Return `tokens`. Raises `ConfigError` for tokens without a row in the model's embedding."""

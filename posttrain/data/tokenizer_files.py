@@ -14,6 +14,8 @@ from posttrain.user_code import import_transformers
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+"""Files of a model's image processor; newer models have only the second."""
 COPIED = (
     *TOKENIZER_FILES,
     CONFIG,
@@ -22,6 +24,8 @@ COPIED = (
     "added_tokens.json",
     "merges.txt",
     "spiece.model",
+    PREPROCESSOR,
+    PROCESSOR,
 )
 """Files that a tokenizer is read from, which `save` copies."""
 TEMPLATES = Path(__file__).parent / "chat_templates"

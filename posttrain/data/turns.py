@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
-from posttrain.data.chat import STAND_IN_TEXT, Masked, Renderer, stand_in_turn
+from posttrain.data.chat import Masked, Renderer
 from posttrain.data.messages import Message
+from posttrain.data.templates import STAND_IN_TEXT, stand_in_turn
 from posttrain.errors import ConfigError
 
 ReplyRole = Literal["user", "tool"]

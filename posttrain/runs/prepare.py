@@ -320,8 +320,8 @@ def _head_shape(kind: AttentionConfig | LatentAttentionConfig) -> dict[str, Any]
     return {"num_heads": kind.num_heads, **sizes, "soft_cap": kind.soft_cap, "sinks": kind.sinks}
 
 
-Lengths = list[int | None]
-"""Tokens of a row's sequences; None for a dropped one."""
+Lengths = list[int | tuple[int, int] | None]
+"""Tokens of a row's sequences, of those with pictures also image patches; None for a dropped one."""
 COUNTS = "epochs.json"
 """File in the run's folder: number of rows by digest of the count's inputs."""
 
@@ -398,7 +398,13 @@ def _num_rows(
         _lengths(one, checked_rows(one.count) if sampled else range(one.count)) for one in sources
     ]
     return rows_of_epochs(
-        section, datasets, lengths, window=window_of(section, datasets), num_epochs=num_epochs, seed=seed
+        section,
+        datasets,
+        lengths,
+        window=window_of(section, datasets),
+        num_epochs=num_epochs,
+        seed=seed,
+        row_patches=sources[0].row_patches,
     )
 
 
@@ -406,7 +412,11 @@ def _lengths(source: EpochSource, chosen: Sequence[int]) -> list[Lengths]:
     """Tokens of each row's sequences; None for a dropped one."""
     title = f"counting the tokens of {source.rows.name}"
     made = (source.tokenize(index) for index in progress(chosen, title, len(chosen)))
-    return [[None if one is None else len(one["tokens"]) for one in of_row] for of_row in made]
+    return [[None if one is None else _length(one) for one in of_row] for of_row in made]
+
+
+def _length(one: Mapping[str, np.ndarray]) -> int | tuple[int, int]:
+    return (len(one["tokens"]), len(one["patches"])) if "patches" in one else len(one["tokens"])
 
 
 def _digest(section: OfflineSection, num_epochs: float, seed: int, sources: Sequence[EpochSource]) -> str:
@@ -418,6 +428,7 @@ def _digest(section: OfflineSection, num_epochs: float, seed: int, sources: Sequ
     weights = [of.dataset.weight for of in sources]
     settings: dict[str, Any] = {"num_epochs": num_epochs, "seed": seed, "data": data, "weights": weights}
     settings |= {name: getattr(section, name) for name in ("batch_rows", "row_tokens", "packing", "overlong")}
+    settings |= {} if section.row_patches is None else {"row_patches": section.row_patches}
     return digest(json.dumps(settings, sort_keys=True))
 
 
@@ -429,6 +440,7 @@ def rows_of_epochs(
     window: Window,
     num_epochs: float,
     seed: int,
+    row_patches: int = 0,
 ) -> int:
     """Minimum number of rows, in training order, that hold `num_epochs` times the number of sequences.
 
@@ -446,7 +458,14 @@ def rows_of_epochs(
     wanted = sum(one is not None for draw in range(math.ceil(num_epochs * epoch)) for one in stream[draw])
     if not section.packing:
         return wanted
-    packed = PackedBatches(stream, epoch=epoch, window=window, batch_rows=1, lengths={"tokens": section.row_tokens})
+    packed = PackedBatches(
+        stream,
+        epoch=epoch,
+        window=window,
+        batch_rows=1,
+        lengths={"tokens": section.row_tokens},
+        row_patches=row_patches,
+    )
     rows = held = 0
     while held < wanted:
         held += int(next(packed)["tokens_segments"].max())
@@ -458,8 +477,16 @@ class _StandIns:
     """Arrays of the given lengths by number, without tokens."""
 
     def __init__(self, lengths: Sequence[Lengths]):
-        longest = max((length for of_row in lengths for length in of_row if length is not None), default=0)
+        pairs = [
+            (0, 0) if one is None else one if isinstance(one, tuple) else (one, 0) for row in lengths for one in row
+        ]
+        longest = max((tokens for tokens, _ in pairs), default=0)
         self._lengths, self._zeros = lengths, np.zeros(longest, np.int8)
 
     def __call__(self, index: int) -> Sequences:
-        return [None if length is None else {"tokens": self._zeros[:length]} for length in self._lengths[index]]
+        return [None if one is None else self._arrays(one) for one in self._lengths[index]]
+
+    def _arrays(self, length: int | tuple[int, int]) -> dict[str, np.ndarray]:
+        tokens, patches = length if isinstance(length, tuple) else (length, 0)
+        beside = {"patches": np.broadcast_to(np.uint8(0), (patches,))} if patches else {}
+        return {"tokens": self._zeros[:tokens], **beside}

@@ -43,6 +43,8 @@ class EpochSource:
     rows: Rows
     count: int
     tokenize: Callable[[int], Sequences]
+    row_patches: int = 0
+    """Most image patches beside a row."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ from posttrain.config import (
     SamplingSection,
 )
 from posttrain.data.chat import Renderer
-from posttrain.data.format import prompt_is_text, prompt_messages
+from posttrain.data.format import prompt_is_text, prompt_messages, refuse_pictures
 from posttrain.data.sources import Rows, each_row, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import sampled_stop_notes
@@ -242,6 +242,7 @@ def examples_of(
             if tuple(row) not in complete:
                 _check_columns(rubric, tuple(row))
                 complete.add(tuple(row))
+            refuse_pictures(row, section, renderer)
             messages = prompt_messages(row, section)
             if row.get("tools"):
                 rows.remarks.add("tools", "the column tools is no part of prompts here: those of the stage are")

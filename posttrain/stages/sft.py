@@ -11,6 +11,7 @@ from posttrain.config.locator import FORMS
 from posttrain.config.other_names import meant_kind
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import tokenize_example
+from posttrain.data.image_rows import most_patches
 from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer
 from posttrain.data.prefetch import MeasuredStream, Prefetch
 from posttrain.data.sources import Rows, checked_rows, each_row
@@ -54,7 +55,12 @@ class SequenceInputs:
     def epoch_sources(self) -> Sequence[EpochSource] | int:
         """Datasets over which `num_epochs` passes."""
         data = zip(self.section.datasets, [(self.rows, self.renderer), *self.mixed], strict=True)
-        return [EpochSource(one, rows, len(rows), row_tokenizer(self.section, one, rows, r)) for one, (rows, r) in data]
+        tokenizer = self.renderer.tokenizer
+        patches = most_patches(self.section, tokenizer) if tokenizer.has_images else 0
+        return [
+            EpochSource(one, rows, len(rows), row_tokenizer(self.section, one, rows, r), patches)
+            for one, (rows, r) in data
+        ]
 
 
 def prepare_sequences(
@@ -69,6 +75,8 @@ def prepare_sequences(
 
     `targets`: teacher targets of the rows. `has_completions`: whether rows are trained on, instead of being prompts.
     """
+    if section.row_patches is not None and not prepared.tokenizer.has_images:
+        raise ConfigError(f"row_patches={section.row_patches} has no effect: the model takes no images; remove it")
     notes: list[str] = []
     sources, dropped = [], []
     for dataset in section.all_datasets:

@@ -81,15 +81,23 @@ def trained_model_files(section: ModelSection, tokenizer: Tokenizer | None) -> M
             path = section.path.resolved
         except ConfigError as error:
             raise ConfigError(f"model.path: {error}") from error
-        return replace(read_model_files(path, long_context=section.long_context), tokenizer=tokenizer)
+        files = read_model_files(path, long_context=section.long_context)
+        return replace(files, tokenizer=_for_images(tokenizer, files.hf_json, section))
     assert section.init is not None
     if tokenizer is None and "vocab_size" not in section.init:
         return ModelFiles(path=None, hf_json=section.init, config=None)
     fields = section.init if tokenizer is None else {"vocab_size": tokenizer.vocab_size, **section.init}
     try:
-        return ModelFiles(path=None, hf_json=fields, config=hf.config_from_init(fields), tokenizer=tokenizer)
+        sized = _for_images(tokenizer, fields, section)
+        return ModelFiles(path=None, hf_json=fields, config=hf.config_from_init(fields), tokenizer=sized)
     except ConfigError as error:
         raise ConfigError(f"model.init: {error}") from error
+
+
+def _for_images(
+    tokenizer: Tokenizer | None, fields: Mapping[str, Any] | None, section: ModelSection
+) -> Tokenizer | None:
+    return tokenizer if tokenizer is None or fields is None else tokenizer.for_images(fields, section.image)
 
 
 def unreachable(name: str) -> bool:

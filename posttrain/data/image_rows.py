@@ -1,0 +1,135 @@
+"""Images beside packed rows: the arrays of a sequence with pictures, and those of a batch, with patches in buckets."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from posttrain.config import OfflineSection, PairSection, SequenceSection
+from posttrain.data.format import TokenizedExample
+from posttrain.data.images import Grid, ImagePolicy
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
+
+Arrays = dict[str, np.ndarray]
+
+BUCKETS = 4
+"""Numbers of patches that a batch can have beside each row, apart from none: each is a program of its own."""
+ALIGNED = 128
+"""Patches are a multiple of so many, as kernels want their keys."""
+
+
+def image_arrays(policy: ImagePolicy, images_T: Int[np.ndarray, " T"], grids: Int[np.ndarray, "I 2"]) -> Arrays:
+    """Arrays of a sequence with pictures beside its tokens: image and feature of each token, its positions in
+    multimodal RoPE, and the grids. `patches` takes no memory, and only has the length."""
+    listed = [Grid(int(rows), int(columns)) for rows, columns in grids]
+    count = sum(map(policy.num_patches, listed))
+    rope = policy.rope_positions(images_T, listed)
+    return {
+        "images": images_T,
+        "image_rows": np.where(images_T > 0, np.cumsum(images_T > 0), 0).astype(np.int32),
+        **({} if rope is None else {"rope_positions": rope}),
+        "grids": grids,
+        "patches": np.broadcast_to(np.uint8(0), (count,)),
+    }
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Arrays of batches of packed rows with pictures.
+
+    `row_patches`: size of the largest bucket; `decode`: patches of a row's first pictures, by the array `source` and
+    their number.
+    """
+
+    policy: ImagePolicy
+    row_patches: int
+    decode: Callable[[np.ndarray, int], UInt8[np.ndarray, "P C"]]
+
+    def __call__(self, rows: Sequence[Sequence[Arrays]], shape: tuple[int, int]) -> Arrays:
+        """Arrays of a batch of this shape; none without a picture in it, which is then the same as one of text."""
+        members = [one for of_row in rows for one in of_row if "images" in one]
+        if not members:
+            return {}
+        workers = min(len(members), os.cpu_count() or 1)
+        with ThreadPoolExecutor(workers) as pool:
+            pixels = dict(zip(map(id, members), pool.map(self._patches, members), strict=True))
+        counts = [sum(len(one.get("patches", ())) for one in of_row) for of_row in rows]
+        size = next(size for size in bucket_sizes(self.policy, self.row_patches) if size >= max(counts))
+        width = 3 * self.policy.settings.patch**2
+        arrays: Arrays = {
+            "images": np.zeros(shape, np.int32),
+            "image_rows": np.zeros(shape, np.int32),
+            "patches": np.zeros((shape[0], size, width), np.uint8),
+            "patch_images": np.zeros((shape[0], size), np.int32),
+            "patch_places": np.zeros((shape[0], size, 2), np.int32),
+        }
+        if self.policy.family.axes:
+            arrays["rope_positions"] = np.zeros((*shape, 3), np.int32)
+        for row, of_row in enumerate(rows):
+            self._fill({name: array[row] for name, array in arrays.items()}, of_row, pixels)
+        return arrays
+
+    def _fill(self, row: Arrays, members: Sequence[Arrays], pixels: dict[int, UInt8[np.ndarray, "P C"]]) -> None:
+        """Write the sequences of a row, whose numbers of images and features go on from one to the next."""
+        start = images = features = patches = 0
+        for one in members:
+            tokens = slice(start, start + len(one["tokens"]))
+            start = tokens.stop
+            if "rope_positions" in row:
+                plain = np.arange(len(one["tokens"]), dtype=np.int32)[:, None]
+                row["rope_positions"][tokens] = one.get("rope_positions", plain)
+            if "images" not in one:
+                continue
+            there = one["images"] > 0
+            row["images"][tokens] = np.where(there, one["images"] + images, 0)
+            row["image_rows"][tokens] = np.where(there, one["image_rows"] + features, 0)
+            beside = slice(patches, patches + len(one["patches"]))
+            grids = [Grid(*map(int, grid)) for grid in one["grids"]]
+            numbers = np.arange(images + 1, images + 1 + len(grids), dtype=np.int32)
+            row["patches"][beside] = pixels[id(one)]
+            row["patch_images"][beside] = np.repeat(numbers, [self.policy.num_patches(grid) for grid in grids])
+            row["patch_places"][beside] = np.concatenate([self.policy.places(grid) for grid in grids])
+            images, patches = images + len(grids), beside.stop
+            features += int(one["image_rows"].max())
+
+    def _patches(self, one: Arrays) -> UInt8[np.ndarray, "P C"]:
+        """Patches of a sequence. ConfigError for a picture whose file has another size now."""
+        patches = self.decode(one["source"], len(one["grids"]))
+        if len(patches) != len(one["patches"]):
+            raise ConfigError(f"a picture of row {one['source'][1]} has another size than before; restore its file")
+        return patches
+
+
+def bucket_sizes(policy: ImagePolicy, wanted: int) -> list[int]:
+    """Sizes of the buckets of patches up to the wanted one, which is rounded up."""
+    aligned = math.lcm(policy.settings.merge**2, ALIGNED)
+    return sorted({math.ceil(wanted * part / BUCKETS / aligned) * aligned for part in range(1, BUCKETS + 1)})
+
+
+def most_patches(section: OfflineSection, tokenizer: Tokenizer) -> int:
+    """Most image patches beside a row of a stage: by default as many as its tokens can be of."""
+    default = section.row_tokens * tokenizer.images.settings.merge**2
+    return bucket_sizes(tokenizer.images, default if section.row_patches is None else section.row_patches)[-1]
+
+
+def with_images(
+    one: Arrays, example: TokenizedExample, section: SequenceSection | PairSection, tokenizer: Tokenizer
+) -> Arrays | None:
+    """Sequence with the arrays of its pictures; None for one dropped for more patches than fit beside a row."""
+    assert example.images is not None and example.grids is not None
+    whole, most = one | image_arrays(tokenizer.images, example.images, example.grids), most_patches(section, tokenizer)
+    if len(whole["patches"]) <= most:
+        return whole
+    if section.overlong == "error":
+        raise ConfigError(
+            f"its {len(example.grids)} pictures have {len(whole['patches']):,} patches, and beside a row are {most:,}; "
+            "raise row_patches, make pictures smaller (model.image), or set overlong to drop"
+        )
+    return None

@@ -1,0 +1,257 @@
+"""Pictures of messages: references to files and bytes, their size from the header, pixels upright and over white."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.errors import ConfigError
+from posttrain.user_code import missing_path
+
+MAX_PIXELS = 64 * 2**20
+"""Most pixels of a picture by its header, before it is decoded: a file of kilobytes can hold gigabytes of them."""
+MAX_BYTES = 64 * 2**20
+"""Most bytes of a picture's file."""
+FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF")
+"""Formats that are read, in Pillow's names. Others have parsers that start programs."""
+ORIENTATION = 0x0112
+"""EXIF tag of how the camera was held."""
+SIDEWAYS = (5, 6, 7, 8)
+"""Values of the tag for which width and height change places."""
+GRAY_16 = 257
+"""Ratio of 16-bit to 8-bit gray."""
+
+
+class PictureError(ConfigError):
+    """Error of a picture that cannot be read, with its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """Picture that is opened when its size or its pixels are asked for."""
+
+    name: str
+    """Name in errors: its place in the row, and its file."""
+    source: Path | bytes | Any
+    """File, content of a file, or an image of Pillow."""
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the upright picture, from the header alone. PictureError for a file without one, and for
+        more pixels than `MAX_PIXELS`."""
+        with self._opened() as image:
+            width, height = image.size
+            return (height, width) if _orientation(image) in SIDEWAYS else (width, height)
+
+    def pixels(self) -> Any:
+        """Decode the picture to an upright RGB image over white; of an animation the first frame. PictureError for a
+        file that is damaged."""
+        with self._opened() as image:
+            return _turned(_over_white(image), _orientation(image))
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """Open the picture and check its size, without decoding it. PictureError for what Pillow raises meanwhile."""
+        from PIL import Image, UnidentifiedImageError
+
+        source, file = self.source, None
+        if isinstance(source, Path) and not source.is_file():
+            raise PictureError(f"{self.name}: {missing_path(source)}")
+        try:
+            if isinstance(source, Path | bytes):
+                file = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+                self._check_bytes(len(source) if isinstance(source, bytes) else source.stat().st_size)
+                Image.init()
+                source = Image.open(file, formats=[one for one in FORMATS if one in Image.OPEN])
+            self._check_size(*source.size)
+            yield source
+        except UnidentifiedImageError as error:
+            raise PictureError(f"{self.name} is no picture; these are read: {', '.join(FORMATS)}") from error
+        except ConfigError:
+            raise
+        except (
+            OSError,
+            ValueError,
+            SyntaxError,
+            Image.DecompressionBombError,
+            Image.DecompressionBombWarning,
+        ) as error:
+            raise PictureError(f"{self.name} cannot be decoded: {' '.join(str(error).split())[:200]}") from error
+        finally:
+            if file is not None:
+                file.close()
+
+    def _check_bytes(self, count: int) -> None:
+        if count > MAX_BYTES:
+            raise PictureError(f"{self.name} has {count:,} bytes, more than {MAX_BYTES:,}; make it smaller")
+
+    def _check_size(self, width: int, height: int) -> None:
+        if not width or not height:
+            raise PictureError(f"{self.name} has {width} x {height} pixels; leave it out")
+        if width * height > MAX_PIXELS:
+            raise PictureError(
+                f"{self.name} has {width} x {height} pixels by its header, more than {MAX_PIXELS:,}; make it smaller"
+            )
+
+
+def _orientation(image: Any) -> int:
+    """EXIF orientation; 1 for upright ones. Of a PNG only what stands before its pixels counts: looking behind them
+    decodes it. Pillow turns TIFF itself."""
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return 1
+    return int(image.getexif().get(ORIENTATION) or 1)
+
+
+def _turned(image: Any, orientation: int) -> Any:
+    from PIL.Image import Transpose as turn
+
+    turns = {
+        2: turn.FLIP_LEFT_RIGHT,
+        3: turn.ROTATE_180,
+        4: turn.FLIP_TOP_BOTTOM,
+        5: turn.TRANSPOSE,
+        6: turn.ROTATE_270,
+        7: turn.TRANSVERSE,
+        8: turn.ROTATE_90,
+    }
+    return image.transpose(turns[orientation]) if orientation in turns else image
+
+
+def _over_white(image: Any) -> Any:
+    """RGB image with white behind what is transparent."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() >= 2**16:
+            raise ValueError(f"gray values from {values.min()} to {values.max()}; 8 and 16 bits are read")
+        return Image.fromarray(((values + GRAY_16 // 2) // GRAY_16).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("its values are floating-point numbers; save it with 8 or 16 bits")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    whole = image.convert("RGBA")
+    white = Image.new("RGBA", whole.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, whole).convert("RGB")
+
+
+def picture_of(value: Any, name: str, folder: Path) -> Picture:
+    """Picture of what a column or a part of a message holds: a path, a `data:` URL, bytes, an image of Pillow, or a
+    mapping with one of these. ConfigError for anything else.
+
+    `name`: its place in the row; `folder`: that of relative paths.
+    """
+    if isinstance(value, Mapping):
+        there = {key: value[key] for key in ("bytes", "path", "url", "image") if value.get(key) is not None}
+        unknown = [key for key in value if key not in ("bytes", "path", "url", "image", "detail")]
+        if not there or unknown:
+            raise ConfigError(f"{name} is a mapping with {', '.join(map(str, value))}; it needs bytes or path")
+        held = next(iter(there.values()))
+        title = f"{name} ({there['path']})" if isinstance(held, bytes) and there.get("path") else name
+        return picture_of(held, title, folder)
+    if isinstance(value, bytes | bytearray):
+        return Picture(name, bytes(value))
+    if isinstance(value, str | Path):
+        return _named(str(value), name, folder)
+    if hasattr(value, "convert") and hasattr(value, "getexif"):
+        return Picture(name, value)
+    raise ConfigError(
+        f"{name} is a {type(value).__name__}; a picture is a path, a data: URL, bytes, an image of Pillow, or a "
+        "mapping with bytes or path"
+    )
+
+
+def _named(text: str, name: str, folder: Path) -> Picture:
+    """Picture of a path or of a `data:` URL."""
+    if text.startswith("data:"):
+        kind, comma, content = text.partition(",")
+        if not comma or not kind.endswith(";base64"):
+            raise ConfigError(f"{name} is a data: URL without base64; write data:image/png;base64,...")
+        try:
+            return Picture(name, base64.b64decode(content, validate=True))
+        except binascii.Error as error:
+            raise ConfigError(f"{name}: the base64 of its data: URL is damaged ({error})") from error
+    if "://" in text and not text.startswith("file://"):
+        raise ConfigError(
+            f"{name} is the URL {text[:80]}, and nothing is fetched while training; download it, and give its path"
+        )
+    path = folder / Path(text.removeprefix("file://")).expanduser()
+    return Picture(f"{name} ({text})", path)
+
+
+class RowPictures:
+    """Pictures of a row, of which those of its columns `images` (a list) or `image` fill the holes in its messages, in
+    order. `marker`: text of a hole in contents; `folder`: that of relative paths."""
+
+    def __init__(self, row: Mapping[str, Any], folder: Path, marker: str | None = None) -> None:
+        columns = [name for name in ("images", "image") if row.get(name) is not None]
+        if len(columns) > 1:
+            raise ConfigError("the row has pictures in both columns images and image; give one of them")
+        held = row[columns[0]] if columns else []
+        several = isinstance(held, list | tuple | np.ndarray)
+        if columns == ["images"] and not several:
+            raise ConfigError(f"column images holds a {type(held).__name__}; it must be a list of pictures")
+        names = [f"images[{number}]" for number in range(len(held))] if several else ["image"]
+        self._column = [
+            picture_of(one, name, folder) for one, name in zip(held if several else [held], names, strict=True)
+        ]
+        self._folder, self._marker = folder, marker
+        self._holes = 0
+
+    def part(self, fields: Mapping[str, Any], at: str) -> dict[str, Any]:
+        """Part of a message with its picture. ConfigError for a hole that no picture is left for."""
+        held = {key: value for key, value in fields.items() if key != "type"}
+        if fields["type"] == "image_url":
+            return {"type": "image", "image": picture_of(held.get("image_url"), at, self._folder)}
+        if held:
+            return {"type": "image", "image": picture_of(held, at, self._folder)}
+        self._holes += 1
+        if self._holes > len(self._column):
+            raise ConfigError(
+                f"{at} is image {self._holes} of the messages, and the row has {len(self._column)} in its columns "
+                "(images, image); the counts must be the same"
+            )
+        return {"type": "image", "image": self._column[self._holes - 1]}
+
+    def parts(self, text: str, at: str) -> str | list[dict[str, Any]]:
+        """Content of a text: parts where it holds the marker of an image."""
+        if self._marker is None or self._marker not in text:
+            return text
+        first, *rest = text.split(self._marker)
+        parts = [{"type": "text", "text": first}]
+        for after in rest:
+            parts += [self.part({"type": "image"}, at), {"type": "text", "text": after}]
+        return [one for one in parts if one.get("text") != ""]
+
+    @property
+    def left(self) -> int:
+        """Number of pictures in the columns that have no place."""
+        return len(self._column) - self._holes
+
+    def placed(self, messages: Sequence[Any]) -> list[Any]:
+        """Messages with the pictures of the columns: without any hole, all stand before the first user's text.
+        ConfigError for more pictures than holes."""
+        if self.left and self._holes:
+            raise ConfigError(
+                f"the row has {len(self._column)} pictures in its columns, and its messages {self._holes} places for "
+                "them; the counts must be the same"
+            )
+        first = next((number for number, one in enumerate(messages) if one["role"] == "user"), None)
+        if not self.left:
+            return list(messages)
+        if first is None:
+            raise ConfigError("the row has pictures, and no user message to put them into")
+        asked = messages[first]
+        content = asked.get("content", "")
+        text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        images = [{"type": "image", "image": one} for one in self._column]
+        return [*messages[:first], {**asked, "content": [*images, *text]}, *messages[first + 1 :]]
