@@ -172,7 +172,7 @@ class SamplingSection(Section):
     """Token ids that may be sampled; by default all."""
     grammar: GrammarSection | None = None
     """Structured output: each token is sampled among those that go on in a grammar, and end-of-sequence where it may
-    end; each turn by itself. With it a dispatch samples one token (`rollout.decode_steps`)."""
+    end; each turn by itself. A dispatch draws one token of such a sample, whatever `rollout.decode_steps` says."""
     stop: ListOf[Text] = ()
     """Stop strings; they are not part of the text. One that is a special token stops at that token."""
     stop_token_ids: ListOf[int] = ()

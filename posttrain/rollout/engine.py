@@ -49,7 +49,7 @@ class NativeEngine:
     `adapters`: room for LoRA adapters, one for each request that names one, see `load_adapter`.
     Programs are compiled at the first request of each shape, or by `warm_up`.
 
-    `tokenizer`: of grammars, one token of which is drawn per dispatch, of all rows beside them too.
+    `tokenizer`: of grammars, one token of which is drawn per dispatch; rows beside them draw several, see `Lengths`.
     `speculation`: draft several tokens and judge them in one forward pass, except beside grammars and where it does not
     pay; samples are the same up to rounding.
 
@@ -155,7 +155,7 @@ class NativeEngine:
         """Hand the new tokens over, and free what those hold that are done or have failed."""
         with span("rollout/deliver"):
             ended = deliver(dispatch, outcome, self._scheduler.holds, self._decode_text)
-            self._runner.note_drafts(plan, dispatch, outcome, self._scheduler.holds)
+            self._runner.note(plan, dispatch, outcome, self._scheduler.holds)
             self._scheduler.settle(plan)
         for row in plan.decode:
             if self._scheduler.holds(row):

@@ -19,7 +19,7 @@ from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain, blocks_for
 from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.decoding import DecodeRows
-from posttrain.rollout.dispatch import DecodeCall, Dispatch, DispatchOutcome, PromptCall
+from posttrain.rollout.dispatch import DecodeCall, Dispatch, DispatchOutcome, Lengths, PromptCall
 from posttrain.rollout.drafting import Drafter, DraftTotals, Speculation
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
 from posttrain.rollout.programs import (
@@ -63,6 +63,7 @@ class Runner:
         self.drafter = drafter
         self.programs = Programs(steps=shapes.steps, record=record, drafts=0 if drafter is None else drafter.tokens)
         self._tables = Tables(vocab_size)
+        self._lengths = Lengths()
         self._adapters = adapters
         self._kind = kind
         self._pool: Pool | None = None
@@ -109,11 +110,13 @@ class Runner:
 
     def prepare(self, plan: Plan, loaded: Loaded) -> Dispatch:
         """The arrays of a plan; later changes of its rows do not matter."""
+        begun = time.perf_counter()
         decode = self._decode_call(plan) if plan.decode else None
         drafting: list[PromptCall] = []
         if self.drafter is not None and decode is not None and isinstance(decode.rows, SpeculativeRows):
             drafting = list(self._prompt_calls(self.drafter.catch_up(plan), scored=False))
-        return Dispatch(loaded=loaded, prompts=list(self._prompt_calls(plan.pieces)), drafting=drafting, decode=decode)
+        prompts = list(self._prompt_calls(plan.pieces))
+        return Dispatch(loaded=loaded, prompts=prompts, drafting=drafting, decode=decode, begun=begun)
 
     def run(self, dispatch: Dispatch) -> DispatchOutcome:
         """On the device; returns when everything is on the host."""
@@ -226,7 +229,7 @@ class Runner:
             calls |= {(shape, params.is_plain): params for shape in shapes.decodes(within, tail=tail)}
         for (shape, _), params in sorted(calls.items(), key=lambda call: call[0]):
             places = {0: Row(Request(prompt=(0,), params=params), 0, Chain(), 0)}
-            yield self._rows(shape, places)
+            yield self._rows(shape, places, shapes.steps)
             if self.drafter is not None:
                 yield self._speculative_rows(shape, places)
 
@@ -260,11 +263,15 @@ class Runner:
         before, self._counted = self._counted, dict(self._seconds)
         return {f"rollout/{name}_s": value - before[name] for name, value in self._counted.items()}
 
-    def note_drafts(
-        self, plan: Plan, dispatch: Dispatch, outcome: DispatchOutcome, holds: Callable[[Row], bool]
-    ) -> None:
-        """Count drafts and their speed after the tokens were delivered, and what the draft model has read."""
-        if self.drafter is None or dispatch.decode is None or outcome.chunk is None:
+    def note(self, plan: Plan, dispatch: Dispatch, outcome: DispatchOutcome, holds: Callable[[Row], bool]) -> None:
+        """Note the seconds of a dispatch after its tokens were delivered, its drafts, and what the draft model has
+        read."""
+        if dispatch.decode is None or outcome.chunk is None:
+            return
+        if outcome.seconds is not None and outcome.chunk.drafts is None:
+            seconds = time.perf_counter() - dispatch.begun
+            self._lengths.record(dispatch.decode.size, int(np.max(outcome.chunk.counts)), seconds)
+        if self.drafter is None:
             return
         rows = [row for row in dispatch.decode.places.values() if holds(row)]
         self.drafter.note(rows, plan.lanes, outcome.chunk, dispatch.decode.size)
@@ -331,21 +338,24 @@ class Runner:
         for row in plan.decode:
             places[row.lane * shape.rows + taken[row.lane]] = row
             taken[row.lane] += 1
-        # Pause for those who wait when a quarter has ended; else when the next smaller batch would do. After a token
-        # under a grammar the host says what may follow.
-        smaller = max((size for size in shapes.sizes(tail) if size < shape.rows), default=0)
+        # After a token under a grammar the host says what may follow; the others go on for as long as is fair to both.
+        length, plain = shapes.steps, count - constrained
+        if constrained:
+            count = plain or count
+            length = self._lengths.choose(shape.rows, plain=plain, constrained=constrained, longest=length)
+        # Pause for those who wait when a quarter has ended; else when the next smaller batch would do.
+        smaller = max((size for size in shapes.sizes(tail) if size < min(shape.rows, count)), default=0)
         drafts = self.drafter is not None and not constrained and self.drafter.pace.choose(shape.rows)
         if drafts:
             smaller = count - max(1, count // 2)  # the faster half waits no longer for the slower one
         stop_at = count - max(1, count // 4) if plan.waiting else smaller
-        stop_at = max(stop_at, count - constrained) if constrained else stop_at
         self._fit_stop_ids([row.request.params for row in plan.decode])
-        rows = (self._speculative_rows if drafts else self._rows)(shape, places)
+        rows = self._speculative_rows(shape, places) if drafts else self._rows(shape, places, length)
         return DecodeCall(rows=rows, stop_at=np.int32(min(stop_at, count - 1)), places=places, size=shape.rows)
 
     def _speculative_rows(self, shape: DecodeShape, places: dict[int, Row]) -> SpeculativeRows:
         assert self.drafter is not None
-        rows = self._rows(shape, places)
+        rows = self._rows(shape, places, self.shapes.steps)
         history = context = before = window = None
         if self.drafter.loaded is None:
             tokens = np.full((rows.tokens.shape[0], shape.width), -1, np.int32)
@@ -365,7 +375,8 @@ class Runner:
             context, before, window = jax.device_put((blocks.reshape(rows.context.shape), newest, windows))
         return SpeculativeRows(rows=rows, history=history, context=context, before=before, window=window)
 
-    def _rows(self, shape: DecodeShape, places: dict[int, Row]) -> DecodeRows:
+    def _rows(self, shape: DecodeShape, places: dict[int, Row], length: int) -> DecodeRows:
+        """Arrays of rows that draw up to `length` tokens, and one under a grammar."""
         lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
         requests = [places[row].request if row in places else IDLE for row in range(rows)]
         params = [request.params for request in requests]
@@ -389,7 +400,10 @@ class Runner:
                 {
                     "tokens": np.asarray([r.newest for r in requests], np.int32),
                     "positions": np.asarray([r.position for r in requests], np.int32),
-                    "ends": np.asarray([r.end if r.constraint is None else r.position + 2 for r in requests], np.int32),
+                    "ends": np.asarray(
+                        [min(r.end, r.position + 1 + (length if r.constraint is None else 1)) for r in requests],
+                        np.int32,
+                    ),
                     "active": np.asarray([row in places for row in range(rows)]),
                     "context": context.reshape(lanes, shape.rows, -1),
                     "targets": targets.reshape(lanes, shape.rows, -1),
