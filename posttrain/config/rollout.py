@@ -94,7 +94,8 @@ class RolloutSection(Section):
     smallest; `trained`, no copy, if none does and where both are 1."""
     cache_tokens: PositiveInt | None = None
     """KV cache size in tokens; by default `slots` sequences of `row_tokens`. A smaller cache preempts the youngest
-    samples and recomputes them later; a larger one keeps more shared prefixes."""
+    samples and recomputes them later; a larger one keeps more shared prefixes. Layers with a sliding window keep that
+    of each slot, where it is less."""
     speculative: Annotated[Drafts, Field(discriminator="kind")] | None = None
     """Speculative decoding: draft several tokens, and judge all of them in one forward pass. Samples are the same token
     for token, up to rounding, with every field of `sampling`; calls for which drafts do not pay, by the speeds that are

@@ -126,7 +126,8 @@ def _value_size(block: BlockConfig) -> int | None:
 
 @pytree
 class PagedCache:
-    """Paged variant of `KVCache`: a pool of R repeats x D lanes x P pages shared by the rows of each lane.
+    """Paged variant of `KVCache`: a pool of R repeats x D lanes x P pages shared by the rows of each lane. Layers with
+    a window may have fewer pages, under G = 2 numbers: those of all positions, then those of the window.
 
     `gather`: keys and values [R, D, P, page, K, H]. `ragged`: [R, D, P, page, 2 K, H] in `keys`, the key and value of a
     head interleaved, as ragged paged attention reads them. `joined`: [R, D, P, K, page, Hp] in `keys`, with the lanes
@@ -135,12 +136,14 @@ class PagedCache:
 
     keys: tuple[Shaped[Array, "_R D P *_page"] | None, ...]
     values: tuple[Shaped[Array, "_R D P S _K _H"] | None, ...]
-    table: Int[Array, "D n W"]
-    """Page table of each row, from its start."""
+    tables: Int[Array, "D n G W"]
+    """Page tables of each row, from its start."""
     first: Int[Array, "D n"]
     """Table index of the first writable page."""
-    targets: Int[Array, "D n M"]
-    """Writable pages from `first` on; P: none."""
+    targets: Int[Array, "D n G M"]
+    """Writable pages from `first` on; P or more: none."""
+    windowed: tuple[bool, ...] = static()
+    """Blocks of the pattern with pages for a window."""
     layout: PageLayout = static()
     kind: CacheDtype = static(default="compute")
     """Type of the numbers in the pages, see `packed`."""
@@ -157,7 +160,11 @@ class PagedCache:
     @property
     def width(self) -> int:
         """Positions that a row's pages can hold."""
-        return self.table.shape[2] * self.page
+        return self.tables.shape[3] * self.page
+
+    def table(self, slot: int) -> Int[Array, "D n W"]:
+        """Page table of each row in a block of the pattern."""
+        return self.tables[:, :, int(self.windowed[slot])]
 
     def write(
         self,
@@ -186,16 +193,17 @@ class PagedCache:
         assert self.layout == "joined" and pages is not None
         new = combined(keys, values, self.layout).astype(pages.dtype)
         padded = jnp.pad(new, [(0, 0)] * 3 + [(0, pages.shape[-1] - new.shape[-1])])
-        return NewHeads(padded, self._targets(positions, pages.shape[2]).reshape(positions.shape) < pages.shape[2])
+        targets = self._targets(slot, positions, pages.shape[2])
+        return NewHeads(padded, targets.reshape(positions.shape) < pages.shape[2])
 
     def with_pages(self, slot: int, pages: Float[Array, "R D P *page"]) -> PagedCache:
         return replace(self, keys=(*self.keys[:slot], pages, *self.keys[slot + 1 :]))
 
-    def _targets(self, positions: Int[Array, "B T"], none: int) -> Int[Array, "D n T"]:
-        """Pages that these positions are written to; `none` where they may not be."""
-        lanes, rows, _ = self.targets.shape
-        index = positions.reshape(lanes, rows, -1) // self.page - self.first[:, :, None]
-        targets = jnp.take_along_axis(self.targets, index, axis=2, mode="fill", fill_value=none)
+    def _targets(self, slot: int, positions: Int[Array, "B T"], none: int) -> Int[Array, "D n T"]:
+        """Pages that these positions are written to; `none` or more where they may not be."""
+        targets = self.targets[:, :, int(self.windowed[slot])]
+        index = positions.reshape(*targets.shape[:2], -1) // self.page - self.first[:, :, None]
+        targets = jnp.take_along_axis(targets, index, axis=2, mode="fill", fill_value=none)
         return jnp.where(index >= 0, targets, none)
 
     def _put(
@@ -208,10 +216,10 @@ class PagedCache:
     ) -> tuple[Array | None, ...]:
         array = stored[slot]
         assert array is not None
-        lanes, rows, _ = self.targets.shape
+        lanes, rows, *_ = self.targets.shape
         if self.kind != "compute":
             new = packed(new, self.kind)
-        targets = self._targets(positions, array.shape[2])
+        targets = self._targets(slot, positions, array.shape[2])
         padded = jnp.pad(new.swapaxes(1, 2), [(0, 0)] * 3 + [(0, array.shape[-1] - new.shape[3])])
         new = padded.reshape(lanes, rows, *padded.shape[1:]).astype(array.dtype)
 
@@ -241,13 +249,14 @@ class PagedCache:
         assert self.layout == "gather", "kernels read pages in place"
         keys, values = self.keys[slot], self.values[slot]
         assert keys is not None
-        return self._rows(keys, repeat), None if values is None else self._rows(values, repeat)
+        table = self.table(slot)
+        return self._rows(keys, repeat, table), None if values is None else self._rows(values, repeat, table)
 
-    def _rows(self, array: Array, repeat: int | Int[Array, ""]) -> Float[Array, "B K S H"]:
+    def _rows(self, array: Array, repeat: int | Int[Array, ""], table: Int[Array, "D n W"]) -> Float[Array, "B K S H"]:
         def lane(array: Array, table: Array) -> Array:
             return array[repeat, table]
 
-        pages = jax.vmap(lane, in_axes=(1, 0))(array, self.table)
+        pages = jax.vmap(lane, in_axes=(1, 0))(array, table)
         rows = pages.reshape(-1, self.width, *array.shape[4:]).swapaxes(1, 2)
         return rows if self.kind == "compute" else unpacked(rows, self.kind, self.dtype)
 
@@ -270,6 +279,13 @@ def combined(
     assert values is not None
     both = jnp.stack([keys, values], axis=-3)
     return both.reshape(*both.shape[:-4], -1, *both.shape[-2:])
+
+
+def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
+    """Window of each block of the stages' patterns; None where all positions are read, by it or by another block that
+    reuses its keys."""
+    attentions = [block.attention for stage in config.stages for block in stage.blocks]
+    return tuple(None if isinstance(c, AttentionConfig) and c.keeps is not None else c.window for c in attentions)
 
 
 def head_lanes(attention: AttentionConfig | LatentAttentionConfig) -> HeadLanes:

@@ -177,8 +177,9 @@ def store_keys(
     if isinstance(cache, PagedCache):
         lengths = context.positions[:, -1].reshape(cache.first.shape) + 1
         window = None if window is None else window + context.positions.shape[1] - 1
-        table, first = recent_pages(cache.table, lengths, cache.page, window)
-        cache, start = replace(cache, table=table), first.reshape(rows, 1)
+        table, first = recent_pages(cache.table(index.slot), lengths, cache.page, window)
+        cache = replace(cache, tables=table[:, :, None], windowed=(False,) * len(cache.windowed))
+        start = first.reshape(rows, 1)
     stored_keys, stored_values = cache.read(index.slot, index.repeat)
     positions = start + jnp.arange(cache.width, dtype=jnp.int32)[None]
     return StoredKeys(
@@ -198,7 +199,8 @@ def _pages(
     # Each query counts as a row, with the pages of its own row.
     lengths, queries = context.positions.reshape(cache.first.shape[0], -1) + 1, context.positions.shape[1]
     lengths = jnp.minimum(lengths, cache.width)
-    table = cache.table if queries == 1 or new is not None else jnp.repeat(cache.table, queries, axis=1)
+    table = cache.table(index.slot)
+    table = table if queries == 1 or new is not None else jnp.repeat(table, queries, axis=1)
     mesh = context.compute.mesh if cache.mesh is None else cache.mesh
     repeat = jnp.asarray(index.repeat, jnp.int32)
     return StoredPages(index.slot, pages, repeat, table, lengths, mesh, lanes, new)

@@ -14,9 +14,11 @@ from jax.sharding import Mesh
 
 from posttrain.config import RLSection, RolloutSection
 from posttrain.models.activations import attention_flops
-from posttrain.models.decoder import Decoder
+from posttrain.models.cache import windows_of
+from posttrain.models.decoder import Decoder, decoding_config
 from posttrain.plan.lowered import active_parameters, bytes_on_device, sizes_of, total_parameters
 from posttrain.plan.report import CACHE, DECODE, LAYOUT, PREFILL, Held, Phase, beside
+from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
 from posttrain.rollout.programs import Expected, PromptPieces
 from posttrain.rollout.runner import Runner
@@ -90,6 +92,19 @@ class RolloutShapes:
         """Shapes of the weights that both programs read: the trainer's own, and those made for sampling."""
         return self.layout.shapes(self.loaded)
 
+    def cache_read(self, length: float) -> float:
+        """Bytes of the cache that a device reads for a token of every slot, whose rows have so many positions."""
+        shapes, model = self.runner.pool_shapes(self.loaded), self.loaded.source.model
+        windows, rows = windows_of(decoding_config(model.config, self.mesh)), self.rows.tokens.shape[0]
+        stored = [
+            (x, window) for arrays in (shapes.keys, shapes.values) for x, window in zip(arrays, windows, strict=True)
+        ]
+        return sum(
+            bytes_on_device(x) * min(1.0, min(length, window or length) * rows / (x.shape[1] * x.shape[2] * BLOCK))
+            for x, window in stored
+            if x is not None
+        )
+
     def lower_prefill(self) -> jax.stages.Lowered:
         return self.runner.lower(self.loaded, self.prompts)
 
@@ -138,14 +153,13 @@ def sampling_phases(section: RLSection, rollout: RolloutShapes, held: Sequence[H
     )
     slots = rollout.rows.tokens.shape[0]
     mean_length = prompt_tokens + section.sampling.max_tokens / 2
-    filled = min(1.0, mean_length * slots / max(1, rollout.runner.blocks * rollout.runner.shapes.lanes * 16))
     yield Phase(
         name=DECODE,
         lower=rollout.lower_decode,
         runs=section.max_sampled_tokens * math.ceil(section.samples_per_step / slots),
         trips=(1,),
         flops=2 * active * slots / devices,
-        read=weights * active / total_parameters(model) + pool * filled,
+        read=weights * active / total_parameters(model) + rollout.cache_read(mean_length),
         own={WEIGHTS_READ: weights, CACHE: pool},
         beside=there,
         **shared,

@@ -43,6 +43,76 @@ class Match(NamedTuple):
     length: int
 
 
+@dataclass(frozen=True)
+class Window:
+    """Blocks of the layers that read the newest positions of a sequence only."""
+
+    positions: int
+    """Positions that a query reads at most, its own among them."""
+    blocks: int
+    """Blocks in each lane."""
+
+    def first(self, position: int) -> int:
+        """Index of the first block that a query at a position or after it reads.
+
+        >>> Window(20, 9).first(19), Window(20, 9).first(34), Window(20, 9).first(35)
+        (0, 0, 1)
+        """
+        return max(0, position - self.positions + 1) // BLOCK
+
+
+class WindowPool:
+    """Blocks of one lane in layers with a window, each under a number of its own. A block of the other layers has one
+    while a running sequence may read it, and afterwards until another needs it."""
+
+    def __init__(self, window: Window, number: int):
+        """`number`: blocks of the other layers."""
+        self.first = window.first
+        self.numbers = [-1] * number
+        """Number of each block; -1: it has none."""
+        self._free = list(range(window.blocks - 1, -1, -1))
+        self._users = [0] * number
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Blocks that have a number and no users, the first to lose it first."""
+
+    def hold(self, block: int) -> int:
+        """Number of a block, a new one if it has none. There always is one: `window_blocks` counts them."""
+        self._idle.pop(block, None)
+        if self.numbers[block] < 0:
+            if not self._free:
+                self.drop(next(iter(self._idle)))
+            self.numbers[block] = self._free.pop()
+        self._users[block] += 1
+        return self.numbers[block]
+
+    def release(self, block: int, *, passed: bool) -> None:
+        """`passed`: the sequence goes on, so that hardly any other will end here."""
+        self._users[block] -= 1
+        assert self._users[block] >= 0, block
+        if self._users[block] == 0:
+            self._idle[block] = None
+            if passed:
+                self._idle.move_to_end(block, last=False)
+
+    def hand_over(self, block: int, twin: int) -> tuple[int, bool]:
+        """Exchange a block of one user for its twin: the number from now on, and whether it is the block's own, since
+        the twin had none."""
+        if moved := self.numbers[twin] < 0:
+            self.numbers[twin], self.numbers[block] = self.numbers[block], -1
+            self._users[twin], self._users[block] = self._users[block], 0
+        else:
+            self.hold(twin)
+            self.release(block, passed=False)
+        return self.numbers[twin], moved
+
+    def drop(self, block: int) -> None:
+        """Free the number of a block without users, if it has one."""
+        if self.numbers[block] >= 0:
+            del self._idle[block]
+            self._free.append(self.numbers[block])
+            self.numbers[block] = -1
+
+
 @dataclass(eq=False)
 class Chain:
     """The blocks that hold one sequence from its first position on.
@@ -61,6 +131,22 @@ class Chain:
     """Version of the weights that computed it; only blocks of the current version are shared."""
     space: int = 0
     """Prefix cache that it shares blocks with: equal tokens of different spaces have different keys and values."""
+    windowed: MutableSequence[int] = field(default_factory=lambda: array("i"))
+    """Numbers of the first blocks in layers with a window; those before `first` are given up."""
+    first: int = 0
+    source_windowed: int = 0
+    """Number of the source."""
+
+    @property
+    def tables(self) -> Sequence[tuple[Sequence[int], int | None]]:
+        """Numbers of the blocks and of the source, in each table of `Pool`. In that of windows the places that no
+        query reads have a block of its own."""
+        first, source = self.first, self.source
+        windowed = array("i", [*list(self.windowed[first : first + 1]) * first, *self.windowed[first:]])
+        return (
+            (self.blocks, None if source is None else source.block),
+            (windowed, None if source is None else self.source_windowed),
+        )
 
 
 class BlockPool:
@@ -70,8 +156,9 @@ class BlockPool:
     used first.
     """
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, window: Window | None = None):
         self.number = number
+        self.windows = None if window is None else WindowPool(window, number)
         self.generation = 0
         self.drafted = np.zeros(number, np.int8)
         """Number of leading positions of each block that the draft model's pool holds too."""
@@ -94,7 +181,8 @@ class BlockPool:
         return self.number - self.available
 
     def match(self, tokens: Sequence[int], limit: int, space: int = 0) -> Match:
-        """Longest cached prefix of the first `limit` tokens in a space."""
+        """Longest cached prefix of the first `limit` tokens in a space, of which all layers have what the next query
+        reads."""
         full: list[Node] = []
         children = self._roots.get(space, {})
         length = 0
@@ -109,10 +197,24 @@ class BlockPool:
                 break
             length += common
             if common < BLOCK:
-                return Match(full, best, length)
+                return self._readable(Match(full, best, length))
             full.append(best)
             children = best.children
-        return Match(full, None, length)
+        return self._readable(Match(full, None, length))
+
+    def _readable(self, match: Match) -> Match:
+        if self.windows is None:
+            return match
+        numbers, count, lacking = self.windows.numbers, 0, -1
+        for index, node in enumerate(match.full):
+            if numbers[node.block] < 0:
+                lacking = index
+            if lacking < self.windows.first((index + 1) * BLOCK):
+                count = index + 1
+        last = match.partial
+        if last is not None and numbers[last.block] >= 0 and lacking < self.windows.first(match.length):
+            return match
+        return Match(match.full[:count], None, count * BLOCK)
 
     def cost(self, match: Match, positions: int) -> int:
         """Number of available blocks that a chain of so many positions takes, shared ones included."""
@@ -127,13 +229,34 @@ class BlockPool:
             self._use(node.block)
         if match.partial is not None:
             self._use(match.partial.block)
-        return Chain(
+        chain = Chain(
             blocks=array("i", [node.block for node in match.full]),
             source=match.partial,
             nodes=list(match.full),
             generation=self.generation,
             space=space,
         )
+        if self.windows is not None:
+            chain.first = self.windows.first(match.length)
+            chain.windowed = array("i", [-1] * chain.first)
+            self.widen(chain, len(chain.blocks))
+            if match.partial is not None:
+                chain.source_windowed = self.windows.hold(match.partial.block)
+        return chain
+
+    def widen(self, chain: Chain, count: int) -> None:
+        """Have numbers for the first so many blocks in layers with a window."""
+        if self.windows is not None:
+            chain.windowed.extend(map(self.windows.hold, chain.blocks[len(chain.windowed) : count]))
+
+    def narrow(self, chain: Chain, position: int) -> None:
+        """Give up what no query at a position or after it reads in layers with a window."""
+        if self.windows is None:
+            return
+        first = self.windows.first(position)
+        for block in chain.blocks[chain.first : first]:
+            self.windows.release(block, passed=True)
+        chain.first = max(chain.first, first)
 
     def extend(self, chain: Chain, positions: int) -> bool:
         """Allocate blocks for the first so many positions. Returns False, unchanged, if too few are available."""
@@ -188,20 +311,26 @@ class BlockPool:
         """Release the blocks of a chain."""
         self.drop_source(chain)
         # The last first: what comes later in a sequence is forgotten earlier.
+        if self.windows is not None:
+            for block in reversed(chain.blocks[chain.first : len(chain.windowed)]):
+                self.windows.release(block, passed=False)
         for block in reversed(chain.blocks):
             self._drop(block)
-        chain.blocks, chain.nodes = array("i"), []
+        chain.blocks, chain.nodes, chain.windowed, chain.first = array("i"), [], array("i"), 0
 
     def drop_source(self, chain: Chain) -> None:
         """Release the copy source after it was read."""
         if chain.source is not None:
+            if self.windows is not None:
+                self.windows.release(chain.source.block, passed=False)
             self._drop(chain.source.block)
             chain.source = None
 
     def forget(self) -> None:
         """Clear the prefix cache, as after a weight update; running requests keep their blocks."""
         self.generation += 1
-        self._free.extend(self._cached)
+        for block in self._cached:
+            self._free_block(block)
         self._cached.clear()
         self._nodes.clear()
         self._roots = {}
@@ -225,6 +354,11 @@ class BlockPool:
             if len(part) < BLOCK:
                 return False
             self._use(twin.block)
+            if self.windows is not None and chain.first <= index < len(chain.windowed):
+                chain.windowed[index], moved = self.windows.hand_over(chain.blocks[index], twin.block)
+                if moved and level > twin.level:
+                    twin.level = level
+                    self._pending.append(twin)
             self._drop(chain.blocks[index])
             chain.blocks[index] = twin.block
             chain.nodes.append(twin)
@@ -249,14 +383,19 @@ class BlockPool:
             if block in self._nodes:
                 self._cached[block] = None
             else:
-                self._free.append(block)
+                self._free_block(block)
+
+    def _free_block(self, block: int) -> None:
+        if self.windows is not None:
+            self.windows.drop(block)
+        self._free.append(block)
 
     def _forget_oldest(self) -> None:
         block, _ = self._cached.popitem(last=False)
         node = self._nodes[block]
         assert not node.children, "a parent is forgotten before its child"
         self._unlink(node)
-        self._free.append(block)
+        self._free_block(block)
 
     def _unlink(self, node: Node) -> None:
         children = self._children(node.parent, node.space)
@@ -284,6 +423,16 @@ def blocks_for(positions: int) -> int:
     (0, 1, 2)
     """
     return -(-positions // BLOCK)
+
+
+def window_blocks(positions: int, *, rows: int, steps: int, read_at_once: int) -> int:
+    """Blocks that a lane needs at most in layers with a window: each row those of a window and of a dispatch, begun
+    anywhere in a block, with the source of a copy, and all rows together what is read of prompts at once.
+
+    >>> window_blocks(1024, rows=8, steps=32, read_at_once=2560)
+    704
+    """
+    return rows * (blocks_for(positions + steps) + 2) + blocks_for(read_at_once)
 
 
 def least_cache(max_length: int) -> int:

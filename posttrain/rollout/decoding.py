@@ -32,9 +32,9 @@ class DecodeRows:
     ends: Int[Array, " R"]
     """First position that the sample may not take."""
     active: Bool[Array, " R"]
-    context: Int[Array, "D n W"]
-    """The blocks of each row; all of its positions that are read or written are in them."""
-    targets: Int[Array, "D n M"]
+    context: Int[Array, "D n G W"]
+    """The blocks of each row, see `Pool`; all of its positions that are read or written are in them."""
+    targets: Int[Array, "D n G M"]
     """The blocks that its tokens are written to, from that of `positions` on; out of range beyond."""
     sampling: Sampling
     stop_ids: Int[Array, "R E"]

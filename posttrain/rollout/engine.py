@@ -109,6 +109,7 @@ class NativeEngine:
             blocks=self._runner.blocks,
             max_length=max_length,
             steps=decode_steps,
+            window=self._runner.window,
         )
         self.programs = self._runner.programs
         self._compilations = 0, 0.0

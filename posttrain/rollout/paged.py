@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Float, Int, Shaped
@@ -27,6 +28,7 @@ from posttrain.models.cache import (
     head_lanes,
     page_spec,
     refusal_of_kernel,
+    windows_of,
 )
 from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
 from posttrain.models.quant import EXPONENT_BYTES, packed, unpacked
@@ -43,7 +45,8 @@ class Pool:
     """P blocks of keys and values in each of D lanes: [R, D, P, *block]. For `rows` a block is what `KVCache` has of a
     row, with its order of dimensions; for `gather` it is [BLOCK, K, H]; for the others `keys` holds both, [BLOCK, 2 K,
     Hp] for `ragged` and [K, BLOCK, Hp] for `joined`. A lane is a shard of the data axes: its rows use its blocks only,
-    so that decoding needs no communication between lanes.
+    so that decoding needs no communication between lanes. `windowed` layers may have fewer blocks, with numbers of
+    their own: G = 2 tables for each row, that of all positions and that of the window.
 
     Other fields as in `KVCache`.
     """
@@ -57,19 +60,16 @@ class Pool:
     """Type of the numbers in the blocks, see `packed`."""
     dtype: jnp.dtype = static()
     """Type of the keys and values of rows."""
+    windowed: tuple[bool, ...] = static()
+    """Blocks of the pattern that only keep a window."""
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks in a lane."""
-        return next(keys for keys in self.keys if keys is not None).shape[2]
-
-    def gather(self, table: Int[Array, "D n W"]) -> KVCache:
+    def gather(self, tables: Int[Array, "D n G W"]) -> KVCache:
         """Rows of W blocks each. Attention reads every row whole at every token: blocks next to each other cost a
         copy now and nothing then."""
 
-        def gathered(stored: Array, last: bool = False) -> Array:
+        def gathered(stored: Array, table: Int[Array, "D n W"], last: bool | None = False) -> Array:
             def lane(blocks: Array, table: Array) -> Array:
-                return self._rows(blocks[:, table], last=last)
+                return self._rows(blocks[:, table], last=bool(last))
 
             rows = jax.vmap(lane, in_axes=(1, 0), out_axes=1)(stored, table)
             rows = rows.reshape(stored.shape[0], -1, *rows.shape[3:])
@@ -77,27 +77,34 @@ class Pool:
                 return rows
             return _along(-2 if last else -1, lambda x: unpacked(x, self.kind, self.dtype), rows)
 
+        each = self._of_each(tables)
         if self.layout in KERNELS:
             pairs = [
-                (None, None) if keys is None or head is None else _split(gathered(keys), head, self.layout)
-                for keys, head in zip(self.keys, self.heads, strict=True)
+                (None, None) if keys is None or head is None else _split(gathered(keys, table), head, self.layout)
+                for keys, head, table in zip(self.keys, self.heads, each, strict=True)
             ]
             return KVCache(keys=tuple(keys for keys, _ in pairs), values=tuple(values for _, values in pairs))
-        keys = jax.tree.map(gathered, self.keys, self._last)
-        return KVCache(keys=keys, values=jax.tree.map(gathered, self.values), kind=self.kind)
+        keys = _mapped(gathered, self.keys, each, self._last)
+        return KVCache(keys=keys, values=_mapped(gathered, self.values, each), kind=self.kind)
+
+    def _of_each(self, both: Int[Array, "D n G *M"]) -> list[Int[Array, "D n *M"]]:
+        """Numbers that each block of the pattern goes by."""
+        return [both[:, :, int(windowed)] for windowed in self.windowed]
 
     @property
     def _last(self) -> tuple[bool | None, ...]:
         """Keys that `KVCache` stores with positions last."""
         return tuple(None if k is None else v is not None for k, v in zip(self.keys, self.values, strict=True))
 
-    def scatter(self, rows: KVCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"], mesh: Mesh | None) -> Pool:
+    def scatter(
+        self, rows: KVCache, first: Int[Array, "D n"], targets: Int[Array, "D n G M"], mesh: Mesh | None
+    ) -> Pool:
         """Blocks `first`, `first` + 1, ... of each row into the blocks `targets`, which differ within a lane; what is
         out of range is left out."""
-        lanes, per_lane, count = targets.shape
+        lanes, per_lane, _, count = targets.shape
         indices = first[:, :, None] + jnp.arange(count)[None, None]
 
-        def scattered(stored: Array, new: Array, last: bool = False) -> Array:
+        def scattered(stored: Array, new: Array, targets: Int[Array, "D n M"], last: bool | None = False) -> Array:
             def lane(rows: Array, indices: Array) -> Array:
                 axis = 4 if last else 3
                 split = rows.reshape(*rows.shape[:axis], -1, BLOCK, *rows.shape[axis + 1 :])
@@ -106,7 +113,7 @@ class Pool:
                 chosen = take(split, places)
                 if self.kind != "compute":
                     chosen = _along(-3 if last else -1, lambda x: packed(x, self.kind), chosen)
-                return self._blocks(chosen, last=last)
+                return self._blocks(chosen, last=bool(last))
 
             new = new.reshape(new.shape[0], lanes, per_lane, *new.shape[2:])
             new = jax.vmap(lane, in_axes=(1, 0), out_axes=1)(new, indices)
@@ -116,50 +123,62 @@ class Pool:
             put = jax.vmap(lambda blocks, new, targets: blocks.at[:, targets].set(new, mode="drop"), (1, 1, 0), 1)
             return put(stored, new, targets)
 
-        def both(stored: Array | None, keys: Array | None, values: Array | None) -> Array | None:
+        def both(stored: Array, keys: Array, values: Array | None, targets: Int[Array, "D n M"]) -> Array:
             assert self.layout != "rows"
-            if stored is None or keys is None:
-                return None
             new = combined(keys if values is None else keys.swapaxes(3, 4), values, self.layout)
-            return scattered(stored, jnp.pad(new, [(0, 0)] * 4 + [(0, stored.shape[-1] - new.shape[-1])]))
+            return scattered(stored, jnp.pad(new, [(0, 0)] * 4 + [(0, stored.shape[-1] - new.shape[-1])]), targets)
 
+        each = self._of_each(targets)
         if self.layout in KERNELS:
-            return replace(self, keys=tuple(map(both, self.keys, rows.keys, rows.values)))
+            return replace(self, keys=_mapped(both, self.keys, rows.keys, rows.values, each))
         return replace(
             self,
-            keys=jax.tree.map(scattered, self.keys, rows.keys, self._last),
-            values=jax.tree.map(scattered, self.values, rows.values),
+            keys=_mapped(scattered, self.keys, rows.keys, each, self._last),
+            values=_mapped(scattered, self.values, rows.values, each),
         )
 
     def opened(
-        self, context: Int[Array, "D n W"], first: Int[Array, "D n"], targets: Int[Array, "D n M"], mesh: Mesh | None
+        self,
+        context: Int[Array, "D n G W"],
+        first: Int[Array, "D n"],
+        targets: Int[Array, "D n G M"],
+        mesh: Mesh | None,
     ) -> KVCache | PagedCache:
         """Open the cache for decoding: rows of the blocks `context`; block `first` and later ones are written to the
         blocks `targets`."""
         if (layout := self.layout) == "rows":
             return self.gather(context)
-        places = first[:, :, None] + jnp.arange(targets.shape[2])[None, None]
-        places = jnp.where(targets < self.num_blocks, places, context.shape[2])
-        table = jax.vmap(jax.vmap(lambda row, places, new: row.at[places].set(new, mode="drop")))(
-            context, places, targets
-        )
+        targets = targets[:, :, : context.shape[2]]
+        places = first[:, :, None, None] + jnp.arange(targets.shape[3])[None, None, None]
+        places = jnp.where(targets < self._sizes(context.shape[2])[None, None], places, context.shape[3])
+        put = jax.vmap(jax.vmap(jax.vmap(lambda row, places, new: row.at[places].set(new, mode="drop"))))
         # A row writes on in a block of its own, whose beginning others may share.
-        shared = jnp.take_along_axis(context, first[:, :, None], axis=2)[:, :, 0]
+        shared = jnp.take_along_axis(context, first[:, :, None, None], axis=3)[..., 0]
 
-        def copied(stored: Array) -> Array:
-            return self._copied(stored, shared, targets[:, :, 0], mesh)
+        def copied(stored: Array, old: Int[Array, "D n"], new: Int[Array, "D n"]) -> Array:
+            return self._copied(stored, old, new, mesh)
 
+        moved = self._of_each(shared), self._of_each(targets[..., 0])
         return PagedCache(
-            keys=jax.tree.map(copied, self.keys),
-            values=jax.tree.map(copied, self.values),
-            table=table,
+            keys=_mapped(copied, self.keys, *moved),
+            values=_mapped(copied, self.values, *moved),
+            tables=put(context, places, targets),
             first=first,
             targets=targets,
+            windowed=self.windowed,
             layout=layout,
             kind=self.kind,
             dtype=self.dtype,
             mesh=mesh,
         )
+
+    def _sizes(self, count: int) -> Int[np.ndarray, "G 1"]:
+        """Blocks in a lane, by the table that they are in."""
+        sizes = np.zeros((count, 1), np.int32)
+        for keys, windowed in zip(self.keys, self.windowed, strict=True):
+            if keys is not None:
+                sizes[int(windowed)] = keys.shape[2]
+        return sizes
 
     def _copied(self, stored: Array, old: Int[Array, "D n"], new: Int[Array, "D n"], mesh: Mesh | None) -> Array:
         """Copy blocks `old` to `new` where these are others and in range."""
@@ -196,7 +215,7 @@ class Pool:
         written: Array = split(stored, *others)
         return written
 
-    def closed(self, cache: KVCache | PagedCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"]) -> Pool:
+    def closed(self, cache: KVCache | PagedCache, first: Int[Array, "D n"], targets: Int[Array, "D n G M"]) -> Pool:
         """After decoding on what `opened` returned."""
         if isinstance(cache, KVCache):
             return self.scatter(cache, first, targets, None)
@@ -217,6 +236,11 @@ class Pool:
         if self.layout in ("rows", "joined"):
             return jnp.moveaxis(split, 4 if last else 3, 2)
         return split.transpose(0, 1, 4, 5, 2, 3) if last else jnp.moveaxis(split, 2, 4)
+
+
+def _mapped(function: Callable[..., Array], arrays: Sequence[Array | None], *others: Sequence[Any]) -> tuple[Any, ...]:
+    """Apply a function to the arrays that there are, each with its others."""
+    return tuple(x if x is None else function(x, *rest) for x, *rest in zip(arrays, *others, strict=True))
 
 
 def _split(
@@ -310,13 +334,17 @@ def pool_shapes(
     layout: Layout,
     lanes: int,
     blocks: int,
+    window_blocks: int | None = None,
     kind: CacheDtype = "compute",
 ) -> Pool:
-    """Shapes of a pool where the weights are: lanes over the data axes, heads over `tensor` where they divide."""
+    """Shapes of a pool where the weights are: lanes over the data axes, heads over `tensor` where they divide.
+    `window_blocks`: those of layers with a window; None: as many as others."""
     like = jax.eval_shape(lambda: empty_cache(config, lanes * blocks, BLOCK, dtype))
     mesh = placement.mesh if isinstance(placement, NamedSharding) else None
 
-    def placed(rows: jax.ShapeDtypeStruct, head: HeadLanes, size: int, last: bool = False) -> jax.ShapeDtypeStruct:
+    def placed(
+        rows: jax.ShapeDtypeStruct, head: HeadLanes, windowed: bool, size: int, last: bool = False
+    ) -> jax.ShapeDtypeStruct:
         repeats, heads = rows.shape[0], rows.shape[2]
         block = {
             "rows": rows.shape[2:],
@@ -327,19 +355,27 @@ def pool_shapes(
         if kind != "compute":
             at = 1 if last and layout == "rows" else 2
             block = (*block[:at], block[at] + EXPONENT_BYTES, *block[at + 1 :])
-        shape = (repeats, lanes, blocks, *block)
+        shape = (repeats, lanes, window_blocks if windowed else blocks, *block)
         place = placement if mesh is None else NamedSharding(mesh, _pool_spec(shape, mesh, layout))
         return jax.ShapeDtypeStruct(shape, rows.dtype if kind == "compute" else jnp.int8, sharding=place)
 
     attentions = [block.attention for stage in config.stages for block in stage.blocks]
     heads = tuple(None if keys is None else head_lanes(c) for keys, c in zip(like.keys, attentions, strict=True))
-    keys = tuple(x and head and placed(x, head, head.keys, last=True) for x, head in zip(like.keys, heads, strict=True))
-    apart = (None,) * len(heads) if layout in KERNELS else like.values
-    values = tuple(x and head and placed(x, head, head.values) for x, head in zip(apart, heads, strict=True))
+    windowed = tuple(window_blocks is not None and window is not None for window in windows_of(config))
+
+    def each(arrays: Sequence[Any], values: bool) -> tuple[Any, ...]:
+        return tuple(
+            x and head and placed(x, head, narrow, head.values if values else head.keys, last=not values)
+            for x, head, narrow in zip(arrays, heads, windowed, strict=True)
+        )
+
+    keys = each(like.keys, False)
+    values = each((None,) * len(heads) if layout in KERNELS else like.values, True)
 
     def zeros() -> Pool:
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (keys, values))
-        return Pool(keys=blank[0], values=blank[1], layout=layout, heads=heads, kind=kind, dtype=dtype)
+        of: dict[str, Any] = {"layout": layout, "heads": heads, "kind": kind, "dtype": dtype, "windowed": windowed}
+        return Pool(keys=blank[0], values=blank[1], **of)
 
     pool: Pool = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(zeros)), jax.tree.leaves((keys, values)))
     return pool

@@ -45,9 +45,9 @@ class PromptPieces:
     starts: Int[Array, " N"]
     """Positions of the first tokens, each at the start of a block."""
     lengths: Int[Array, " N"]
-    context: Int[Array, "D n W"] | None
-    """The blocks of each row before its start. None: all rows start at 0."""
-    targets: Int[Array, "D n M"]
+    context: Int[Array, "D n G W"] | None
+    """The blocks of each row before its start, see `Pool`. None: all rows start at 0."""
+    targets: Int[Array, "D n G M"]
     """The blocks that get the keys and values; out of range where there is none to write."""
     scored: ScoredPrompts | None
     """None where no request wants log-probabilities of its prompt."""

@@ -15,8 +15,9 @@ from jaxtyping import Int
 
 from posttrain.config import CacheDtype
 from posttrain.mesh import replicated
+from posttrain.models.cache import windows_of
 from posttrain.models.decoder import decoding_config
-from posttrain.rollout.blocks import BLOCK, Chain, blocks_for
+from posttrain.rollout.blocks import BLOCK, Chain, Window, blocks_for
 from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.decoding import DecodeRows
 from posttrain.rollout.dispatch import DecodeCall, Dispatch, DispatchOutcome, Lengths, PromptCall
@@ -35,7 +36,7 @@ from posttrain.rollout.programs import (
 )
 from posttrain.rollout.request import Request
 from posttrain.rollout.sampling import Sampling, Tables
-from posttrain.rollout.scheduler import Plan, PromptPiece, Row
+from posttrain.rollout.scheduler import Plan, PromptPiece, Row, window_of
 from posttrain.rollout.speculative import SpeculativeRows
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.profiler import span
@@ -57,9 +58,11 @@ class Runner:
         adapters: bool = False,
         kind: CacheDtype = "compute",
         drafter: Drafter | None = None,
+        window: Window | None = None,
     ):
         self.shapes = shapes
         self.blocks = blocks
+        self.window = window
         self.drafter = drafter
         self.programs = Programs(steps=shapes.steps, record=record, drafts=0 if drafter is None else drafter.tokens)
         self._tables = Tables(vocab_size)
@@ -94,18 +97,22 @@ class Runner:
         lanes = num_lanes(loaded.placement.mesh)
         slots = lanes * -(-slots // lanes)
         blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
+        model = loaded.source.model
+        widest = max((x for x in windows_of(model.config) if x is not None), default=None)
+        sizes: dict[str, Any] = {"slots": slots // lanes, "max_length": max_length, "steps": steps}
         runner = cls(
             Shapes(slots // lanes, lanes, max_length, steps),
             blocks=blocks // lanes,
+            window=window_of(widest, blocks=blocks // lanes, **sizes),
             record=record,
-            vocab_size=loaded.source.model.config.vocab_size,
+            vocab_size=model.config.vocab_size,
             adapters=adapters,
             kind=kind,
             drafter=None if speculation is None else Drafter(speculation, loaded, max_length),
         )
         runner.pool_shapes(loaded)
         if runner.drafter is not None and runner.drafter.loaded is not None:
-            runner.pool_shapes(runner.drafter.loaded)
+            runner.draft_pool_shapes(runner.drafter.loaded)
         return runner
 
     def prepare(self, plan: Plan, loaded: Loaded) -> Dispatch:
@@ -152,10 +159,10 @@ class Runner:
         """The model and its pool, and with `drafts` the draft model's. The pools are gone if a program fails, to which
         they are donated."""
         drafter, pool, self._pool = self.drafter, self._pool, None
-        sides = [Side(loaded, empty_pool(self.pool_shapes(loaded)) if pool is None else pool)]
+        sides = [Side(loaded, pool or empty_pool(self.pool_shapes(loaded)))]
         if drafts and drafter is not None and drafter.loaded is not None:
             pool, drafter.pool = drafter.pool, None
-            sides.append(Side(drafter.loaded, empty_pool(self.pool_shapes(drafter.loaded)) if pool is None else pool))
+            sides.append(Side(drafter.loaded, pool or empty_pool(self.draft_pool_shapes(drafter.loaded))))
         return sides
 
     def _put_pools(self, pools: Sequence[Pool]) -> None:
@@ -235,20 +242,33 @@ class Runner:
 
     def lower(self, loaded: Loaded, inputs: Inputs) -> jax.stages.Lowered:
         """Lower the program for inputs of these shapes, of weights that may be shapes."""
-        every = [loaded]
+        sides = [Side(loaded, self.pool_shapes(loaded))]
         if isinstance(inputs, SpeculativeRows) and self.drafter is not None and self.drafter.loaded is not None:
-            every.append(self.drafter.loaded)
-        return self.programs.lower([Side(one, self.pool_shapes(one)) for one in every], inputs)
+            sides.append(Side(self.drafter.loaded, self.draft_pool_shapes(self.drafter.loaded)))
+        return self.programs.lower(sides, inputs)
 
     def pool_shapes(self, loaded: Loaded) -> Pool:
         """Shapes of the pool beside these weights."""
+        return self._pool_shapes(loaded, self.window)
+
+    def draft_pool_shapes(self, loaded: Loaded) -> Pool:
+        """Shapes of the draft model's pool: it may read what the model's windows have passed."""
+        return self._pool_shapes(loaded, None)
+
+    def _pool_shapes(self, loaded: Loaded, window: Window | None) -> Pool:
         model, mesh = loaded.source.model, loaded.placement.mesh
         compute, config = model.compute, decoding_config(model.config, model.compute.mesh)
         wanted, on = compute.decode_attention, compute.mesh if mesh is None else mesh
         layout = choose_layout(wanted, config, compute, on, self._kind)
         sharding = loaded.sharding if mesh is None else replicated(mesh)
         blocks: dict[str, Any] = {"lanes": self.shapes.lanes, "blocks": self.blocks}
+        blocks["window_blocks"] = None if window is None else window.blocks
         return pool_shapes(config, compute.dtype, sharding, layout=layout, kind=self._kind, **blocks)
+
+    @property
+    def _tables_of_row(self) -> int:
+        """Tables of blocks, see `Pool`."""
+        return 1 if self.window is None else 2
 
     def take_draft_totals(self) -> DraftTotals:
         return DraftTotals() if self.drafter is None else self.drafter.take_totals()
@@ -308,21 +328,22 @@ class Runner:
         lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
         tokens, following = np.zeros((rows, shape.tokens), np.int32), np.zeros((rows, shape.tokens), np.int32)
         starts, lengths, temperature = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.float32)
-        context = np.zeros((rows, shape.context // BLOCK), np.int32)
-        targets = np.full((rows, shape.tokens // BLOCK), self.blocks, np.int32)
+        context = np.zeros((rows, self._tables_of_row, shape.context // BLOCK), np.int32)
+        targets = np.full((rows, self._tables_of_row, shape.tokens // BLOCK), self.blocks, np.int32)
         for row, piece in places.items():
             request, length = piece.row.request, piece.end - piece.start
             history = request.history
             tokens[row, :length] = history[piece.start : piece.end]
             following[row, :length] = history[piece.start + 1 : piece.end + 1]
             starts[row], lengths[row], temperature[row] = piece.start, length, request.params.temperature
-            context[row, : len(piece.reads)] = piece.reads
-            targets[row, : len(piece.writes)] = [self.blocks if block is None else block for block in piece.writes]
+            for table, (reads, writes) in enumerate(piece.tables[: self._tables_of_row]):
+                context[row, table, : len(reads)] = reads
+                targets[row, table, : len(writes)] = [self.blocks if block is None else block for block in writes]
         arrays = {"tokens": tokens, "starts": starts, "lengths": lengths}
         wanted = {"targets": following, "temperature": temperature}
         return PromptPieces(
-            **jax.device_put(arrays | {"targets": targets.reshape(lanes, shape.rows, -1)}),
-            context=jax.device_put(context.reshape(lanes, shape.rows, -1)) if shape.context else None,
+            **jax.device_put(arrays | {"targets": targets.reshape(lanes, shape.rows, *targets.shape[1:])}),
+            context=jax.device_put(context.reshape(lanes, shape.rows, *context.shape[1:])) if shape.context else None,
             scored=ScoredPrompts(**jax.device_put(wanted), top=top) if scored else None,
             adapters=self._slots_of({row: piece.row for row, piece in places.items()}, rows),
         )
@@ -372,7 +393,8 @@ class Runner:
                 blocks[index, : len(row.chain.blocks)] = row.chain.blocks
                 newest[index] = row.request.history[-2:][0]
             windows = np.full(len(newest), self.drafter.windows.choose(), np.float32)
-            context, before, window = jax.device_put((blocks.reshape(rows.context.shape), newest, windows))
+            blocks = blocks.reshape(*rows.context.shape[:2], 1, -1)
+            context, before, window = jax.device_put((blocks, newest, windows))
         return SpeculativeRows(rows=rows, history=history, context=context, before=before, window=window)
 
     def _rows(self, shape: DecodeShape, places: dict[int, Row], length: int) -> DecodeRows:
@@ -381,18 +403,19 @@ class Runner:
         requests = [places[row].request if row in places else IDLE for row in range(rows)]
         params = [request.params for request in requests]
         stop_ids = np.full((rows, self._stop_ids), -1, np.int32)
-        context = np.zeros((rows, shape.width // BLOCK), np.int32)
+        width, tables = shape.width // BLOCK, self._tables_of_row
+        context = np.zeros((rows, tables, width), np.int32)
         # Tokens of a dispatch may start anywhere in a block.
-        touched = min((self.shapes.steps + BLOCK - 2) // BLOCK + 1, context.shape[1])
-        targets = np.full((rows, touched), self.blocks, np.int32)
+        touched = min((self.shapes.steps + BLOCK - 2) // BLOCK + 1, width)
+        targets = np.full((rows, tables, touched), self.blocks, np.int32)
         for index, row in places.items():
-            blocks = row.chain.blocks
             first = row.request.position // BLOCK
-            new = blocks[first : first + touched]
-            targets[index, : len(new)] = new
-            context[index, : len(blocks)] = blocks
-            if row.chain.source is not None:
-                context[index, first] = row.chain.source.block
+            for table, (blocks, source) in enumerate(row.chain.tables[:tables]):
+                new = blocks[first : first + touched]
+                targets[index, table, : len(new)] = new
+                context[index, table, : len(blocks)] = blocks
+                if source is not None:
+                    context[index, table, first] = source
             ends = row.request.params.ends
             stop_ids[index, : len(ends)] = ends
         return DecodeRows(
@@ -405,8 +428,8 @@ class Runner:
                         np.int32,
                     ),
                     "active": np.asarray([row in places for row in range(rows)]),
-                    "context": context.reshape(lanes, shape.rows, -1),
-                    "targets": targets.reshape(lanes, shape.rows, -1),
+                    "context": context.reshape(lanes, shape.rows, tables, -1),
+                    "targets": targets.reshape(lanes, shape.rows, tables, -1),
                     "stop_ids": stop_ids,
                 }
             ),

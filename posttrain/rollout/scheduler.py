@@ -9,7 +9,17 @@ from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from posttrain.rollout.blocks import BLOCK, BlockPool, Chain, Match, Node, blocks_for, least_cache
+from posttrain.rollout.blocks import (
+    BLOCK,
+    BlockPool,
+    Chain,
+    Match,
+    Node,
+    Window,
+    blocks_for,
+    least_cache,
+    window_blocks,
+)
 from posttrain.rollout.request import Request
 from posttrain.rollout.types import Completion
 
@@ -65,6 +75,15 @@ class PromptPiece:
     """Blocks before `start`."""
     writes: tuple[int | None, ...]
     """Blocks from `start` on; None if another chain's block has the same content."""
+    windowed_reads: tuple[int, ...] = ()
+    """Numbers of `reads` in layers with a window, if those have blocks of their own."""
+    windowed_writes: tuple[int | None, ...] = ()
+
+    @property
+    def tables(self) -> Sequence[tuple[Sequence[int], Sequence[int | None]]]:
+        """Numbers that it reads and writes, in each table of `Pool`."""
+        return (self.reads, self.writes), (self.windowed_reads, self.windowed_writes)
+
     nodes: tuple[Node, ...]
     """Prefix-cache entries of the blocks from `start` on."""
 
@@ -112,7 +131,9 @@ class Scheduler:
     ValueError for a cache that cannot hold one sequence of `max_length`.
     """
 
-    def __init__(self, *, slots: int, lanes: int, blocks: int, max_length: int, steps: int):
+    def __init__(
+        self, *, slots: int, lanes: int, blocks: int, max_length: int, steps: int, window: Window | None = None
+    ):
         if blocks * BLOCK < (least := least_cache(max_length)):
             raise ValueError(
                 f"rollout: a cache of {blocks * BLOCK} tokens holds no sequence of max_length={max_length}; "
@@ -122,7 +143,7 @@ class Scheduler:
         self.slots = slots
         self.steps = steps
         self._longest = blocks_for(max_length)
-        self.lanes = [Lane(BlockPool(blocks)) for _ in range(lanes)]
+        self.lanes = [Lane(BlockPool(blocks, window)) for _ in range(lanes)]
         self.running: dict[int, Row] = {}
         """Running rows by request number, in order of arrival."""
         self.waiting: list[Request] = []
@@ -194,6 +215,8 @@ class Scheduler:
             decode, self._decoded = [], False
         else:
             self._decoded = True
+        for row in decode:
+            self.lanes[row.lane].blocks.widen(row.chain, len(row.chain.blocks))
         self.counts.peak_blocks = max(self.counts.peak_blocks, self.num_used_blocks)
         if not pieces and not decode:
             return None
@@ -266,6 +289,7 @@ class Scheduler:
     def _make_room(self, row: Row) -> None:
         """Allocate blocks for the row's next tokens; preempts the youngest rows of its lane if there are too few."""
         blocks = self.lanes[row.lane].blocks
+        blocks.narrow(row.chain, row.computed)
         while self.holds(row) and not blocks.extend(row.chain, row.positions(self.steps)):
             self._preempt(next(r for r in reversed(self.running.values()) if r.lane == row.lane))
 
@@ -358,20 +382,38 @@ class Scheduler:
             start, end = row.computed, min(row.computed + PROMPT_CHUNK, row.prefix)
             first = start // BLOCK
             level = 1 + max([level, *(node.level for node in chain.nodes[:first])])
-            own = chain.blocks[first : blocks_for(end)]
+            piece = slice(first, blocks_for(end))
+            blocks.widen(chain, piece.stop)
+            own, own_windowed = chain.blocks[piece], chain.windowed[piece]
             blocks.record(chain, row.request.history, end, partial=end == row.prefix, level=level)
-            now = chain.blocks[first : blocks_for(end)]
+            (_, _), (windowed, _) = chain.tables
             yield PromptPiece(
                 row=row,
                 start=start,
                 end=end,
                 level=level,
                 reads=tuple(chain.blocks[:first]),
-                writes=tuple(a if a == b else None for a, b in zip(own, now, strict=True)),
+                writes=_unchanged(own, chain.blocks[piece]),
+                windowed_reads=tuple(windowed[:first]),
+                windowed_writes=_unchanged(own_windowed, windowed[piece]),
                 nodes=tuple(chain.nodes[first:]),
             )
             row.computed = end
             budget.left -= end - start
+
+
+def _unchanged(before: Sequence[int], after: Sequence[int]) -> tuple[int | None, ...]:
+    return tuple(a if a == b else None for a, b in zip(before, after, strict=True))
+
+
+def window_of(positions: int | None, *, blocks: int, slots: int, max_length: int, steps: int) -> Window | None:
+    """Blocks of their own of layers that read so many positions, in each lane with `slots` and `blocks`; None where
+    these are no more."""
+    if positions is None:
+        return None
+    read = min(PROMPT_TOKENS + PROMPT_CHUNK, slots * max_length)
+    own = Window(positions, window_blocks(positions, rows=slots, steps=steps, read_at_once=read))
+    return own if own.blocks < blocks else None
 
 
 @dataclass

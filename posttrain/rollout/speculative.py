@@ -34,7 +34,7 @@ class SpeculativeRows:
     rows: DecodeRows
     history: Int[Array, "R S"] | None
     """Prompt and sample so far, from which tokens are drafted; None with a draft model."""
-    context: Int[Array, "D n W"] | None
+    context: Int[Array, "D n 1 W"] | None
     """The blocks that hold each row in the draft model's pool; None without a draft model."""
     before: Int[Array, " R"] | None
     """The token before the newest one, which the draft model has not read either; None without a draft model."""

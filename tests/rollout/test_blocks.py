@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from posttrain.rollout.blocks import BLOCK, BlockPool, Chain
+from posttrain.rollout.blocks import BLOCK, BlockPool, Chain, Window
 
 pytestmark = pytest.mark.fast
 
@@ -17,6 +17,7 @@ def written(blocks: BlockPool, tokens: Sequence[int], *, partial: bool = True) -
     """A chain that holds these tokens, after what it could share."""
     chain = blocks.start(blocks.match(tokens, len(tokens)))
     assert blocks.extend(chain, len(tokens))
+    blocks.widen(chain, len(chain.blocks))
     blocks.drop_source(chain)
     blocks.record(chain, tokens, len(tokens), partial=partial)
     return chain
@@ -124,3 +125,35 @@ def test_blocks_of_one_space_serve_no_other() -> None:
     chain = blocks.start(blocks.match(tokens, 40, 1), 1)
     assert blocks.extend(chain, 7 * BLOCK)  # takes all of the other space
     assert [blocks.match(tokens, 40, space).length for space in (0, 1)] == [0, 40]
+
+
+def test_layers_with_a_window_keep_what_is_still_read() -> None:
+    """A prefix is shared while they have its end; else it is read again, and what others then read waits for that."""
+    blocks = BlockPool(20, Window(BLOCK + 1, 4))
+    assert blocks.windows is not None
+    first = written(blocks, WORDS[:48], partial=False)
+    assert list(first.windowed) == [0, 1, 2] and first.first == 0
+    blocks.narrow(first, 48)
+    (_, _), (table, _) = first.tables
+    assert first.first == 2 and list(table) == [2, 2, 2]
+    blocks.leave(first)
+    assert blocks.match(WORDS, 48).length == 48
+    other = written(blocks, WORDS[5:37])
+    assert list(other.windowed) == [3, 1], "the free number, then that of what was passed last"
+    assert blocks.match(WORDS, 48).length == 48
+    third = written(blocks, WORDS[7:39])
+    assert blocks.match(WORDS, 48).length == 0, "no number is left of its end"
+    blocks.leave(other)
+    blocks.leave(third)
+    again = blocks.start(blocks.match(WORDS, 48))
+    assert blocks.extend(again, 48)
+    blocks.widen(again, 3)
+    blocks.record(again, WORDS, 48, partial=False, level=1)
+    assert list(again.blocks) == [node.block for node in again.nodes] and again.nodes[2].level == 1
+    assert [blocks.windows.numbers[block] for block in again.blocks] == list(again.windowed)
+    assert len(blocks.match(WORDS, 48).full) == 3
+    blocks.settle()
+    assert again.nodes[2].level == 0
+    blocks.leave(again)
+    blocks.forget()
+    assert blocks.available == 20 and len(blocks.windows._free) == 4

@@ -17,6 +17,8 @@ from posttrain.models import attention
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.models.quant import packed, unpacked
+from posttrain.rollout import scheduler
+from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.paged import _placed, choose_layout
 from posttrain.weights.state import ModelWeights
@@ -33,9 +35,14 @@ def paged_model(layout: DecodeAttention, **changes: Any) -> Decoder:
 
 
 @pytest.mark.parametrize("layout", often(("gather", "ragged", "joined"), "joined"))
-def test_samples_do_not_depend_on_the_layout(layout: DecodeAttention, engine: NativeEngine) -> None:
-    """More requests than slots and blocks; groups that share a prompt write on in its last block, each in its own."""
-    paged = make_engine(paged_model(layout), cache_tokens=112)
+def test_samples_do_not_depend_on_the_layout(
+    layout: DecodeAttention, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than slots and blocks; groups that share a prompt write on in its last block, each in its own.
+    Layers with a window have fewer blocks than the others."""
+    monkeypatch.setattr(scheduler, "PROMPT_CHUNK", 16)
+    monkeypatch.setattr(scheduler, "PROMPT_TOKENS", 16)
+    paged = make_engine(paged_model(layout), cache_tokens=15 * BLOCK)
     prompts, parameters = requests(7)
     prompts += [prompts[3]] * 4
     parameters += [params(90 + i, max_tokens=12, temperature=float(i > 0)) for i in range(4)]
@@ -46,6 +53,7 @@ def test_samples_do_not_depend_on_the_layout(layout: DecodeAttention, engine: Na
     assert paged.num_used_blocks == 0
     pool = paged._runner._pool
     assert pool is not None and pool.layout == layout
+    assert [keys.shape[2] for keys in pool.keys] == [15, 14, 15]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.rollout.blocks import BLOCK, blocks_for
+from posttrain.rollout import scheduler as scheduling
+from posttrain.rollout.blocks import BLOCK, Window, blocks_for, window_blocks
 from posttrain.rollout.request import Request
 from posttrain.rollout.scheduler import PROMPT_CHUNK, PROMPT_TOKENS, Plan, Row, Scheduler
 from posttrain.rollout.types import SamplingParams
@@ -28,17 +30,21 @@ def request(prompt: Sequence[int], max_tokens: int = 4, sample: int = 0) -> Requ
     return Request(prompt=tuple(prompt), params=params)
 
 
-def scheduler(*, slots: int = 4, lanes: int = 1, blocks: int = 60, steps: int = 8) -> Scheduler:
-    return Scheduler(slots=slots, lanes=lanes, blocks=blocks, max_length=LONGEST, steps=steps)
+def scheduler(
+    *, slots: int = 4, lanes: int = 1, blocks: int = 60, steps: int = 8, window: Window | None = None
+) -> Scheduler:
+    return Scheduler(slots=slots, lanes=lanes, blocks=blocks, max_length=LONGEST, steps=steps, window=window)
 
 
 class Device:
     """Holds in each block the tokens whose keys and values a real one would: a position is what was read up to it."""
 
-    def __init__(self, scheduler: Scheduler):
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, window: int = 0):
+        self.scheduler, self.window = scheduler, window
         shape = (lane.blocks.number for lane in scheduler.lanes)
         self.content: list[dict[tuple[int, int], Any]] = [{} for _ in shape]
+        self.windowed: list[dict[tuple[int, int], Any]] = [{} for _ in scheduler.lanes]
+        """Of layers with a window, a place in the history before the token: their blocks serve many."""
         self.read: dict[int, int] = {}
         """Prompt tokens read for each request."""
 
@@ -58,6 +64,8 @@ class Device:
 
     def _read(self, pieces: Sequence[Any]) -> None:
         found = [self._context(p.row.lane, p.reads, p.start) for p in pieces]
+        for piece in pieces:
+            self._check_window(piece.row, piece.windowed_reads, piece.start)
         for piece, context in zip(pieces, found, strict=True):
             history = list(piece.row.request.history)
             assert context == history[: piece.start]
@@ -66,6 +74,22 @@ class Device:
             for index, block in enumerate(piece.writes):
                 if block is not None:
                     self._write(piece.row, block, history, piece.start + index * BLOCK, piece.end)
+            for index, number in enumerate(piece.windowed_writes):
+                if number is not None:
+                    self._write_window(piece.row, number, history, piece.start + index * BLOCK, piece.end)
+
+    def _write_window(self, row: Row, number: int, history: list[int], start: int, end: int) -> None:
+        for position in range(start, min(start + BLOCK, end)):
+            self.windowed[row.lane][number, position % BLOCK] = position, history[position]
+
+    def _check_window(self, row: Row, numbers: Sequence[int], length: int) -> None:
+        """All that a query at position `length` or later reads is there."""
+        if (pool := self.scheduler.lanes[row.lane].blocks.windows) is None:
+            return
+        assert len({n for n in numbers if n >= 0} | {0}) == len({*numbers, 0}), "no table has a place without a block"
+        for position in range(max(0, length - self.window + 1), length):
+            held = self.windowed[row.lane].get((numbers[position // BLOCK], position % BLOCK))
+            assert held == (position, row.request.history[position]), pool
 
     def _context(self, lane: int, blocks: Sequence[int], length: int) -> list[int]:
         return [self.content[lane].get((blocks[p // BLOCK], p % BLOCK)) for p in range(length)]
@@ -79,6 +103,11 @@ class Device:
         if row.chain.source is not None:
             blocks[row.prefix // BLOCK] = row.chain.source.block
         assert self._context(row.lane, blocks, row.prefix) == list(row.request.history[: row.prefix])
+        _, (numbers, source) = row.chain.tables
+        numbers = list(numbers)
+        if source is not None and numbers:
+            numbers[row.prefix // BLOCK] = source
+        self._check_window(row, numbers, row.prefix)
 
     def _decode(self, row: Row, tokens: Any) -> bool:
         start, r = row.prefix, row.request
@@ -93,6 +122,12 @@ class Device:
             others = [q for q in self.scheduler.running.values() if q is not row and q.lane == row.lane]
             assert all(block not in q.chain.blocks for q in others), "written blocks have one owner"
             self._write(row, block, list(r.history), position, r.position)
+            if self.window:
+                number = row.chain.windowed[position // BLOCK]
+                held = [q.chain.windowed[q.chain.first :] for q in others]
+                assert all(number not in numbers for numbers in held), "written numbers have one owner"
+                # A row that continues in a copy has the beginning of its source.
+                self._write_window(row, number, list(r.history), position, r.position)
         return len(r.tokens) == r.params.max_tokens
 
 
@@ -104,6 +139,13 @@ def check(scheduler: Scheduler) -> None:
         held = {block for row in rows for block in row.chain.blocks}
         held |= {row.chain.source.block for row in rows if row.chain.source is not None}
         assert lane.blocks.used == len(held)
+        if (windows := lane.blocks.windows) is not None:
+            numbers = [number for number in windows.numbers if number >= 0]
+            assert len(numbers) == len({*numbers}) and not {*numbers} & {*windows._free}
+            wanted = {block for row in rows for block in row.chain.blocks[row.chain.first : len(row.chain.windowed)]}
+            wanted |= {row.chain.source.block for row in rows if row.chain.source is not None}
+            assert all(windows.numbers[block] >= 0 for block in wanted)
+            assert {block for block, users in enumerate(windows._users) if users} == wanted
     numbers = list(scheduler.running)
     assert numbers == sorted(numbers)
 
@@ -121,6 +163,7 @@ def schedules(draw: Any) -> dict[str, Any]:
         "sizes": draw(st.lists(sizes, min_size=1, max_size=24)),
         "seed": draw(st.integers(0, 2**16)),
         "vocabulary": draw(st.sampled_from([1, 2, 500])),
+        "window": draw(st.sampled_from([0, 1, 7, 16, 33, 90])),
     }
 
 
@@ -128,9 +171,19 @@ def schedules(draw: Any) -> dict[str, Any]:
 def test_any_schedule(schedule: dict[str, Any]) -> None:
     """Random arrivals, shared prompts, little memory, cancellations, new weights: every block holds what its reader
     expects, everybody else ends, in fair order, and all blocks come back."""
-    rng = np.random.default_rng(schedule["seed"])
-    s = scheduler(**{name: schedule[name] for name in ("slots", "lanes", "blocks", "steps")})
-    device = Device(s)
+    tokens, chunk = (32, 32) if schedule["window"] else (PROMPT_TOKENS, PROMPT_CHUNK)
+    with patch.multiple(scheduling, PROMPT_TOKENS=tokens, PROMPT_CHUNK=chunk):
+        run_schedule(schedule)
+
+
+def run_schedule(schedule: dict[str, Any]) -> None:
+    rng, positions = np.random.default_rng(schedule["seed"]), schedule["window"]
+    per_lane = schedule["slots"] // schedule["lanes"]
+    # As few blocks as there may be: a plan reads prompts of 31 and a piece more at most.
+    own = window_blocks(positions, rows=per_lane, steps=schedule["steps"], read_at_once=31 + 32)
+    window = Window(positions, own) if positions else None
+    s = scheduler(window=window, **{name: schedule[name] for name in ("slots", "lanes", "blocks", "steps")})
+    device = Device(s, positions)
     arriving = []
     for number, (beginning, own, max_tokens, group) in enumerate(schedule["sizes"]):
         prompt = [*range(1000, 1000 + beginning), *rng.integers(0, schedule["vocabulary"], own).tolist()]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from unittest.mock import patch
 
 import pytest
 
 from posttrain.models.decoder import Decoder
+from posttrain.rollout import scheduler
+from posttrain.rollout.blocks import BLOCK, Window
 from posttrain.rollout.engine import NativeEngine
 from tests.rollout.engines import VOCABULARY, NaiveEngine, make_engine
 from tests.rollout.schedules import Run, check, schedule
-from tests.tiny import tiny_model
+from tests.tiny import WINDOW, tiny_model
 
 LENGTH = 208
 FEW, ALL = 2, 200
@@ -23,9 +26,13 @@ def models(model: Decoder) -> Sequence[Decoder]:
 
 
 @pytest.fixture(scope="module")
-def small(model: Decoder) -> NativeEngine:
-    """Blocks for one and a half sequences: preemptions are the rule."""
-    return make_engine(model, slots=4, max_length=LENGTH, decode_steps=20, cache_tokens=3 * LENGTH // 2)
+def small(model: Decoder) -> Iterator[NativeEngine]:
+    """Blocks for one and a half sequences: preemptions are the rule. Layers with a window have fewer, which serve
+    prompts of 32 tokens at once."""
+    with patch.multiple(scheduler, PROMPT_TOKENS=32, PROMPT_CHUNK=32):
+        engine = make_engine(model, slots=4, max_length=LENGTH, decode_steps=20, cache_tokens=22 * BLOCK)
+        assert engine._runner.window == Window(WINDOW, 20)
+        yield engine
 
 
 @pytest.fixture(scope="module")
