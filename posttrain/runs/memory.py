@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.moe import SLACK
 from posttrain.plan.lowered import bytes_on_device
 from posttrain.plan.phases import stage_plan
-from posttrain.plan.report import UPDATE, Phase, Roles, in_units, knob_of
+from posttrain.plan.report import UPDATE, Phase, Roles, StagePlan, in_units, knob_of
 from posttrain.rl.algorithms import needs_reference
 from posttrain.runs.check import FLOAT32_BYTES, TrainingSize, model_outline, training_size
 from posttrain.stages.cluster import engine_mesh
@@ -53,34 +53,80 @@ from posttrain.weights.scalar_head import add_scalar_head
 from posttrain.weights.state import ModelWeights
 
 
-def roles_of(
-    section: TrainSection,
-    config: RunConfig,
-    files: ModelFiles,
-    mesh: Mesh,
-    own: RoleDevices,
-    memory: int,
-    remat: Remat,
-) -> Roles:
-    """Models and devices of the roles of a stage, as `make_cluster` has them."""
-    if isinstance(section, DistillSection):
-        inside = [teacher for teacher in section.teachers if not teacher.outside and section.cache is None]
-        return Roles(teachers=[_teacher(teacher, config, files, mesh, remat) for teacher in inside])
-    if not isinstance(section, RLSection):
-        return Roles()
-    model, rollout, reference, critic = outline_on(config, files, mesh, remat), None, None, None
-    if own.rollout is not None:
-        rollout = engine_mesh(model, mesh, own.rollout, section, memory)
-    if needs_reference(section) and (own.reference is not None or section.reference.path is not None):
-        there = mesh if own.reference is None else make_mesh(MeshSection(fsdp=-1), own.reference)
-        reference = _other(section.reference.path, config, files, there, "none"), there
-    if isinstance(section.algorithm, PPO):
-        there = mesh if own.critic is None else make_mesh(MeshSection(fsdp=-1), own.critic)
-        whole = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
-        without = config.model_copy(update={"model": whole})
-        scored = _other(section.algorithm.critic.path, without, files, there, remat)
-        critic = nnx.eval_shape(lambda made: _with_score(made, config.seed), scored), there
-    return Roles(rollout=rollout, reference=reference, critic=critic)
+@dataclass(frozen=True, kw_only=True)
+class StageSetup:
+    """Stage of a run on given devices, whose arrays need not be there."""
+
+    section: TrainSection
+    config: RunConfig
+    files: ModelFiles
+    mesh: Mesh
+    devices: RoleDevices
+    memory: int
+    """Bytes of a device."""
+
+    def outline(self, remat: Remat = "full") -> Decoder:
+        """Trained model as shapes."""
+        return outline_on(self.config, self.files, self.mesh, remat)
+
+    def micro_rows(self) -> int:
+        """Rows of a forward and backward pass."""
+        return rows_per_pass(self.section.step_rows, self.section.pass_rows, row_shards(self.mesh))
+
+    def plan(self, remat: Remat = "full", *, gather_once: bool = False) -> StagePlan:
+        """Phases as programs of shapes. ConfigError for a stage that cannot be planned."""
+        roles = self.roles(remat)
+        return stage_plan(self.section, self.outline(remat), self.mesh, self.memory, roles, gather_once=gather_once)
+
+    def roles(self, remat: Remat) -> Roles:
+        """Models and devices of the roles, as `make_cluster` has them."""
+        section = self.section
+        if isinstance(section, DistillSection):
+            inside = [teacher for teacher in section.teachers if not teacher.outside and section.cache is None]
+            return Roles(teachers=[self._teacher(teacher, remat) for teacher in inside])
+        if not isinstance(section, RLSection):
+            return Roles()
+        rollout, reference, critic = None, None, None
+        if self.devices.rollout is not None:
+            rollout = engine_mesh(self.outline(remat), self.mesh, self.devices.rollout, section, self.memory)
+        if needs_reference(section) and (self.devices.reference is not None or section.reference.path is not None):
+            there = self._mesh_of(self.devices.reference)
+            reference = self._other(section.reference.path, there, "none"), there
+        if isinstance(section.algorithm, PPO):
+            there = self._mesh_of(self.devices.critic)
+            whole = self.config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
+            without = replace(self, config=self.config.model_copy(update={"model": whole}))
+            scored = without._other(section.algorithm.critic.path, there, remat)
+            critic = nnx.eval_shape(lambda made: _with_score(made, self.config.seed), scored), there
+        return Roles(rollout=rollout, reference=reference, critic=critic)
+
+    def _mesh_of(self, devices: Sequence[jax.Device] | None) -> Mesh:
+        return self.mesh if devices is None else make_mesh(MeshSection(fsdp=-1), devices)
+
+    def _other(self, path: Locator | None, mesh: Mesh, remat: Remat, quantize: Quantize = "none") -> Decoder:
+        """Model of a role as shapes: another checkpoint, or the trained one."""
+        if path is None:
+            return outline_on(self.config, self.files, mesh, remat)
+        other = read_model_files(path.resolved)
+        if other.config is None:
+            raise ConfigError(f"plan: no network to read the config.json of {path}; give a folder")
+        plain = self.config.model.model_copy(update={"lora": None, "adapter": None, "quantize": quantize})
+        return outline_on(self.config.model_copy(update={"model": plain}), other, mesh, remat)
+
+    def _teacher(self, section: TeacherSection, remat: Remat) -> Decoder:
+        """Teacher as shapes, in its precision. ConfigError where its vocabulary has other rows than the student's."""
+        model = self.config.model
+        changes: dict[str, Any] = {"dtype": section.dtype or model.dtype}
+        changes["compute_dtype"] = model.compute_dtype or changes["dtype"]
+        types = replace(self, config=self.config.model_copy(update={"model": model.model_copy(update=changes)}))
+        teacher = types._other(section.path, self.mesh, remat, section.quantize)
+        assert self.files.config is not None
+        if teacher.config.vocab_size != self.files.config.vocab_size:
+            raise ConfigError(
+                f"plan: cannot plan the teacher {section.title} yet: its vocabulary has "
+                f"{teacher.config.vocab_size:,} rows, the student's {self.files.config.vocab_size:,}"
+            )
+        return teacher
 
 
 def _with_score(model: Decoder, seed: int) -> Decoder:
@@ -88,20 +134,8 @@ def _with_score(model: Decoder, seed: int) -> Decoder:
     return model
 
 
-def _other(
-    path: Locator | None, config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat, quantize: Quantize = "none"
-) -> Decoder:
-    """Model of a role as shapes: another checkpoint, or the trained one."""
-    if path is None:
-        return outline_on(config, files, mesh, remat)
-    other = read_model_files(path.resolved)
-    if other.config is None:
-        raise ConfigError(f"plan: no network to read the config.json of {path}; give a folder")
-    plain = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": quantize})
-    return outline_on(config.model_copy(update={"model": plain}), other, mesh, remat)
-
-
 def outline_on(config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
+    """Trained model as shapes on a mesh."""
     outline, section = model_outline(config, files), config.model
     check_mesh(outline, mesh.shape)
     outline.compute = Compute(
@@ -113,21 +147,6 @@ def outline_on(config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -
         mesh=mesh,
     )
     return outline
-
-
-def _teacher(section: TeacherSection, config: RunConfig, files: ModelFiles, mesh: Mesh, remat: Remat) -> Decoder:
-    """Teacher as shapes, in its precision. ConfigError where its vocabulary has other rows than the student's."""
-    changes: dict[str, Any] = {"dtype": section.dtype or config.model.dtype}
-    changes["compute_dtype"] = config.model.compute_dtype or changes["dtype"]
-    types = config.model_copy(update={"model": config.model.model_copy(update=changes)})
-    teacher = _other(section.path, types, files, mesh, remat, section.quantize)
-    assert files.config is not None
-    if teacher.config.vocab_size != files.config.vocab_size:
-        raise ConfigError(
-            f"plan: cannot plan the teacher {section.title} yet: its vocabulary has {teacher.config.vocab_size:,} "
-            f"rows, the student's {files.config.vocab_size:,}"
-        )
-    return teacher
 
 
 HEADROOM = 0.08
@@ -169,19 +188,11 @@ class RematChoice:
             yield f"    {name:<10}  {in_units(cost.bytes):>10}  {cost.flops / 1e12:8.3g} TFLOP  {state}"
 
 
-def choose_remat(
-    section: TrainSection,
-    config: RunConfig,
-    files: ModelFiles,
-    mesh: Mesh,
-    own: RoleDevices,
-    memory: int,
-) -> RematChoice:
-    """Costs of a stage's activations and, for `remat: auto`, those that fit `memory` bytes of a device, the one that
-    spares most time per byte first. ConfigError for a stage whose memory is not known."""
-    outline, wanted = outline_on(config, files, mesh, "full"), config.model.remat
-    rows = section.step_rows
-    micro = rows_per_pass(rows, section.pass_rows, row_shards(mesh))
+def choose_remat(setup: StageSetup) -> RematChoice:
+    """Costs of a stage's activations and, for `remat: auto`, those that fit the memory of a device, the one that spares
+    most time per byte first. ConfigError for a stage whose memory is not known."""
+    section, mesh, wanted, outline = setup.section, setup.mesh, setup.config.model.remat, setup.outline()
+    rows, micro = section.step_rows, setup.micro_rows()
     size, slack = outline.compute.dtype.itemsize, SLACK if mesh.shape["expert"] > 1 else 1.0
     step = saved_costs(outline.config, size, rows, section.row_tokens, slack)
 
@@ -195,7 +206,7 @@ def choose_remat(
     if wanted != "auto":
         return RematChoice(remat=wanted, spare=None, costs=costs)
     held = sum(cost.bytes for cost in costs.values())
-    spare = left = _spare(section, config, files, mesh, own, memory, costs)
+    spare = left = _spare(setup, costs)
     saved: list[RematName] = []
     for name, cost in costs.items():
         if cost.bytes <= left:
@@ -205,22 +216,11 @@ def choose_remat(
     return RematChoice(remat="none" if PLAIN_FACTOR * held <= spare else remat, spare=spare, costs=costs)
 
 
-def _spare(
-    section: TrainSection,
-    config: RunConfig,
-    files: ModelFiles,
-    mesh: Mesh,
-    own: RoleDevices,
-    memory: int,
-    costs: Mapping[RematName, SavedCost],
-) -> int:
+def _spare(setup: StageSetup, costs: Mapping[RematName, SavedCost]) -> int:
     """Bytes of a device that an update with `remat: full` leaves free, by estimate. ConfigError where it is not
     known."""
-    micro = rows_per_pass(section.step_rows, section.pass_rows, row_shards(mesh))
     held = sum(cost.bytes for cost in costs.values())
-    beside = _beside(section, config, files, mesh, own, memory)
-    outline = outline_on(config, files, mesh, "full")
-    return int((1 - HEADROOM) * memory - _full_bytes(section, config, outline, mesh, micro, held) - beside)
+    return int((1 - HEADROOM) * setup.memory - _full_bytes(setup, held) - _beside(setup))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,20 +250,10 @@ class GatherChoice:
         yield f"    layer {in_units(self.passes * self.layer)} an update ({each}), update {in_units(self.update)}"
 
 
-def choose_gather(
-    section: TrainSection,
-    config: RunConfig,
-    files: ModelFiles,
-    mesh: Mesh,
-    own: RoleDevices,
-    memory: int,
-    remat: RematChoice,
-    *,
-    platform: str,
-) -> GatherChoice | None:
+def choose_gather(setup: StageSetup, remat: RematChoice, *, platform: str) -> GatherChoice | None:
     """`mesh.gather` of a stage; `auto`, not on CPU, is decided by what `remat` leaves of the memory. None where it is
     `layer` and nothing else can be."""
-    outline = outline_on(config, files, mesh, "full")
+    section, config, mesh, outline = setup.section, setup.config, setup.mesh, setup.outline()
     dropout = has_dropout(outline) and not trains_on_samples(section)
     others = any(size > 1 for axis, size in mesh.shape.items() if axis not in GATHERED_AXES)
     if mesh.shape["fsdp"] == 1 or others or dropout:
@@ -273,12 +263,12 @@ def choose_gather(
                 "mesh.gather=layer"
             )
         return None
-    passes = -(-section.step_rows // rows_per_pass(section.step_rows, section.pass_rows, row_shards(mesh)))
+    passes = -(-section.step_rows // setup.micro_rows())
     choice = _gather_costs(training_size(config, outline, mesh.shape, section.optimizer), outline, mesh, passes)
     if config.mesh.gather != "auto" or passes == 1:
         return GatherChoice(once=config.mesh.gather == "update", chosen=False, spare=None, **choice)
     try:
-        spare = _spare(section, config, files, mesh, own, memory, remat.costs) - int(remat.bytes)
+        spare = _spare(setup, remat.costs) - int(remat.bytes)
     except ConfigError:
         return GatherChoice(once=False, chosen=True, spare=None, **choice)
     fits = passes > 1 and platform != "cpu" and choice["needed"] <= spare
@@ -305,10 +295,9 @@ def _gather_costs(size: TrainingSize, outline: Decoder, mesh: Mesh, passes: int)
     }
 
 
-def _full_bytes(
-    section: TrainSection, config: RunConfig, outline: Decoder, mesh: Mesh, micro: int, held: float
-) -> float:
+def _full_bytes(setup: StageSetup, held: float) -> float:
     """Bytes on a device of an update with `remat: full`, by estimate; `held`: bytes of all named activations."""
+    section, config, mesh, micro, outline = setup.section, setup.config, setup.mesh, setup.micro_rows(), setup.outline()
     model, size = outline.config, outline.compute.dtype.itemsize
     state = training_size(config, outline, mesh.shape, section.optimizer)
     sums = FLOAT32_BYTES * state.trained / mesh.size if micro < section.step_rows else 0.0
@@ -324,22 +313,14 @@ def _full_bytes(
     return state.per_device + sums + inputs + max(layer, logits)
 
 
-def _beside(
-    section: TrainSection,
-    config: RunConfig,
-    files: ModelFiles,
-    mesh: Mesh,
-    own: RoleDevices,
-    memory: int,
-) -> int:
+def _beside(setup: StageSetup) -> int:
     """Bytes on a device beside an update. ConfigError for a stage whose memory is not known."""
     try:
-        roles = roles_of(section, config, files, mesh, own, memory, "full")
-        phases = stage_plan(section, outline_on(config, files, mesh, "full"), mesh, memory, roles).phases
+        teachers, phases = setup.roles("full").teachers, setup.plan().phases
     except ConfigError as error:
         raise ConfigError(f"model.remat=auto: name the activations to save; {error}") from None
-    teachers = sum(bytes_on_device(placed_shapes(ModelWeights(teacher), mesh)) for teacher in roles.teachers)
-    return teachers + next(phase.bytes_beside for phase in phases if (phase.role, phase.name) == ("trainer", UPDATE))
+    taught = sum(bytes_on_device(placed_shapes(ModelWeights(teacher), setup.mesh)) for teacher in teachers)
+    return taught + next(phase.bytes_beside for phase in phases if (phase.role, phase.name) == ("trainer", UPDATE))
 
 
 def check_memory(name: str, phases: Sequence[Phase], limit: int) -> None:
@@ -369,22 +350,19 @@ def choices_of(
     """Activations that a stage saves, and whether it gathers weights once an update (None: it cannot), on the devices
     of this run. ConfigError for a stage that does not fit `limit` bytes of a device."""
     own = role_devices(config, getattr(section, "placement", PlacementSection()), jax.devices())
+    setup = StageSetup(section=section, config=config, files=files, mesh=mesh, devices=own, memory=memory)
     if limit is not None:
-        check_memory(name, _phases(section, config, files, mesh, own, memory), limit)
+        check_memory(name, _phases(setup), limit)
     if config.model.remat != "auto" and config.mesh.gather != "update" and platform_of(mesh) == "cpu":
         return config.model.remat, None
-    given = section, config, files, mesh, own, memory
-    saved = choose_remat(*given)
-    gather = choose_gather(*given, saved, platform=platform_of(mesh))
+    saved = choose_remat(setup)
+    gather = choose_gather(setup, saved, platform=platform_of(mesh))
     return saved.remat, None if gather is None else gather.once
 
 
-def _phases(
-    section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, own: RoleDevices, memory: int
-) -> Sequence[Phase]:
+def _phases(setup: StageSetup) -> Sequence[Phase]:
     """Phases of a stage as shapes; none of one that cannot be planned."""
     try:
-        roles = roles_of(section, config, files, mesh, own, memory, "full")
-        return stage_plan(section, outline_on(config, files, mesh, "full"), mesh, memory, roles).phases
+        return setup.plan().phases
     except ConfigError:
         return ()

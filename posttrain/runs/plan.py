@@ -30,7 +30,6 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, torus_note
 from posttrain.plan.lowered import Figures, bytes_on_device, figures_of
 from posttrain.plan.machine import GIB, Machine, libtpu_version
-from posttrain.plan.phases import stage_plan
 from posttrain.plan.report import (
     DECODE,
     EVALUATION,
@@ -52,7 +51,7 @@ from posttrain.plan.report import (
     step_seconds,
 )
 from posttrain.runs.folder import CONFIG_NAME, devices_of
-from posttrain.runs.memory import GatherChoice, RematChoice, choose_gather, choose_remat, outline_on, roles_of
+from posttrain.runs.memory import GatherChoice, RematChoice, StageSetup, choose_gather, choose_remat, outline_on
 from posttrain.runs.prepare import fit_lengths
 from posttrain.stages.context import RoleDevices, devices_of_teachers, num_training_devices, role_devices
 from posttrain.stages.online import one_process
@@ -93,9 +92,10 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
     if (note := torus_note(mesh)) is not None:
         yield f"torus: {note}"
     for name, section in zip(stage_names(config), config.stages, strict=True):
-        stage = _stage(section, config, files, mesh, machine)
+        setup = _setup(section, config, files, mesh, machine)
+        stage = _stage(setup, machine)
         yield f"{name}:"
-        for choice in _choices(section, config, files, mesh, machine):
+        for choice in _choices(setup, machine):
             yield from () if choice is None else choice.lines()
         try:
             outcomes = _compiled(stage, machine)
@@ -163,22 +163,20 @@ def _mesh(config: RunConfig, machine: Machine) -> Mesh:
     return make_mesh(config.mesh, machine.part(devices))
 
 
-def _stage(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine) -> StagePlan:
+def _setup(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine) -> StageSetup:
     own, memory = _role_devices(section, config, machine), machine.chip.memory
-    remat, gather = _choices(section, config, files, mesh, machine)
-    chosen = config.model.remat if config.model.remat != "auto" else remat.remat
-    roles = roles_of(section, config, files, mesh, own, memory, chosen)
-    once = gather is not None and gather.once
-    return stage_plan(section, outline_on(config, files, mesh, chosen), mesh, memory, roles, gather_once=once)
+    return StageSetup(section=section, config=config, files=files, mesh=mesh, devices=own, memory=memory)
 
 
-def _choices(
-    section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine
-) -> tuple[RematChoice, GatherChoice | None]:
+def _stage(setup: StageSetup, machine: Machine) -> StagePlan:
+    wanted, (remat, gather) = setup.config.model.remat, _choices(setup, machine)
+    return setup.plan(remat.remat if wanted == "auto" else wanted, gather_once=gather is not None and gather.once)
+
+
+def _choices(setup: StageSetup, machine: Machine) -> tuple[RematChoice, GatherChoice | None]:
     """Choose what a stage saves, and when it gathers, as a run on the machine would choose."""
-    given = section, config, files, mesh, _role_devices(section, config, machine), machine.chip.memory
-    remat = choose_remat(*given)
-    return remat, choose_gather(*given, remat, platform=machine.chip.platform)
+    remat = choose_remat(setup)
+    return remat, choose_gather(setup, remat, platform=machine.chip.platform)
 
 
 def _role_devices(section: TrainSection, config: RunConfig, machine: Machine) -> RoleDevices:
@@ -199,7 +197,7 @@ def _nearest(section: TrainSection, config: RunConfig, files: ModelFiles, machin
         names = " ".join(f"{name}={value}" for name, value in changes.items())
         try:
             mesh = _mesh(changed, machine)
-            outcomes = _compiled(_stage(stage, changed, files, mesh, machine), machine)
+            outcomes = _compiled(_stage(_setup(stage, changed, files, mesh, machine), machine), machine)
         except (MemoryError, ConfigError):
             tried.append(names)
             continue
@@ -300,7 +298,7 @@ def _stage_beside(
         assert files.config is not None
         fitted = fit_lengths(config, files.config.max_positions)
         mesh = _mesh(fitted, machine)
-        stage = _stage(section, fitted, files, mesh, machine)
+        stage = _stage(_setup(section, fitted, files, mesh, machine), machine)
         outcomes = _compiled(stage, machine)
         if machine.chip.platform == "cpu":
             process = max(one.total for one in moments(stage, outcomes, _loading(fitted, files, mesh, machine)))

@@ -17,7 +17,7 @@ from posttrain.plan.hlo import kernel_names
 from posttrain.plan.lowered import compile_program
 from posttrain.plan.machine import GIB, machine
 from posttrain.plan.report import Phase, StagePlan
-from posttrain.runs.plan import _mesh, _model_files, _stage
+from posttrain.runs.plan import _mesh, _model_files, _setup, _stage
 from tests.aot.slices import QWEN3, Fields
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -65,7 +65,7 @@ def run_of(name: str, number: int, folder: Path) -> RunConfig:
 def plan_of(name: str, number: int, folder: Path) -> StagePlan:
     config = run_of(name, number, folder)
     wanted = machine("v5e-8" if number > 1 else "v6e-1")
-    return _stage(config.stages[0], config, _model_files(config), _mesh(config, wanted), wanted)
+    return _stage(_setup(config.stages[0], config, _model_files(config), _mesh(config, wanted), wanted), wanted)
 
 
 def check(phase: Phase, number: int) -> None:

@@ -20,10 +20,17 @@ from posttrain.plan.lowered import bytes_on_device
 from posttrain.plan.machine import GIB, Machine, machine
 from posttrain.plan.report import Phase, StagePlan
 from posttrain.runs.folder import machine_of_run
-from posttrain.runs.memory import HEADROOM, GatherChoice, RematChoice, check_memory, choose_gather, choose_remat
-from posttrain.runs.plan import _mesh, _model_files, _role_devices, _stage, plan, plan_elsewhere, plan_run
+from posttrain.runs.memory import (
+    HEADROOM,
+    GatherChoice,
+    RematChoice,
+    StageSetup,
+    check_memory,
+    choose_gather,
+    choose_remat,
+)
+from posttrain.runs.plan import _mesh, _model_files, _role_devices, _setup, _stage, plan, plan_elsewhere, plan_run
 from posttrain.runs.run import _memory_choices
-from posttrain.stages.context import RoleDevices
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
@@ -40,6 +47,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_memory(count: int) -> Machine:
     return replace(CPU_8, chip=replace(CPU_8.chip, memory=count))
+
+
+def setup_of(config: RunConfig, memory: int = CPU_8.chip.memory) -> StageSetup:
+    """First stage on eight devices."""
+    return replace(_setup(config.stages[0], config, _model_files(config), _mesh(config, CPU_8), CPU_8), memory=memory)
 
 
 def run_of(folder: Path, *stages: dict[str, Any]) -> RunConfig:
@@ -147,10 +159,9 @@ def test_the_nearest_setting_that_fits(tmp_path: Path) -> None:
 def test_the_activations_that_fit_are_saved(tmp_path: Path) -> None:
     """Those first that spare most time per byte; a list and its price are said, and what has no plan is refused."""
     config = load_config(write_run(tmp_path, sft_stage()), ["model.remat=auto"])
-    files, mesh = _model_files(config), _mesh(config, CPU_8)
 
     def chosen(memory: int) -> RematChoice:
-        return choose_remat(config.stages[0], config, files, mesh, RoleDevices(), memory)
+        return choose_remat(setup_of(config, memory))
 
     assert chosen(1 << 34).remat == "none" and chosen(1 << 10).remat == "full"
     base, costs = (1 << 34) * (1 - HEADROOM) - (chosen(1 << 34).spare or 0), chosen(1 << 34).costs
@@ -189,7 +200,7 @@ def test_refusals(tmp_path: Path) -> None:
 def stage_of(folder: Path, **changes: Any) -> StagePlan:
     """Plan of an RL stage on eight devices, of which nothing is compiled."""
     config = run_of(folder, rl_stage(**changes))
-    return _stage(config.stages[0], config, _model_files(config), _mesh(config, CPU_8), CPU_8)
+    return _stage(setup_of(config), CPU_8)
 
 
 def beside_of(stage: StagePlan) -> dict[str, dict[str, int]]:
@@ -275,8 +286,7 @@ def test_a_critic_is_counted(tmp_path: Path) -> None:
 
     def spare(algorithm: str) -> int:
         config = load_config(write_run(tmp_path, rl_stage(algorithm=algorithm)), ["model.remat=auto"])
-        files, mesh = _model_files(config), _mesh(config, CPU_8)
-        return choose_remat(config.stages[0], config, files, mesh, RoleDevices(), 1 << 30).spare or 0
+        return choose_remat(setup_of(config, 1 << 30)).spare or 0
 
     assert spare("rloo") - spare("ppo") == sum(of_critic.values())
 
@@ -300,13 +310,13 @@ def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
     shapes = {"kind": "distill", "num_steps": 1, "teachers": teachers, "teacher_column": "answer"}
     file = write_run(tmp_path, sft_stage(**shapes), model={"init": {**INIT, "vocab_size": rows}, "tokenizer": "bytes"})
     config = load_config(file)
-    stage = _stage(config.stages[0], config, _model_files(config), _mesh(config, CPU_8), CPU_8)
+    stage = _stage(setup_of(config), CPU_8)
     (update,) = stage.phases
     outside = load_config(file, ["stages.0.cache=cache"])
     plain = load_config(
         write_run(tmp_path, sft_stage(), model={"init": {**INIT, "vocab_size": rows}, "tokenizer": "bytes"})
     )
-    (alone,) = _stage(plain.stages[0], plain, _model_files(plain), _mesh(plain, CPU_8), CPU_8).phases
+    (alone,) = _stage(setup_of(plain), CPU_8).phases
 
     def sizes(phase: Phase) -> int:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(phase.lower().in_avals))
@@ -317,17 +327,16 @@ def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
     spares = []
     for one in (plain, config):
         chosen = one.model_copy(update={"model": one.model.model_copy(update={"remat": "auto"})})
-        files = _model_files(chosen)
-        spares.append(choose_remat(chosen.stages[0], chosen, files, mesh, RoleDevices(), 1 << 30).spare or 0)
+        spares.append(choose_remat(setup_of(chosen, 1 << 30)).spare or 0)
     assert spares[0] - spares[1] == 2 * bytes_on_device(placed_shapes(ModelWeights(model), mesh))
     with pytest.raises(ConfigError, match="cannot plan a distillation stage with cache"):
-        _stage(outside.stages[0], outside, _model_files(outside), _mesh(outside, CPU_8), CPU_8)
+        _stage(setup_of(outside), CPU_8)
 
 
 def gather_of(folder: Path, memory: int, *overrides: str, platform: str = "tpu") -> GatherChoice | None:
     config = load_config(write_run(folder, sft_stage(batch_rows=32, micro_batch_rows=8)), [*overrides])
-    given = config.stages[0], config, _model_files(config), _mesh(config, CPU_8), RoleDevices(), memory
-    return choose_gather(*given, choose_remat(*given), platform=platform)
+    setup = setup_of(config, memory)
+    return choose_gather(setup, choose_remat(setup), platform=platform)
 
 
 def test_when_weights_are_gathered(tmp_path: Path) -> None:
