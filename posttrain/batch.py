@@ -118,6 +118,12 @@ class Batch:
         rows, length = self.tokens.shape
         return rows, length
 
+    @property
+    def has_images(self) -> bool:
+        """True with any array of images."""
+        arrays = self.rope_positions, self.image_rows, self.images, self.patches, self.patch_images, self.patch_places
+        return any(array is not None for array in arrays)
+
 
 def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:
     """Rows per forward pass over `total`: all or `wanted`, rounded up to a multiple of the row shards."""

@@ -34,6 +34,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "latent": (),
     "rank": (),
     "score": (),
+    "tower": ("fsdp", "context"),
 }
 """Parameter dimension name -> mesh axes. The first one must divide the dimension; a further one is taken if it does."""
 
@@ -42,6 +43,9 @@ TILES = "_tiles"
 
 VOCAB = "vocab"
 """Dimension that an axis need not divide: it is then stored whole, and the loss pads it to split its logits."""
+
+OPTIONAL = (VOCAB, "tower")
+"""Dimensions that are stored whole where the axis does not divide them."""
 
 HEAD_AXIS = "tensor"
 """Mesh axis that splits attention heads."""
@@ -304,7 +308,7 @@ def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[i
 def split_axes(dim: str, size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Mesh axes that split a parameter's dimension, by their sizes; the caller checks that the first one divides it."""
     axes = RULES[dim.removesuffix(TILES)]
-    optional = dim.endswith(TILES) or dim == VOCAB
+    optional = dim.endswith(TILES) or dim in OPTIONAL
     if not axes or (optional and size % sizes[axes[0]]):
         return ()
     taken = axes[:1]

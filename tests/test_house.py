@@ -25,7 +25,7 @@ from tests.test_layers import PACKAGE, ROOT, edges_of, module_name, modules, tre
 
 LIMITS = {
     "modules that an import of posttrain.stages.sft loads": 172,
-    "files": 307,
+    "files": 309,
     "files under 60 lines": 4,
     "files with one importer, in its own folder": 15,
     "fields of RLSection": 39,
@@ -158,7 +158,8 @@ def test_few_files_are_entered(tmp_path: Path) -> None:
 @pytest.mark.fast
 def test_the_package_grows_no_more() -> None:
     paths = {module_name(path): path for path in modules(PACKAGE)}
-    plain = {name: path for name, path in paths.items() if path.name != "__init__.py" and "families" not in path.parts}
+    named = {"families", "vision"}  # whose files are found by their names
+    plain = {n: path for n, path in paths.items() if path.name != "__init__.py" and not named & set(path.parts)}
     lines = {name: path.read_text().splitlines() for name, path in paths.items()}
     edges = edges_of({name: tree_of(path) for name, path in paths.items()})
     importers = Counter(chain(*edges.values()))

@@ -39,6 +39,7 @@ from posttrain.config.base import (
     SamplerTensor,
     Section,
     Text,
+    Vision,
 )
 from posttrain.config.distill import AttentionFeatures, DistillSection, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.environment import AgentSection, EnvSection, McpSection, ToolSection
@@ -170,6 +171,7 @@ __all__ = [
     "TrainSection",
     "UserObject",
     "UserOptimizer",
+    "Vision",
     "answer_tokens",
     "trains_on_samples",
 ]

@@ -73,6 +73,7 @@ GroupedKernel = Literal["auto", "reference", "ragged_dot", "buckets", "megablox"
 RematName = Literal["qkv", "attention", "projection", "gate", "up", "down", "block_input"]
 MomentType = Literal["float32", "bfloat16", "int8"]
 Quantize = Literal["none", "int8", "fp8", "int4", "nf4"]
+Vision = Literal["none", "frozen", "projector", "tower"]
 RolloutQuantize = Literal["none", "int8", "fp8"]
 CacheDtype = Literal["compute", "int8", "fp8"]
 SamplerTensor = Literal["auto", "trained"] | PositiveInt

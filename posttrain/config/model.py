@@ -21,6 +21,7 @@ from posttrain.config.base import (
     RematName,
     Section,
     Text,
+    Vision,
 )
 from posttrain.config.locator import Locator
 from posttrain.errors import ConfigError, did_you_mean
@@ -172,6 +173,10 @@ class ModelSection(Section):
     than its original context. Only with `path`."""
     image: ImageSection = ImageSection()
     """Sizes of pictures; they are saved with the model."""
+    vision: Vision = "none"
+    """Vision tower of a multimodal checkpoint, for data with images. `none`: the text part is loaded and saved alone;
+    `frozen`: the tower is loaded, computed and saved as it is; `projector`, `tower`: the projector, or both, are
+    trained beside the language model or its adapter. Only with `path`; not in stages that sample."""
 
     def _mistakes(self) -> Iterator[str]:
         if (self.path is None) == (self.init is None):
@@ -180,6 +185,8 @@ class ModelSection(Section):
             yield "init needs tokenizer: a folder, a hub id or bytes"
         if self.init is not None and self.long_context:
             yield "long_context chooses between the two sets of RoPE factors of a checkpoint; init has one"
+        if self.init is not None and self.vision != "none":
+            yield f"vision={self.vision} loads the tower of a checkpoint; set path, or vision to none"
         if self.adapter is not None and self.lora is not None:
             yield "adapter continues an existing adapter, lora starts a new one; set one of them"
         if self.adapter is not None and self.path is None:

@@ -19,6 +19,7 @@ from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import ProofError, Reader, compare_tokenizers, default_reader
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_to_hf
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of, trained_model
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runtime.files import check_local
@@ -90,8 +91,8 @@ def export(
 
 def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
     """Compare the written tensors with the source checkpoint of the run, and describe the result."""
-    if read_json(source / "config.json").get("model_type") != model.config.model_type:
-        return "not compared with the source, which is a multimodal model"
+    if read_json(source / "config.json").get("model_type") != config_to_hf(model.config).get("model_type"):
+        return "not compared with the source, of which the text part was loaded"
     if is_quantized(model) and model.config.resized:
         return "not compared with the source, whose tables of tokens the adapter replaces, for the base is quantized"
     if is_quantized(model):

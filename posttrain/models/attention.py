@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -60,7 +62,8 @@ class Attention(nnx.Module):
             assert isinstance(stored, StoredKeys), "paged attention cannot share keys and values between layers"
             state.kept[c.keeps] = stored
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
-        out = attend(q, stored, context, state, window=c.window, scale=c.scale, soft_cap=c.soft_cap, sinks=sinks)
+        options: dict[str, Any] = {"window": c.window, "scale": c.scale, "soft_cap": c.soft_cap}
+        out = attend(q, stored, context, state, **options, sinks=sinks, image_ahead=c.image_ahead)
         return self.o(out.reshape(*x.shape[:2], -1))
 
     def fuse(self, shards: int) -> None:

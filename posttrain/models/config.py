@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Float
 
-from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, Remat
+from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, Remat, Vision
 from posttrain.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
@@ -27,6 +30,8 @@ class Rope:
     """Factor on rotated vectors: attention factor of YaRN and LongRoPE."""
     interleaved: bool = False
     """Rotate pairs (x[2i], x[2i + 1]); otherwise (x[i], x[i + pairs])."""
+    axes: tuple[int, ...] = ()
+    """Axis of `Batch.rope_positions` that turns each pair (multimodal RoPE, arXiv:2409.12191); empty: positions do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,8 @@ class AttentionConfig:
     """Name under which later layers reuse this layer's keys and values."""
     reuses: str | None = None
     """Name of the stored keys and values to use; the layer has none of its own."""
+    image_ahead: int = 0
+    """Greatest number of keys ahead of a query in its image, whose tokens see one another; 0: causal attention."""
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -159,6 +166,8 @@ class BlockConfig:
     """Norm placement: before attention and MLP, after them (before the residual sum), or both."""
     residual_scale: float = 1.0
     """Factor on the outputs of attention and MLP."""
+    deepstack: bool = False
+    """Add image features of the layer's own to the output, arXiv:2406.04334."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +189,82 @@ class LayerInputsConfig:
     vocab_size: int
     dim: int
     """Input size per layer."""
+
+
+@runtime_checkable
+class Images(Protocol):
+    """Images of a batch as a tower reads them; see `Batch`."""
+
+    @property
+    def patches(self) -> Any: ...
+
+    @property
+    def patch_images(self) -> Any: ...
+
+    @property
+    def patch_places(self) -> Any: ...
+
+
+class Encoded(NamedTuple):
+    """Features of images: those in place of embeddings, and those that the first layers add."""
+
+    features: Float[Array, "B N D"]
+    deeper: tuple[Float[Array, "B N D"], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerTensor:
+    """Tensor of a tower or projector, stored as in the checkpoint, stacked over layers."""
+
+    name: str
+    """Name in the checkpoint; `{layer}` if it is stacked."""
+    shape: tuple[int, ...]
+    start: float | None = None
+    """Initial value; None: random."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Vision tower with its projector; one subclass per tower in `posttrain.models.vision`."""
+
+    model_type: str
+    """Hugging Face `model_type` of the whole model."""
+    embed_dim: int
+    """Width of the language model."""
+    depth: int
+    width: int
+    num_heads: int
+    mlp_dim: int
+    patch_size: int
+    merge: int
+    """Patches a side that one feature merges."""
+    eps: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """Mean and standard deviation of the channels, of pixels from 0 to 1."""
+    fill_id: int = 0
+    """Token whose embedding stands at image tokens where a layer reads tokens beside the residual stream."""
+    train: Vision = "frozen"
+    files: tuple[tuple[str, str], ...] = ()
+    """Names and text of the image processor's files; written by `save_model`."""
+
+    def tensors(self) -> dict[str, TowerTensor]:
+        """Tensors by key: those of the projector begin with `projector.`, stacked ones with `layers.`."""
+        raise NotImplementedError
+
+    def encode(self, params: Mapping[str, Array], images: Images, compute: Compute) -> Encoded:
+        """Features of all merged blocks of patches, in order; a block holds patches of one image."""
+        raise NotImplementedError
+
+    @property
+    def prefixes(self) -> frozenset[str]:
+        """Beginnings of the names of the tensors in the checkpoint."""
+        return frozenset(tensor.name.split("{")[0] for tensor in self.tensors().values())
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Beginnings of the paths of trained parameters."""
+        return {"none": (), "frozen": (), "projector": ("tower.projector.",), "tower": ("tower.",)}[self.train]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +298,8 @@ class ModelConfig:
     """`config.json` of the model as text; written by `save_model`."""
     generation_json: str = "{}"
     """`generation_config.json` of the model as text; written by `save_model`."""
+    vision: VisionConfig | None = None
+    """Vision tower; None: text alone, also where the checkpoint has one."""
     block: type[nnx.Module] | None = None
     """Family-specific block class; None: `posttrain.models.decoder.Block`."""
 

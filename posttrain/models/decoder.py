@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from posttrain.batch import RouterStats
+from posttrain.batch import Batch, RouterStats
 from posttrain.kernels.platform import computed_once, platform_of, unstack_layers
 from posttrain.mesh import head_shards
 from posttrain.models.activations import (
@@ -48,6 +48,7 @@ from posttrain.models.forward_state import Context, ForwardState, LayerIndex, Ro
 from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm, ScalarHead
 from posttrain.models.moe import Experts, ExpertStack, MoE
 from posttrain.models.rope import Tables, rope_tables
+from posttrain.models.vision.tower import ImageInputs, Tower
 
 SPLIT_LAYERS = {"cpu": 32, "gpu": 64}
 """Maximum depth up to which decoding unrolls the layers, by platform: a scan there copies weights at every token, on a
@@ -185,6 +186,8 @@ class DecoderStage(nnx.Module):
             state = ForwardState(cache=layer_carry.cache, kept=dict(layer_carry.kept))
             block: Block = nnx.merge(graph, *weights)
             x = block(checkpoint_name(layer_carry.x, BLOCK_INPUT), context, state, self._layer_index(index, repeat))
+            if block.config.deepstack and context.placed is not None:
+                x = context.placed.deeper(x, self._layer_index(index, repeat).layer)
             tapped = {name: state.projected[name] for name in names if name != HIDDEN}
             tapped = {name: heads.reshape(*heads.shape[:2], -1) for name, heads in tapped.items()}
             return LayerCarry(x, state.cache, state.kept), state.routing, tapped
@@ -237,6 +240,7 @@ class Decoder(nnx.Module):
         plain = config.tie_embeddings or config.scalar_head
         self.head = None if plain else Linear(1, ("embed", "vocab"), shape, init, bias=False)
         self.score = ScalarHead(config.embed_dim, init) if config.scalar_head else None
+        self.tower = None if config.vision is None else Tower(config.vision, init)
 
     def __call__(
         self,
@@ -259,13 +263,18 @@ class Decoder(nnx.Module):
         experts: Int[Array, "M B T k"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
         parents: Int[Array, "B T"] | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None]:
         """Forward pass that also returns the MoE routing (None: the model has no MoE layer).
 
         `experts`: routing to replay, such as the sampler's; the router chooses where negative. `noise` is added to the
-        token embeddings. `parents`: as in `Batch`; not with a cache.
+        token embeddings. `parents`: as in `Batch`; not with a cache. `images`: in rows without a cache.
         """
-        return self._forward(tokens, positions, segments, cache, None, experts, noise, parents)[:3]
+        return self._forward(tokens, positions, segments, cache, None, experts, noise, parents, images)[:3]
+
+    def images_of(self, batch: Batch) -> ImageInputs | None:
+        """Images of a batch; None for text. Raises ConfigError for arrays that do not fit the model."""
+        return ImageInputs.of(batch, self.config) if batch.has_images else None
 
     def features(
         self,
@@ -277,9 +286,11 @@ class Decoder(nnx.Module):
         experts: Int[Array, "M B T k"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
         parents: Int[Array, "B T"] | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Float[Array, "B T D"], Routing | None, Features]:
         """Forward pass without a cache that also returns collected activations."""
-        hidden, _, routing, collected = self._forward(tokens, positions, segments, None, taps, experts, noise, parents)
+        inputs = (tokens, positions, segments, None, taps, experts, noise, parents, images)
+        hidden, _, routing, collected = self._forward(*inputs)
         return hidden, routing, collected
 
     def _forward(
@@ -292,15 +303,20 @@ class Decoder(nnx.Module):
         experts: Int[Array, "M B T k"] | None,
         noise: Float[Array, "B T D"] | None,
         parents: Int[Array, "B T"] | None,
+        images: ImageInputs | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None, Features]:
         assert cache is None or parents is None, "a cache row holds one sequence; parents need packed rows"
+        assert cache is None or images is None, "images need rows without a cache"
+        placed = None if self.tower is None or images is None else self.tower(images, self.compute)
+        if placed is not None:
+            tokens = placed.without_images(tokens)
         x = self.embed(tokens, self.compute.dtype, self.compute.mesh)
         if noise is not None:
             x = x + noise.astype(x.dtype)
-        ropes = list(_ropes(self.config))
+        ropes, by_axis = list(_ropes(self.config)), None if images is None else images.rope_positions
 
         def make() -> list[Tables]:
-            return [rope_tables(rope, positions) for rope in ropes]
+            return [rope_tables(rope, positions, by_axis) for rope in ropes]
 
         tables = computed_once(make, segments[0, 0] >= 0, self.compute.mesh) if cache is None else make()
         context = Context(
@@ -313,8 +329,9 @@ class Decoder(nnx.Module):
             layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x, self.compute.mesh),
             taps=taps,
             token_mesh=self.compute.mesh if cache is None else None,
+            placed=placed,
         )
-        x = split_tokens(x, context.token_mesh)
+        x = split_tokens(x if placed is None else placed(x), context.token_mesh)
         layer_carry, routings, features = LayerCarry(x, cache, {}), [], Features()
         for stage in self.stages:
             layer_carry, routing, collected = stage(layer_carry, context, unroll=self.unroll)

@@ -20,6 +20,7 @@ from posttrain.models.activations import Taps
 from posttrain.models.cache import KVCache, PagedCache
 from posttrain.models.config import Compute, Rope
 from posttrain.models.rope import Tables
+from posttrain.models.vision.tower import PlacedImages
 from posttrain.tree import pytree, replace
 
 
@@ -49,6 +50,8 @@ class Context:
     """Mesh that splits the tokens of the residual stream; None with a cache."""
     taps: Taps | None = None
     """Activations to collect."""
+    placed: PlacedImages | None = None
+    """Images of the rows, with their features."""
 
 
 class LayerIndex(NamedTuple):
@@ -115,6 +118,7 @@ def attend(
     scale: float,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    image_ahead: int = 0,
 ) -> Float[Array, "B T N Hv"]:
     """Attend to stored keys and values, in rows or in pages."""
     variant = Variant(window=window, scale=scale, soft_cap=soft_cap)
@@ -122,6 +126,7 @@ def attend(
         return _attend_to_pages(q, stored, state, sinks, variant)
     # With a cache use "auto": few kernels support one.
     whole = state.cache is None or state.fresh
+    images = context.placed.images if image_ahead and context.placed is not None else None
     return attention(
         q,
         stored.keys,
@@ -137,6 +142,8 @@ def attend(
         sinks=sinks,
         kernel=context.compute.attention if whole else "auto",
         mesh=context.compute.mesh,
+        images=None if images is None else (images, images),
+        ahead=image_ahead,
     )
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast, runtime_checkable
 
+from posttrain.config import Vision
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.models import families
+from posttrain.models import vision as multimodal
 from posttrain.models.config import (
     Activation,
     AttentionConfig,
@@ -57,7 +59,7 @@ class Family(Protocol):
 
 @runtime_checkable
 class Wrapper(Protocol):
-    """Interface of a multimodal model's file, of which only the text part is loaded."""
+    """Interface of a multimodal model's file `vision/<model_type>.py`, of which the text part may be loaded alone."""
 
     def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `config.json` of the text part."""
@@ -65,6 +67,14 @@ class Wrapper(Protocol):
 
     def text_name(self, name: str) -> str | None:
         """Return the text model's name of a tensor; None: not part of it."""
+        ...
+
+    def stored_name(self, name: str) -> str:
+        """Return the name under which transformers saves a tensor of the text part."""
+        ...
+
+    def with_vision(self, config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
+        """Add the vision tower of a `config.json` to the text model. Raises ConfigError for unsupported features."""
         ...
 
 
@@ -134,8 +144,12 @@ def add_family(file: str | Path) -> None:
     ADDED[name] = sys.modules[name] = module
 
 
+WRAPPERS = frozenset(module.name for module in pkgutil.iter_modules(multimodal.__path__)) - {"tower"}
+"""`model_type` of each multimodal model."""
+
+
 def _packaged() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+    return sorted({module.name for module in pkgutil.iter_modules(families.__path__)} | WRAPPERS)
 
 
 def family_module(model_type: str) -> Any:
@@ -146,7 +160,8 @@ def family_module(model_type: str) -> Any:
             raise ConfigError(f"model_type={model_type!r} is not supported: {UNSUPPORTED[model_type]}")
         near = did_you_mean(model_type, known)
         raise ConfigError(f"model_type={model_type!r} is not supported{near}; known: {', '.join(known)}")
-    return importlib.import_module(f"{families.__name__}.{model_type}")
+    package = multimodal if model_type in WRAPPERS else families
+    return importlib.import_module(f"{package.__name__}.{model_type}")
 
 
 def family(model_type: str) -> Family:
@@ -163,12 +178,13 @@ class NoLongContext(ConfigError):
     """Raised if `long_context` is set for a model with one set of RoPE factors."""
 
 
-def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> ModelConfig:
+def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False, vision: Vision = "none") -> ModelConfig:
     """Parse a `config.json` of any family. Raises ConfigError for unsupported features.
 
     `long_context`: use the long-sequence factors of a model with two sets; raises NoLongContext if it has one set.
+    `vision`: unless `none`, the vision tower too, and what is trained of it.
     """
-    text, _ = text_part(hf)
+    text, wrapper = text_part(hf)
     fields = Fields(_with_positions(text), long_context=long_context)
     _check_quantization(fields.optional("quantization_config", dict))
     config = family(fields.get("model_type", str)).config_from_hf(fields)
@@ -179,7 +195,27 @@ def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> Mode
     written = {key: text[key] for key in text if key not in NOT_WRITTEN}
     if config.further_layers:
         written["num_nextn_predict_layers"] = 0
-    return replace(config, scalar_head=is_classifier(written), hf_json=json.dumps(written))
+    config = replace(config, scalar_head=is_classifier(written), hf_json=json.dumps(written))
+    return config if vision == "none" else _with_vision(config, hf, wrapper, vision)
+
+
+def _with_vision(config: ModelConfig, hf: Mapping[str, Any], wrapper: Wrapper | None, train: Vision) -> ModelConfig:
+    if wrapper is None or not hf.get("vision_config"):
+        raise ConfigError(f"model.vision={train}: this {config.model_type} has no vision tower; set it to none")
+    if config.scalar_head:
+        raise ConfigError(f"model.vision={train}: a reward model reads text alone; set it to none")
+    config = wrapper.with_vision(config, hf)
+    assert config.vision is not None
+    written = {key: hf[key] for key in hf if key not in NOT_WRITTEN}
+    return replace(config, vision=replace(config.vision, train=train), hf_json=json.dumps(written))
+
+
+def stored_name(config: ModelConfig, name: str) -> str:
+    """Name under which a tensor of the model is saved; text tensors of a multimodal model have others than alone."""
+    vision = config.vision
+    if vision is None or any(name.startswith(start) for start in vision.prefixes):
+        return name
+    return cast(Wrapper, family_module(vision.model_type)).stored_name(name)
 
 
 def is_classifier(fields: dict[str, object]) -> bool:
@@ -229,6 +265,12 @@ def _check_quantization(quantization: Mapping[str, Any] | None) -> None:
 
 NEUTRAL_KEYS = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "model_type")
 """Fields of every `config.json` that no family needs to read."""
+
+
+def module_name(config: ModelConfig, name: str) -> str:
+    """Name of a tensor of the model in the memory of transformers 5, by which PEFT finds its module."""
+    inside = config.vision is not None and name.startswith("model.")
+    return f"model.language_{name}" if inside else name
 
 
 def config_from_init(hf: Mapping[str, Any]) -> ModelConfig:

@@ -89,6 +89,9 @@ class CheckpointTensor:
         return math.prod(self.shape)
 
 
+TOWER = "tower."
+"""Beginning of the paths of the vision tower's parameters, which are stored as in the checkpoint."""
+
 _BLOCK_PATH = re.compile(r"stages\.(\d+)\.blocks\.(\d+)\.(.+)")
 
 
@@ -97,10 +100,11 @@ def tensors(
 ) -> list[CheckpointTensor]:
     """List the checkpoint tensors of our parameters (path, dimension names, shape), in the same order."""
     shapes = {path: shape for path, _, shape in params}
+    tower = {} if config.vision is None else {f"{TOWER}{key}": t for key, t in config.vision.tensors().items()}
     by_name: dict[str, CheckpointTensor] = {}
     for path, dims, shape in params:
         prefix, key, layers = _layers(config, path)
-        name = names[key]
+        name = Name(tower[path].name) if path in tower else names[key]
         fused = [prefix + other for other in name.fused or (key,)]
         stop = sum(shapes[other][-1] for other in fused)
         if name.alternating:
@@ -148,7 +152,8 @@ def _layers(config: ModelConfig, path: str) -> tuple[str, str, range]:
     """Split a path into its block prefix and the rest, with the layers that the parameter stacks."""
     match = _BLOCK_PATH.fullmatch(path)
     if match is None:
-        return "", path, range(1)
+        depth = config.vision.depth if config.vision is not None and path.startswith(f"{TOWER}layers.") else 1
+        return "", path, range(depth)
     stage, block = int(match[1]), int(match[2])
     first = sum(s.num_layers for s in config.stages[:stage]) + block
     period, repeats = len(config.stages[stage].blocks), config.stages[stage].repeats

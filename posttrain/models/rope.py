@@ -200,10 +200,11 @@ def _longrope_from_hf(fields: Fields, hf: Fields, theta: float, dim: int) -> tup
     return frequencies / stretch, fields.get("attention_factor", float, default)
 
 
-def rope_tables(rope: Rope, positions: Int[Array, "B T"]) -> Tables:
-    """Cosines and sines of every position times the attention factor, float32."""
+def rope_tables(rope: Rope, positions: Int[Array, "B T"], by_axis: Int[Array, "B T 3"] | None = None) -> Tables:
+    """Cosines and sines of every position times the attention factor, float32. `by_axis`: as `Batch.rope_positions`."""
     frequencies = jnp.asarray(rope.frequencies, jnp.float32)
-    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+    turned = positions[..., None] if by_axis is None or not rope.axes else by_axis[..., np.asarray(rope.axes)]
+    angles = turned.astype(jnp.float32) * frequencies[None, None]
     return jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
 
 

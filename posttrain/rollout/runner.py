@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Int
 
 from posttrain.config import CacheDtype
+from posttrain.errors import ConfigError
 from posttrain.mesh import replicated
 from posttrain.models.cache import windows_of
 from posttrain.models.decoder import decoding_config
@@ -94,6 +95,8 @@ class Runner:
         """Runner for weights that may be shapes. `slots` is rounded up to a multiple of the lanes; `cache_tokens`: see
         `NativeEngine`; `adapters`: the model has slots for them; `kind`: type of the cache. ConfigError for one that
         the layout cannot have."""
+        if loaded.source.model.config.vision is not None:
+            raise ConfigError("model.vision: the engine reads text alone; set it to none for a model that samples")
         lanes = num_lanes(loaded.placement.mesh)
         slots = lanes * -(-slots // lanes)
         blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK

@@ -129,6 +129,7 @@ class StageRun:
             own: dict[str, Any] = {
                 "long_context": m.long_context,
                 "num_tokens": num_tokens,
+                "vision": m.vision,
                 "adapter": _relative(self.adapter),
             }
             model = load_model(self.path, **own, **common)

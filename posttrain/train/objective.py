@@ -28,7 +28,6 @@ from posttrain.batch import (
     TopK,
 )
 from posttrain.config import TrainSection
-from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
@@ -209,8 +208,6 @@ class Objective:
         With `cotangents`, also the sum of statistics * cotangents, which then is the only output with a gradient.
         `backward`: the pass is differentiated, which changes the program but, except for rounding, not the result.
         """
-        if batch.image_rows is not None or batch.rope_positions is not None:
-            raise ConfigError(f"model: {self.student.model.config.model_type} is loaded without a tower for images")
         model = self._bound(self.student, self._without_projections(weights))
         model.unroll = backward and self._unrolled
         matching = None if teacher_params is None else self.settings.matching
@@ -222,7 +219,8 @@ class Objective:
         noise = None if keys is None or keys.noise is None else self._noise(keys.noise, segments)
         assert matching is None or parents is None, "layer matching does not support parent segments"
         inputs, taps = (tokens, positions, segments), None if matching is None else matching.student
-        hidden, routing, student_features = model.features(*inputs, taps, experts=experts, noise=noise, parents=parents)
+        beside: dict[str, Any] = {"parents": parents, "images": model.images_of(batch)}
+        hidden, routing, student_features = model.features(*inputs, taps, experts=experts, noise=noise, **beside)
         if model.config.scalar_head:
             scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
             return ForwardOutput(ScoreStats(scores=scores), None if routing is None else routing.stats)
@@ -231,7 +229,8 @@ class Objective:
         for structure, arrays in zip(self.teachers, teacher_params or [], strict=teacher_params is not None):
             teacher = self._bound(structure, jax.lax.stop_gradient(arrays))
             taps = None if matching is None else matching.teacher
-            final, _, teacher_features = teacher.features(*inputs, taps, parents=parents)
+            beside["images"] = teacher.images_of(batch)
+            final, _, teacher_features = teacher.features(*inputs, taps, **beside)
             teachers.append(Teacher(teacher.logits, final))
         teachers += (batch.teachers or ()) if teacher_params is not None else ()
         others = {} if matching is None else matching(student_features, teacher_features, weights, segments, only)

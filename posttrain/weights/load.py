@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +20,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.stages import Wrapped
 from jax.typing import DTypeLike
 
-from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat
+from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat, Vision
 from posttrain.data.tokenizer import ADD_ROWS
 from posttrain.errors import ConfigError
-from posttrain.mesh import RULES, TILES, VOCAB, param_sharding
+from posttrain.mesh import OPTIONAL, RULES, TILES, param_sharding
 from posttrain.models import hf
-from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
+from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig, VisionConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import CheckpointTensor, ParamSlice, tensors
 from posttrain.models.quant import Quantized
+from posttrain.models.vision.tower import tower_name
 from posttrain.tracking.console import progress_bar
 from posttrain.weights import peft_load
 from posttrain.weights.files import GENERATION, Checkpoint, check_digests, find_folder, read_json
@@ -61,6 +62,7 @@ def load_model(
     long_context: bool = False,
     num_tokens: int | None = None,
     quantize: Quantize = "none",
+    vision: Vision = "none",
     seed: int | None = None,
 ) -> Decoder:
     """Load a model from a folder in Hugging Face layout or a hub id, with a new adapter (`lora`) or a PEFT adapter
@@ -69,20 +71,21 @@ def load_model(
     `dtype`: of the parameters, by default as stored (float32 for float16). `compute_dtype`: of activations, by default
     `dtype`. `long_context`: use the long factors of LongRoPE. `num_tokens`: of the tokenizer; ids from there on get
     probability 0. `quantize`: store the layers' matrices in 8 or 4 bits (frozen base of an adapter); at most one layer
-    of one matrix is in `dtype` at a time. `seed`: of a new adapter's weights, by default from the system. Raises
-    ConfigError for unusable files, and if the tokenizer has more ids than the embedding has rows.
+    of one matrix is in `dtype` at a time. `vision`: load the vision tower too, and train what of it. `seed`: of a new
+    adapter's weights, by default from the system. Raises ConfigError for unusable files, and if the tokenizer has more
+    ids than the embedding has rows.
     """
     if lora is not None and adapter is not None:
         raise ConfigError("load_model: lora creates an adapter, adapter loads one; set only one of them")
     folder = find_folder(path)
     check_digests(folder)
-    config, wrapper = _described(folder, long_context=long_context)
+    config, wrapper = _described(folder, long_context=long_context, vision=vision)
     if (folder / GENERATION).is_file():
         config = replace(config, generation_json=json.dumps(read_json(folder / GENERATION)))
     wanted = with_tokens(with_adapter(config, adapter, wrapper), num_tokens)
     names = hf.family(config.model_type).NAMES
     with ExitStack() as stack:
-        checkpoint = Checkpoint(folder, stack, *([wrapper.text_name] if wrapper else []))
+        checkpoint = Checkpoint(folder, stack, *_own_names(config, wrapper))
         dtype = checkpoint.dtype if dtype is None else jnp.dtype(dtype)
         compute = Compute(
             dtype=jnp.dtype(dtype if compute_dtype is None else compute_dtype),
@@ -114,18 +117,53 @@ def check_weights(folder: Path) -> None:
     config, wrapper = _described(folder, long_context=False)
     names = hf.family(config.model_type).NAMES
     with ExitStack() as stack:
-        checkpoint = Checkpoint(folder, stack, *([wrapper.text_name] if wrapper else []))
+        checkpoint = Checkpoint(folder, stack, *_own_names(config, wrapper))
         outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
         checkpoint.check(tensors(config, names, ModelWeights(outline).shapes()), config, names, values=False)
 
 
-def _described(folder: Path, *, long_context: bool) -> tuple[ModelConfig, hf.Wrapper | None]:
+def _described(folder: Path, *, long_context: bool, vision: Vision = "none") -> tuple[ModelConfig, hf.Wrapper | None]:
     """Parse `config.json` into the configuration and the multimodal wrapper, if any."""
     fields = read_json(folder / "config.json")
     try:
-        return hf.config_from_hf(fields, long_context=long_context), hf.text_part(fields)[1]
+        config = hf.config_from_hf(fields, long_context=long_context, vision=vision)
+        config = config if config.vision is None else replace(config, vision=with_processor(config.vision, folder))
+        return config, hf.text_part(fields)[1]
     except ConfigError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _own_names(config: ModelConfig, wrapper: hf.Wrapper | None) -> list[Callable[[str], str | None]]:
+    """Names of stored tensors as the model has them, for `Checkpoint`."""
+    if wrapper is None:
+        return []
+    vision = config.vision
+    return [
+        wrapper.text_name
+        if vision is None
+        else lambda name: wrapper.text_name(name) if (own := tower_name(vision, name)) is None else own
+    ]
+
+
+def with_processor(vision: VisionConfig, folder: Path) -> VisionConfig:
+    """Set normalization and files of the image processor that a checkpoint comes with. Raises ConfigError."""
+    files = [(name, path.read_text(encoding="utf-8")) for name in PROCESSORS if (path := folder / name).is_file()]
+    fields: dict[str, Any] = {}
+    for name, _ in reversed(files):
+        read = read_json(folder / name)
+        fields |= read.get("image_processor", {}) if name == PROCESSORS[1] else read
+    vision = replace(vision, files=tuple(files))
+    if fields.get("do_normalize") is False:
+        return replace(vision, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    numbers = {key: fields.get(f"image_{key}") or getattr(vision, key) for key in ("mean", "std")}
+    if wrong := next((key for key, value in numbers.items() if len(value) != 3), None):
+        raise ConfigError(f"{PROCESSORS[0]}: image_{wrong} must be three numbers, got {numbers[wrong]}")
+    mean, std = (tuple(map(float, numbers[key])) for key in ("mean", "std"))
+    return replace(vision, mean=mean, std=std)
+
+
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of the image processor; of numbers in both those of the first count."""
 
 
 def _read_weights(
@@ -291,7 +329,7 @@ def check_mesh(model: Decoder, sizes: Mapping[str, int]) -> None:
         splits["tensor"][f"num_heads={block.attention.num_heads}"] = block.attention.num_heads
     for path, dims, shape in ModelWeights(model).shapes():
         for dim, size in zip(dims, shape, strict=True):
-            for axis in () if dim == VOCAB or dim.endswith(TILES) else RULES[dim][:1]:
+            for axis in () if dim in OPTIONAL or dim.endswith(TILES) else RULES[dim][:1]:
                 name = (
                     f"{SPLIT_FIELDS[dim]}={size}" if dim in SPLIT_FIELDS else f"the dimension {dim} ({size}) of {path}"
                 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Locator, ModelSection
+from posttrain.config import Locator, ModelSection, Vision
 from posttrain.data.files import file_kind
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.tokenizer_files import TOKENIZER_FILES, end_ids, model_end_ids, shipped_templates
@@ -52,7 +52,7 @@ class ModelFiles:
         return None if self.hf_json is None else hf.text_part(self.hf_json)[1]
 
 
-def read_model_files(path: str, *, long_context: bool = False) -> ModelFiles:
+def read_model_files(path: str, *, long_context: bool = False, vision: Vision = "none") -> ModelFiles:
     """Read `config.json` of a folder or hub id. Raises ConfigError that begins with `model.path`."""
     file = _config_file(path)
     if file is None:
@@ -62,7 +62,7 @@ def read_model_files(path: str, *, long_context: bool = False) -> ModelFiles:
     except ConfigError as error:
         raise ConfigError(f"model.path: {error}") from error
     try:
-        config = hf.config_from_hf(fields, long_context=long_context)
+        config = hf.config_from_hf(fields, long_context=long_context, vision=vision)
     except hf.NoLongContext as error:
         raise ConfigError(f"model.{error}") from error
     except ConfigError as error:
@@ -81,7 +81,8 @@ def trained_model_files(section: ModelSection, tokenizer: Tokenizer | None) -> M
             path = section.path.resolved
         except ConfigError as error:
             raise ConfigError(f"model.path: {error}") from error
-        files = read_model_files(path, long_context=section.long_context)
+        options: dict[str, Any] = {"long_context": section.long_context, "vision": section.vision}
+        files = read_model_files(path, **options)
         return replace(files, tokenizer=_for_images(tokenizer, files.hf_json, section))
     assert section.init is not None
     if tokenizer is None and "vocab_size" not in section.init:

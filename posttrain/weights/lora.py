@@ -23,7 +23,7 @@ from posttrain.models import hf
 from posttrain.models.adapter import Adapter
 from posttrain.models.decoder import Decoder, first_layers
 from posttrain.models.layers import Adaptable, Linear
-from posttrain.models.names import CheckpointTensor, tensors
+from posttrain.models.names import TOWER, CheckpointTensor, tensors
 from posttrain.models.quant import Quantized, plain_shapes
 from posttrain.weights.state import ADAPTER, ModelWeights
 
@@ -104,7 +104,8 @@ def _modules(model: Decoder) -> dict[str, tuple[frozenset[str], ...]]:
     """Checkpoint module names of each parameter, per stacked layer."""
     by_layer: dict[str, dict[int, set[str]]] = {}
     for tensor in base_tensors(model):
-        for part in tensor.parts:
+        # Nothing of the tower is adapted or saved beside an adapter, whatever its modules are called.
+        for part in (part for part in tensor.parts if not part.param.startswith(TOWER)):
             layer_names = by_layer.setdefault(part.param, {})
             layer_names.setdefault(part.index[0] if part.index else 0, set()).add(module_of(tensor))
     return {param: tuple(frozenset(names[i]) for i in sorted(names)) for param, names in by_layer.items()}

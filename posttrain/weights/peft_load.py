@@ -145,6 +145,8 @@ def adapted_config(
             f"{file}: added tokens gave the embedding {size} rows in place of the base's {config.vocab_size}, and "
             f"{min(faults)} does not have them; merge it with PEFT into the resized base, and load the merged model"
         )
+    if config.vision is not None:
+        raise ConfigError(f"{file}: added tokens resized the embedding, which model.vision does not support")
     fields = json.loads(config.hf_json) | {"vocab_size": size}
     return replace(config, vocab_size=size, resized=True, hf_json=json.dumps(fields))
 

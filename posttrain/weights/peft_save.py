@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from posttrain.errors import ConfigError
+from posttrain.models import hf
 from posttrain.models.adapter import column_norms
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import CheckpointTensor, ParamSlice
@@ -99,7 +101,8 @@ class _Export:
         self.scales = {p: np.atleast_1d(np.asarray(a.lora_scale[...])).tolist() for p, a in self.adapters.items()}
         if reason := peft_refusal(model, self.scales, dora=self.dora, dropout=self.dropout):
             raise ConfigError(f"save_adapter: {reason}; use save_model, which merges")
-        self.every = base_tensors(model)
+        named = ((hf.module_name(model.config, tensor.name), tensor) for tensor in base_tensors(model))
+        self.every = [replace(tensor, name=name) for name, tensor in named]
         self.suffixes = per_expert_suffixes(self.every)
         self.modules = [module_of(tensor) for tensor in self.every]
         self._masks: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}

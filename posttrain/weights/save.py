@@ -70,6 +70,8 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
         # transformers fills in a family's default ids for absent ones.
         _write_json(new / "config.json", {key: generation[key] for key in SPECIAL_TOKENS if key in generation} | config)
         _write_json(new / GENERATION, generation)
+        for name, text in () if model.config.vision is None else model.config.vision.files:
+            (new / name).write_text(text, encoding="utf-8")
         files.write(new)
         _write_json(new / DIGESTS, {file.name: file_digest(file) for file in sorted(new.glob("*.safetensors"))})
 
@@ -83,7 +85,7 @@ def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
         raise ConfigError("hf_tensors: the model is quantized; give merged(model)")
     gather = Gather(ModelWeights(model).read())
     for tensor in base_tensors(model):
-        yield tensor.name, gather.tensor(tensor)
+        yield hf.stored_name(model.config, tensor.name), gather.tensor(tensor)
 
 
 class _Files:
@@ -92,10 +94,10 @@ class _Files:
     def __init__(self, model: Decoder) -> None:
         weights = plain_arrays(model)
         self._gather = Gather(weights)
-        self._tensors = {tensor.name: tensor for tensor in base_tensors(model)}
+        self._tensors = {hf.stored_name(model.config, tensor.name): tensor for tensor in base_tensors(model)}
         self._shards: list[list[Outline]] = [[]]
-        for tensor in self._tensors.values():
-            outline = Outline(tensor.name, weights[tensor.parts[0].param].dtype, tensor.shape)
+        for name, tensor in self._tensors.items():
+            outline = Outline(name, weights[tensor.parts[0].param].dtype, tensor.shape)
             if self._shards[-1] and sum(o.nbytes for o in self._shards[-1]) + outline.nbytes > MAX_SHARD_BYTES:
                 self._shards.append([])
             self._shards[-1].append(outline)

@@ -10,6 +10,7 @@ from jax import Array
 
 from posttrain.models.adapter import LoRAParam
 from posttrain.models.decoder import Decoder
+from posttrain.models.names import TOWER
 from posttrain.models.quant import Quantized, QuantizedParam
 
 Weights = dict[str, Array]
@@ -60,10 +61,13 @@ class ModelWeights:
 
     def trainable(self) -> frozenset[str]:
         """Paths of trainable parameters: adapter and `modules_to_save` if there is an adapter, else all unquantized
-        ones."""
+        ones; of the vision tower those that `VisionConfig.train` names."""
         adapter = frozenset(path for path, v in self._variables.items() if isinstance(v, LoRAParam))
         plain = frozenset(path for path, v in self._variables.items() if not isinstance(v, QuantizedParam))
-        return adapter | self.saved() if adapter else plain
+        tower = frozenset(path for path in plain if path.startswith(TOWER))
+        vision = self.model.config.vision
+        trained = frozenset(path for path in tower if vision is not None and path.startswith(vision.trained))
+        return (adapter | self.saved() if adapter else plain - tower) | trained
 
     def saved(self) -> frozenset[str]:
         """Paths of base parameters that are trained in full beside an adapter."""

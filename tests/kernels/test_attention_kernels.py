@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from posttrain.kernels.attention import dispatch
-from posttrain.kernels.attention.call import MaskInputs, Operands
+from posttrain.kernels.attention.blockwise import blockwise
+from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
 from tests.kernels.attention_cases import CASES, HEADS, IMPLEMENTATIONS, LENGTH, VALUE_DIM, Rows, rows, run
 from tests.often import often
 
@@ -184,3 +187,27 @@ def test_some_queries_of_a_row_with_all_of_its_keys(name: str) -> None:
     with jax.numpy_rank_promotion("allow"):
         got = IMPLEMENTATIONS[name](part, case.variant)
     assert_allclose(got, IMPLEMENTATIONS["reference"](operands, case.variant)[:, late], atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "block"), [("blockwise", 64), ("short_rows", 128)])
+@pytest.mark.parametrize("window", often((None, 40), 40))
+def test_tokens_of_an_image_see_one_another(name: str, block: int, window: int | None) -> None:
+    """Across blocks; in a window the past of an image is cut, not its future. Gradients too."""
+    data, images = rows(lengths=((200, 150), (384,))), np.zeros((2, LENGTH), np.int32)
+    for row, number, start, size in ((0, 1, 100, 90), (0, 2, 190, 10), (0, 3, 230, 90), (1, 1, 0, 90), (1, 2, 250, 90)):
+        images[row, start : start + size] = number
+    places = MaskInputs(*[jnp.asarray(x) for x in (data.positions, data.positions, data.segments, data.segments)], None)
+    places = places._replace(q_images=jnp.asarray(images), k_images=jnp.asarray(images))
+    variant = Variant(window=window, scale=0.3, soft_cap=None, ahead=89)
+
+    def loss(attend: Any, q: Any, k: Any, v: Any) -> Any:
+        out = attend(Operands(q, k, v, places, None), variant)
+        return jnp.sum(jnp.where((places.q_segments > 0)[..., None, None], jnp.sin(out), 0.0))
+
+    served = partial(blockwise, same_tokens=True, block=block, short=name == "short_rows")
+    value, expected = (
+        jax.jit(jax.value_and_grad(partial(loss, attend), argnums=(0, 1, 2)))(*data[:3])
+        for attend in (served, IMPLEMENTATIONS["reference"])
+    )
+    for got, want in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=True):
+        assert_allclose(got, want, atol=1e-4, rtol=1e-5)

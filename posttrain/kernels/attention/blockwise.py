@@ -34,7 +34,8 @@ class BlockPlan:
     def key_blocks(self, i: Array | int) -> tuple[Array | int, Array | int]:
         """Return the range `[first, stop)` of key blocks visible to query block `i`; Python ints if `i` is an int.
 
-        Self-attention (`same_tokens`) skips blocks after the diagonal and before the window.
+        Self-attention (`same_tokens`) skips blocks after the diagonal, or after the largest image that begins there,
+        and before the window.
         """
         if not self.same_tokens:
             return 0, self.num_blocks_k
@@ -43,11 +44,12 @@ class BlockPlan:
         # A parent segment may be anywhere in the row, so the window bounds nothing.
         if self.variant.window is not None and not self.parents:
             first = most(i * self.block_q - self.variant.window + 1, 0) // self.block_k
-        return first, least(((i + 1) * self.block_q - 1) // self.block_k + 1, self.num_blocks_k)
+        last = (i + 1) * self.block_q - 1 + self.variant.ahead
+        return first, least(last // self.block_k + 1, self.num_blocks_k)
 
 
 def query_inputs(mask_inputs: MaskInputs) -> tuple[Array | None, ...]:
-    return mask_inputs.q_positions, mask_inputs.q_segments, mask_inputs.q_parents
+    return mask_inputs.q_positions, mask_inputs.q_segments, mask_inputs.q_parents, mask_inputs.q_images
 
 
 def einsum32(spec: str, x: Array, y: Array) -> Array:
@@ -78,6 +80,8 @@ def blockwise(
         _blocks(mask_inputs.q_segments, pad_q, block_q, -1),
         jnp.pad(mask_inputs.k_segments, ((0, 0), (0, pad_k)), constant_values=-2),
         None if mask_inputs.q_parents is None else _blocks(mask_inputs.q_parents, pad_q, block_q, 0),
+        None if mask_inputs.q_images is None else _blocks(mask_inputs.q_images, pad_q, block_q, 0),
+        None if mask_inputs.k_images is None else jnp.pad(mask_inputs.k_images, ((0, 0), (0, pad_k))),
     )
     per_head = jnp.zeros(num_heads) if sinks is None else sinks.astype(jnp.float32)
     plan = BlockPlan(
@@ -180,10 +184,18 @@ def _logits(plan: BlockPlan, q: Array, k: Array, mask: Array) -> tuple[Array, Ar
 
 
 def _visible(plan: BlockPlan, j: Array, q_inputs: Sequence[Any], mask_inputs: MaskInputs) -> Array:
-    keys = (mask_inputs.k_positions, mask_inputs.k_segments)
-    k_positions, k_segments = (lax.dynamic_slice_in_dim(x, j * plan.block_k, plan.block_k, axis=1) for x in keys)
-    positions, segments, parents = q_inputs
-    return visible(positions, k_positions, segments, k_segments, parents, plan.variant.window)[:, None, None]
+    def here(x: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, j * plan.block_k, plan.block_k, axis=1)
+
+    keys = jax.tree.map(here, (mask_inputs.k_positions, mask_inputs.k_segments, mask_inputs.k_images))
+    return _seen(plan, q_inputs, keys)[:, None, None]
+
+
+def _seen(plan: BlockPlan, queries: Sequence[Any], keys: Sequence[Any]) -> Array:
+    """Mask [B, t, s] of a block."""
+    positions, segments, parents, images = queries
+    k_positions, k_segments, k_images = keys
+    return visible(positions, k_positions, segments, k_segments, parents, images, k_images, plan.variant.window)
 
 
 def _slice(x: Array, j: Array, block: int) -> Array:
@@ -275,10 +287,10 @@ def _plus(sums: Array, new: Array, keys: slice) -> Array:
 
 def _mask(plan: BlockPlan, i: int, mask_inputs: MaskInputs, groups: int) -> Array:
     """Additive mask [B, 1, r, s]."""
-    positions, segments, parents = jax.tree.map(lambda x: x[i], query_inputs(mask_inputs))
-    known = mask_inputs.k_positions[:, _keys(plan, i)], mask_inputs.k_segments[:, _keys(plan, i)]
-    seen = visible(positions, known[0], segments, known[1], parents, plan.variant.window)
-    added = jnp.where(seen, 0.0, MASKED)[:, None, None]
+    queries = jax.tree.map(lambda x: x[i], query_inputs(mask_inputs))
+    of = mask_inputs.k_positions, mask_inputs.k_segments, mask_inputs.k_images
+    keys = jax.tree.map(lambda x: x[:, _keys(plan, i)], of)
+    added = jnp.where(_seen(plan, queries, keys), 0.0, MASKED)[:, None, None]
     return _merged(jnp.broadcast_to(added, (added.shape[0], 1, groups, *added.shape[3:])))
 
 

@@ -31,6 +31,9 @@ class MaskInputs(NamedTuple):
     k_segments: Int[Array, "B S"]
     q_parents: Int[Array, "B T"] | None
     """Parent segment of the query's segment, as `Batch.parents`; 0 for none."""
+    q_images: Int[Array, "B T"] | None = None
+    """Image of each query, as `Batch.images`: it sees the keys of its image ahead too; 0 for none."""
+    k_images: Int[Array, "B S"] | None = None
 
 
 class Operands(NamedTuple):
@@ -50,6 +53,8 @@ class Variant:
     window: int | None
     scale: float
     soft_cap: float | None
+    ahead: int = 0
+    """Greatest number of keys ahead of a query that its image has; 0: causal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,8 @@ class AttentionCall:
     """True if the `tokamax` package is installed."""
     compute_capability: float | None
     """GPU compute capability, such as 9.0."""
+    images: bool = False
+    """Tokens of an image see one another."""
 
     @property
     def kind(self) -> Literal["decode", "prefill", "rows"]:
@@ -138,14 +145,20 @@ def visible(
     q_segments: Int[Array, "B T"],
     k_segments: Int[Array, "B S"],
     q_parents: Int[Array, "B T"] | None,
+    q_images: Int[Array, "B T"] | None,
+    k_images: Int[Array, "B S"] | None,
     window: int | None,
 ) -> Bool[Array, "B T S"]:
-    """Causal mask over the query's own segment and its parent segment, if that is not 0."""
+    """Causal mask over the query's own segment and its parent segment, if that is not 0, and all of its image; a window
+    cuts what is past, of the image too."""
     distance = q_positions[:, :, None] - k_positions[:, None, :]
     same = q_segments[:, :, None] == k_segments[:, None, :]
     if q_parents is not None:
         same |= (q_parents[:, :, None] == k_segments[:, None, :]) & (q_parents[:, :, None] > 0)
-    mask = same & (distance >= 0)
+    seen = distance >= 0
+    if q_images is not None and k_images is not None:
+        seen |= (q_images[:, :, None] == k_images[:, None, :]) & (q_images[:, :, None] > 0)
+    mask = same & seen
     return mask if window is None else mask & (distance < window)
 
 
@@ -278,7 +291,8 @@ def _with_all_keys(operands: Operands, axis: str) -> Operands:
     k, v = (jax.lax.all_gather(x, axis, axis=2, tiled=True) for x in (operands.k, operands.v))
     of = operands.mask_inputs
     positions, segments = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (of.k_positions, of.k_segments))
-    mask_inputs = MaskInputs(of.q_positions, positions, of.q_segments, segments, of.q_parents)
+    images = None if of.k_images is None else jax.lax.all_gather(of.k_images, axis, axis=1, tiled=True)
+    mask_inputs = of._replace(k_positions=positions, k_segments=segments, k_images=images)
     return operands._replace(k=k, v=v, mask_inputs=mask_inputs)
 
 

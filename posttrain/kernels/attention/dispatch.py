@@ -175,21 +175,25 @@ class Support:
 
     parents: bool
     """Supports parent segments (sequences that continue another segment)."""
+    images: bool
+    """Supports images whose tokens see one another."""
     other: Callable[[AttentionCall], str | None]
-    """Reason why the kernel cannot serve a call, parents aside; None if it can."""
+    """Reason why the kernel cannot serve a call, parents and images aside; None if it can."""
 
     def refusal(self, call: AttentionCall) -> str | None:
         if call.parents and not self.parents:
             return "does not support parent segments"
+        if call.images and not self.images:
+            return "does not support images whose tokens see one another"
         return self.other(call)
 
 
 SUPPORT: Mapping[str, Support] = {
-    "reference": Support(parents=True, other=lambda _: None),
-    "blockwise": Support(parents=True, other=lambda _: None),
-    "splash": Support(parents=False, other=splash_refusal),
-    "tokamax": Support(parents=True, other=tokamax_refusal),
-    "cudnn": Support(parents=True, other=cudnn_refusal),
+    "reference": Support(parents=True, images=True, other=lambda _: None),
+    "blockwise": Support(parents=True, images=True, other=lambda _: None),
+    "splash": Support(parents=False, images=False, other=splash_refusal),
+    "tokamax": Support(parents=True, images=False, other=tokamax_refusal),
+    "cudnn": Support(parents=True, images=False, other=cudnn_refusal),
 }
 
 PREFERRED: Mapping[str, tuple[str, ...]] = {"tpu": ("splash",), "gpu": ("cudnn", "tokamax")}
@@ -232,10 +236,13 @@ def attention(
     sinks: Float[Array, " N"] | None,
     kernel: AttentionKernel,
     mesh: Mesh | None,
+    images: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    ahead: int = 0,
 ) -> Float[Array, "B T N Hv"]:
     """softmax(scale q k) v over keys of the same segment at positions <= the query's, at most `window` of them.
 
-    With `q_parents`, keys of the parent segment are visible too.
+    With `q_parents`, keys of the parent segment are visible too; with `images` of queries and keys (0: none) those of
+    the query's image too, of which at most `ahead` are ahead of it.
 
     Logits and softmax are float32. `soft_cap` turns logits into cap tanh(logits / cap); `sinks` add one logit per head
     whose probability goes to no value. Queries of segment 0 (padding) return finite numbers. Keys have the layout [B,
@@ -265,13 +272,15 @@ def attention(
             token_shards=1,
             tokamax=installed("tokamax"),
             compute_capability=compute_capability(mesh),
+            images=images is not None,
         ),
         token_shards(mesh),
     )
     name = select_attention(kernel, call)
     log_choice("attention", name, call.kind, call.platform)
-    operands = Operands(q, k, v, MaskInputs(q_positions, k_positions, q_segments, k_segments, q_parents), sinks)
-    return run_attention(name, operands, Variant(window=window, scale=scale, soft_cap=soft_cap), call, mesh)
+    mask_inputs = MaskInputs(q_positions, k_positions, q_segments, k_segments, q_parents, *(images or ()))
+    variant = Variant(window=window, scale=scale, soft_cap=soft_cap, ahead=ahead)
+    return run_attention(name, Operands(q, k, v, mask_inputs, sinks), variant, call, mesh)
 
 
 def _call(call: AttentionCall, token_shards: int) -> AttentionCall:

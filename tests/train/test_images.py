@@ -1,0 +1,161 @@
+"""A training step on rows with images: devices, micro-batches, remat, a frozen tower, adapters, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from posttrain.batch import Batch
+from posttrain.config import LoRA, MeshSection
+from posttrain.errors import ConfigError
+from posttrain.losses.sft import SFTLoss
+from posttrain.mesh import make_mesh
+from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_hf
+from posttrain.models.vision.tower import ImageInputs
+from posttrain.rollout.engine import NativeEngine
+from posttrain.train.objective import TrainSettings
+from posttrain.train.trainer import Trainer
+from posttrain.tree import replace
+from posttrain.weights.files import read_json
+from posttrain.weights.load import load_model
+from posttrain.weights.lora import sites
+from posttrain.weights.quantize import quantizable
+from posttrain.weights.save import save_model
+from posttrain.weights.state import ModelWeights
+from tests.images import VisionCase, batch_of
+
+ROWS = [("one", "two"), ("turns",), ("two",), ("one",), ("turns", "one"), ("two",), ("one", "one"), ("turns",)]
+
+
+@pytest.fixture(scope="module")
+def case(shared: Path) -> VisionCase:
+    return VisionCase(shared / "goldens" / "vision" / "gemma3")
+
+
+@pytest.fixture(scope="module")
+def batch(case: VisionCase) -> Batch:
+    return batch_of(case, load_model(case.folder, vision="frozen"), ROWS)
+
+
+def trainer(
+    case: VisionCase, *, vision: Any = "frozen", settings: Any = None, mesh: Any = None, **changes: Any
+) -> Trainer:
+    model = load_model(case.folder, dtype=jnp.float32, vision=vision, **changes)
+    given = {"temperature": 1.0, "max_grad_norm": 1e9, **(settings or {})}
+    return Trainer(model, SFTLoss(), optax.adam(1e-2), TrainSettings(**given), mesh=mesh)
+
+
+def after_a_step(trained: Trainer, batch: Batch) -> dict[str, np.ndarray]:
+    trained.step(batch)
+    return {path: np.asarray(w) for path, w in trained.weights.items()}
+
+
+@pytest.fixture(scope="module")
+def stepped(case: VisionCase, batch: Batch) -> tuple[Trainer, dict[str, np.ndarray]]:
+    """The frozen tower, rematerialized, two rows at a time."""
+    trained = trainer(case, settings={"micro_batch_rows": 2}, remat="full")
+    return trained, after_a_step(trained, batch)
+
+
+def test_a_frozen_tower_is_not_trained(
+    case: VisionCase, stepped: tuple[Trainer, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    """No optimizer state, no change, the bytes of its source in the files, and the processor's beside them."""
+    from safetensors.numpy import load_file
+
+    trained, weights = stepped
+    start = ModelWeights(load_model(case.folder, dtype=jnp.float32, vision="frozen")).read()
+    tower = {path for path in weights if path.startswith("tower.")}
+    assert len(tower) > 20 and not tower & trained.params.keys()
+    size = sum(x.size for path, x in start.items() if path not in tower)
+    assert sum(x.size for x in jax.tree.leaves(trained._opt_state)) < 2.1 * size
+    moved = {path for path in weights if not np.array_equal(weights[path], start[path])}
+    assert moved and not moved & tower
+    save_model(trained.model, tmp_path)
+    source, found = (load_file(folder / "model.safetensors") for folder in (case.folder, tmp_path))
+    assert source.keys() == found.keys()
+    for name in source:
+        if "vision_tower" in name or "projector" in name:
+            assert_array_equal(found[name], source[name], err_msg=name)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (tmp_path / name).read_bytes() == (case.folder / name).read_bytes()
+    again = load_model(tmp_path, vision="frozen")
+    assert again.config.vision == trained.model.config.vision
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "context": 2}])
+def test_eight_devices_give_the_step_of_one(
+    case: VisionCase, batch: Batch, stepped: tuple[Trainer, dict[str, np.ndarray]], sizes: dict[str, int]
+) -> None:
+    found = after_a_step(trainer(case, mesh=make_mesh(MeshSection(**{"fsdp": 1} | sizes))), batch)
+    for path, weight in stepped[1].items():
+        assert_allclose(found[path], weight, atol=1e-4, err_msg=path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("vision", ["projector", "tower"])
+def test_parts_of_the_tower_are_trained(case: VisionCase, batch: Batch, vision: Any) -> None:
+    """Beside an adapter over a base in 8 bits, which holds nothing of the tower."""
+    trained = trainer(case, vision=vision, lora=LoRA(rank=2), quantize="int8")
+    start = {path: np.asarray(w) for path, w in trained.weights.items()}
+    assert not any(path.startswith("tower.") for path in quantizable(trained.model))
+    after = after_a_step(trained, batch)
+    moved = {path for path in after if not np.array_equal(after[path], start[path])}
+    wanted = {path for path in start if path.startswith("tower.projector." if vision == "projector" else "tower.")}
+    # Softmax ignores what is added to the logits of all keys of a query.
+    assert {path for path in moved if path.startswith("tower.")} >= {p for p in wanted if "k_proj.bias" not in p}
+    assert all(".adapters." in path or path in wanted for path in moved)
+
+
+@pytest.mark.thorough
+def test_padding_is_without_effect(
+    case: VisionCase, batch: Batch, stepped: tuple[Trainer, dict[str, np.ndarray]]
+) -> None:
+    """Patches of no image, and images of a row without weight."""
+    trained, _ = stepped
+    patches = np.array(batch.patches)
+    patches[np.asarray(batch.patch_images) == 0] = 201
+    expected = trained.stats(batch).logps
+    assert_array_equal(trained.stats(replace(batch, patches=patches)).logps, expected)
+
+
+def test_adapters_are_of_the_language_model(case: VisionCase) -> None:
+    """Also for the names that towers have too."""
+    model = load_model(case.folder, vision="frozen", lora=LoRA(rank=2, targets=["q_proj", "all-linear"]))
+    assert all(site.param.startswith(("stages.", "embed.")) for site in sites(model).values())
+    adapted = {path for path in ModelWeights(model).trainable() if ".adapters." in path}
+    assert adapted and all(path.startswith("stages.") for path in adapted)
+    with pytest.raises(ConfigError, match="'vision_tower' matches no matrix"):
+        load_model(case.folder, vision="frozen", lora=LoRA(rank=2, targets=["vision_tower"]))
+
+
+@pytest.mark.parametrize(
+    ("vision", "changes", "message"),
+    [
+        ("none", {}, "set model.vision to frozen"),
+        ("frozen", {"images": None}, "lacks images for gemma3"),
+        ("frozen", {"rope_positions": np.zeros((1, 91, 3), np.int32)}, "gemma3 turns by positions"),
+        ("frozen", {"patches": np.zeros((1, 72, 27), np.uint8)}, "multiple of 4 of 147 values"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(
+    case: VisionCase, batch: Batch, vision: Any, changes: dict[str, Any], message: str
+) -> None:
+    config = config_from_hf(read_json(case.folder / "config.json"), vision=vision)
+    with pytest.raises(ConfigError, match=message):
+        ImageInputs.of(replace(jax.tree.map(lambda x: x[:1], batch), **changes), config)
+
+
+def test_the_engine_refuses_a_tower(case: VisionCase) -> None:
+    model: Decoder = load_model(case.folder, vision="frozen")
+    with pytest.raises(ConfigError, match=r"model\.vision: the engine reads text alone"):
+        NativeEngine(model, slots=1, max_length=64, decode_steps=4, tokenizer_decode=None)
