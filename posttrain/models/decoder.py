@@ -313,6 +313,7 @@ class Decoder(nnx.Module):
         x = self.embed(tokens, self.compute.dtype, self.compute.mesh)
         if noise is not None:
             x = x + noise.astype(x.dtype)
+        x, seen = (x, None) if placed is None else (placed(x), placed.rows > 0)
         ropes, by_axis = list(_ropes(self.config)), None if images is None else images.rope_positions
 
         def make() -> list[Tables]:
@@ -326,12 +327,12 @@ class Decoder(nnx.Module):
             rope=dict(zip(ropes, tables, strict=True)),
             compute=self.compute,
             experts=experts,
-            layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x, self.compute.mesh),
+            layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x, self.compute.mesh, seen),
             taps=taps,
             token_mesh=self.compute.mesh if cache is None else None,
             placed=placed,
         )
-        x = split_tokens(x if placed is None else placed(x), context.token_mesh)
+        x = split_tokens(x, context.token_mesh)
         layer_carry, routings, features = LayerCarry(x, cache, {}), [], Features()
         for stage in self.stages:
             layer_carry, routing, collected = stage(layer_carry, context, unroll=self.unroll)

@@ -15,7 +15,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 
 from posttrain.kernels.platform import matmul, platform_of, written, written_gradients
 from posttrain.mesh import TOKEN_AXIS, row_axes, row_shards, split_axes
@@ -252,11 +252,19 @@ class LayerInputs(nnx.Module):
         self.norm = RMSNorm((), "latent", config.dim, eps=model.norm_eps, dtype=init.dtype, offset=model.norm_offset)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"], mesh: Mesh | None
+        self,
+        tokens: Int[Array, "B T"],
+        x: Float[Array, "B T D"],
+        mesh: Mesh | None,
+        images: Bool[Array, "B T"] | None = None,
     ) -> Float[Array, "L B T P"]:
+        """`images`: tokens that stand for images, whose own embedding is not trained."""
         projected = self.projection.logits(x).astype(x.dtype) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         split = (*tokens.shape, -1, self.norm.scale.shape[-1])
-        total = self.norm(projected.reshape(split)) + self.embed(tokens, x.dtype, mesh).reshape(split)
+        embedded = self.embed(tokens, x.dtype, mesh)
+        if images is not None:
+            embedded = jnp.where(images[..., None], jax.lax.stop_gradient(embedded), embedded)
+        total = self.norm(projected.reshape(split)) + embedded.reshape(split)
         return jnp.moveaxis(total * jnp.asarray(2**-0.5, x.dtype), 2, 0)
 
 

@@ -153,6 +153,8 @@ def with_processor(vision: VisionConfig, folder: Path) -> VisionConfig:
         read = read_json(folder / name)
         fields |= read.get("image_processor", {}) if name == PROCESSORS[1] else read
     vision = replace(vision, files=tuple(files))
+    if fields.get("do_rescale") is False or abs(255 * fields.get("rescale_factor", 1 / 255) - 1) > 1e-6:
+        raise ConfigError(f"{PROCESSORS[0]}: do_rescale and rescale_factor must give pixels from 0 to 1, by 1/255")
     if fields.get("do_normalize") is False:
         return replace(vision, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     numbers = {key: fields.get(f"image_{key}") or getattr(vision, key) for key in ("mean", "std")}

@@ -14,18 +14,21 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
+from posttrain.errors import ConfigError
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_hf
 from posttrain.models.vision.tower import ImageInputs
 from posttrain.tree import replace
+from posttrain.weights.files import read_json
 from posttrain.weights.load import load_model
-from posttrain.weights.save import hf_tensors
+from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
 from tests.images import VisionCase, batch_of
 from tests.models.goldens import COMPILER_OPTIONS, GRADIENTS
 from tests.often import often
 
-FAMILIES = ("gemma3",)
+FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "gemma4", "gemma4_bidirectional")
 ROWS = [("one", "turns"), ("two",), ("one",)]
 """Packed documents with several images, and the two rows of which the goldens have the gradient."""
 
@@ -127,6 +130,29 @@ def test_other_pixels_change_what_sees_them(golden: Golden) -> None:
     assert_array_equal(changed[0, :same], before[0, :same])
     assert_array_equal(changed[1:], before[1:])
     assert (np.abs(changed[0] - before[0]).max(axis=1)[same:] > 0)[np.asarray(batch.segments)[0, same:] > 0].all()
+
+
+def test_fields_of_older_files_are_understood(golden: Golden) -> None:
+    """As the Hub has them; a text-only checkpoint of the family has no tower."""
+    new, old = (golden.folder / name for name in ("config.json", "config_hub_style.json"))
+    fields = read_json(new)
+    if old.is_file():
+        found, expected = (config_from_hf(read_json(file), vision="frozen") for file in (old, new))
+        assert replace(found, hf_json="") == replace(expected, hf_json="")
+    with pytest.raises(ConfigError, match="has no vision tower; set it to none"):
+        config_from_hf({**fields, "vision_config": None}, vision="frozen")
+
+
+@pytest.mark.thorough
+def test_text_is_that_of_the_text_part(golden: Golden, tmp_path: Path) -> None:
+    """Which is saved alone, as a model of its own."""
+    alone = load_model(golden.folder, dtype=jnp.float32)
+    ids = jnp.asarray(golden.arrays["one_input_ids"][None, -12:])
+    inputs = ids, jnp.arange(12)[None], jnp.ones_like(ids)
+    save_model(alone, tmp_path)
+    expected = golden.model.logits(golden.model(*inputs)[0])
+    for model in (alone, load_model(tmp_path)):
+        assert_allclose(model.logits(model(*inputs)[0]), expected, atol=1e-5)
 
 
 def test_files_are_written_as_they_came(golden: Golden, tmp_path: Path) -> None:

@@ -1,13 +1,38 @@
-"""Gemma 4 (multimodal), text part; saved as a `gemma4_text`."""
+"""Gemma 4 (multimodal): text part, saved alone as a `gemma4_text`, and its vision encoder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
 from posttrain.errors import ConfigError
-from posttrain.models.config import ModelConfig
-from posttrain.models.vision.gemma3 import part_config, part_name
+from posttrain.models.config import Compute, Encoded, Images, ModelConfig, TowerTensor, VisionConfig
+from posttrain.models.fields import Fields
+from posttrain.models.layers import gated, rms_normed
+from posttrain.models.rope import Tables, default_frequencies
+from posttrain.models.vision.gemma3 import part_config, part_name, seeing_images
+from posttrain.models.vision.tower import (
+    Params,
+    blocks,
+    heads,
+    linear,
+    matrices,
+    pixels,
+    rms_norm,
+    run_layers,
+    table,
+    turned,
+    within_images,
+)
+
+MAX_TOKENS = 1120
+"""Greatest number of tokens of an image."""
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,5 +48,114 @@ def stored_name(name: str) -> str:
     return f"model.language_{name}" if name.startswith("model.") else name
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Vision(VisionConfig):
+    """Encoder like the text model's, on images of any size; features are means of blocks of patches."""
+
+    head_dim: int
+    theta: float
+    positions: int
+    """Rows and columns with a learned position."""
+    standardize: bool
+
+    def tensors(self) -> dict[str, TowerTensor]:
+        tower, width, mlp, inner = "model.vision_tower.", self.width, self.mlp_dim, self.num_heads * self.head_dim
+        norms = (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+        layer: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm in norms}
+        layer |= {f"self_attn.{norm}_norm.weight": (self.head_dim,) for norm in "qk"}
+        sizes = {f"self_attn.{part}_proj.linear": (inner, width) for part in "qkv"}
+        sizes |= {"self_attn.o_proj.linear": (width, inner), "mlp.gate_proj.linear": (mlp, width)}
+        sizes |= {"mlp.up_proj.linear": (mlp, width), "mlp.down_proj.linear": (width, mlp)}
+        first = {
+            "input_proj.weight": (width, 3 * self.patch_size**2),
+            "position_embedding_table": (2, self.positions, width),
+        }
+        found = table(f"{tower}patch_embedder.", first)
+        found |= table(f"{tower}encoder.layers.{{layer}}.", layer | matrices(sizes, bias=False), key="layers.")
+        if self.standardize:
+            found |= table(tower, {"std_bias": (width,), "std_scale": (width,)})
+        last = {"embedding_projection.weight": (self.embed_dim, width)}
+        return found | table("model.embed_vision.", last, key="projector.")
+
+    def encode(self, params: Params, images: Images, compute: Compute) -> Encoded:
+        eps, places = self.eps, images.patch_places
+        x = 2 * pixels(self, images.patches) - 1
+        # In the checkpoint a patch is [y, x, channel].
+        kernel = params["input_proj.weight"].reshape(self.width, -1, 3).swapaxes(1, 2)
+        x = linear({"patch.weight": kernel}, "patch", x.astype(compute.dtype))
+        by_axis = params["position_embedding_table"].astype(x.dtype)
+        x = x + by_axis[0][places[..., 1]] + by_axis[1][places[..., 0]]
+        tables = [_tables(places[..., axis], self.head_dim // 2, self.theta) for axis in (1, 0)]
+
+        def turning(x: Array) -> Array:
+            """Turn half of a head by columns, half by rows."""
+            parts = jnp.split(x, 2, axis=-1)
+            return jnp.concatenate([turned(part, of) for part, of in zip(parts, tables, strict=True)], axis=-1)
+
+        def layer(own: Params, x: Array, _: Any) -> Array:
+            h = rms_norm(own, "input_layernorm", x, eps)
+            q, k, v = (heads(linear(own, f"self_attn.{part}_proj.linear", h), self.num_heads) for part in "qkv")
+            q, k = (turning(rms_norm(own, f"self_attn.{name}_norm", y, eps)) for name, y in (("q", q), ("k", k)))
+            out = within_images(q, k, rms_normed(v, eps).astype(v.dtype), images.patch_images, 1.0, compute)
+            x = x + rms_norm(own, "post_attention_layernorm", linear(own, "self_attn.o_proj.linear", out), eps)
+            h = rms_norm(own, "pre_feedforward_layernorm", x, eps)
+            gate, up = (linear(own, f"mlp.{name}_proj.linear", h) for name in ("gate", "up"))
+            h = linear(own, "mlp.down_proj.linear", gated("gelu_tanh", gate, up))
+            return x + rms_norm(own, "post_feedforward_layernorm", h, eps)
+
+        x = run_layers(params, layer, x, compute, range(self.depth)).astype(jnp.float32)
+        pooled: Float[Array, "B N D"] = jnp.mean(blocks(x, self.merge), axis=2) * self.width**0.5
+        if self.standardize:
+            # Buffers in transformers: not trained.
+            bias, scale = (
+                jax.lax.stop_gradient(params[f"std_{name}"]).astype(jnp.float32) for name in ("bias", "scale")
+            )
+            pooled = (pooled - bias[None, None]) * scale[None, None]
+        normed = rms_normed(pooled, eps).astype(compute.dtype)
+        return Encoded(linear(params, "projector.embedding_projection", normed))
+
+
+def _tables(places: Array, head_dim: int, theta: float) -> Tables:
+    frequencies = default_frequencies(theta, head_dim)
+    angles = places[..., None].astype(jnp.float32) * frequencies[None, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
-    raise ConfigError("model.vision: the tower of gemma4 is not supported; set it to none")
+    """Add the encoder to a text model; in its window layers tokens of an image may see one another. Raises
+    ConfigError."""
+    whole = Fields(hf)
+    fields, text = whole.section("vision_config"), whole.section("text_config")
+    fields.refuse("model_type", "gemma4_vision", why="the encoder is that of Gemma 4")
+    fields.refuse("hidden_activation", "gelu_pytorch_tanh", why="the encoder's activation is gelu_pytorch_tanh")
+    fields.refuse("use_clipped_linears", False, why="clipped linear layers are not supported")
+    fields.refuse("attention_bias", False, why="the encoder has no biases")
+    num_heads = fields.get("num_attention_heads", int)
+    fields.refuse("num_key_value_heads", num_heads, why="every head of the encoder has keys of its own")
+    vision = Gemma4Vision(
+        model_type="gemma4",
+        embed_dim=config.embed_dim,
+        depth=fields.get("num_hidden_layers", int),
+        width=fields.get("hidden_size", int),
+        num_heads=num_heads,
+        mlp_dim=fields.get("intermediate_size", int),
+        patch_size=fields.get("patch_size", int, 16),
+        merge=fields.get("pooling_kernel_size", int, 3),
+        eps=fields.get("rms_norm_eps", float, 1e-6),
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+        fill_id=text.get("pad_token_id", int, 0),
+        head_dim=fields.get("head_dim", int, 64),
+        theta=fields.section("rope_parameters").get("rope_theta", float, 100.0),
+        positions=fields.get("position_embedding_size", int),
+        standardize=fields.get("standardize", bool, False),
+    )
+    if vision.fill_id >= config.vocab_size:
+        raise ConfigError(f"pad_token_id={vision.fill_id}: must be below vocab_size={config.vocab_size}")
+    seen = text.optional("use_bidirectional_attention", str) == "vision"
+    return replace(seeing_images(config, MAX_TOKENS - 1, windows=True) if seen else config, vision=vision)
