@@ -345,6 +345,8 @@ def row_tokenizer(
             return sequence(one)
         if not isinstance(section, SFTSection):
             raise ConfigError("distillation takes no pictures yet; remove them from the row")
+        if not renderer.tokenizer.tower:
+            raise ConfigError("the row has pictures, and model.vision=none loads no tower; set it to frozen")
         return with_images(sequence(one), one, section, renderer.tokenizer)
 
     key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong, section.row_patches)

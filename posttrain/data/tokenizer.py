@@ -63,6 +63,8 @@ class Tokenizer:
     """Time that a chat template with today's date sees; None: the present."""
     vision: tuple[Mapping[str, Any], ImageSection] | None = None
     """Fields of a model's `config.json`, and the settings of its images; None: unknown model."""
+    tower: bool = True
+    """The model is loaded with its vision tower, if it has one."""
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -131,9 +133,10 @@ class Tokenizer:
         """Copy of the tokenizer for a model with `num_rows` embedding rows: `known` refuses tokens beyond them."""
         return replace(self, num_rows=num_rows)
 
-    def for_images(self, model: Mapping[str, Any], section: ImageSection) -> Tokenizer:
-        """Copy of the tokenizer for the images of a model. ConfigError for settings that these do not have."""
-        sized = replace(self, vision=(model, section))
+    def for_images(self, model: Mapping[str, Any], section: ImageSection, *, tower: bool = True) -> Tokenizer:
+        """Copy of the tokenizer for the images of a model. ConfigError for settings that these do not have. `tower`:
+        the model is loaded with its tower; else rows with pictures are refused."""
+        sized = replace(self, vision=(model, section), tower=tower)
         return sized if section == ImageSection() else replace(sized, files=sized.images.saved(self.files))
 
     @cached_property

@@ -98,7 +98,9 @@ def trained_model_files(section: ModelSection, tokenizer: Tokenizer | None) -> M
 def _for_images(
     tokenizer: Tokenizer | None, fields: Mapping[str, Any] | None, section: ModelSection
 ) -> Tokenizer | None:
-    return tokenizer if tokenizer is None or fields is None else tokenizer.for_images(fields, section.image)
+    if tokenizer is None or fields is None:
+        return tokenizer
+    return tokenizer.for_images(fields, section.image, tower=section.vision != "none")
 
 
 def unreachable(name: str) -> bool:

@@ -56,6 +56,9 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
     target = Path(check_local(path)).expanduser().resolve()
     _check_replaceable(target)
     with whole_folder(target) as new:
+        for name, text in () if model.config.vision is None else model.config.vision.files:
+            (new / name).write_text(text, encoding="utf-8")
+        # A run's tokenizer has the processor's files with the settings of the run.
         if tokenizer is not None:
             tokenizer.save(new)
         config = hf.config_to_hf(model.config)
@@ -70,8 +73,6 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
         # transformers fills in a family's default ids for absent ones.
         _write_json(new / "config.json", {key: generation[key] for key in SPECIAL_TOKENS if key in generation} | config)
         _write_json(new / GENERATION, generation)
-        for name, text in () if model.config.vision is None else model.config.vision.files:
-            (new / name).write_text(text, encoding="utf-8")
         files.write(new)
         _write_json(new / DIGESTS, {file.name: file_digest(file) for file in sorted(new.glob("*.safetensors"))})
 
