@@ -21,6 +21,7 @@ from posttrain.export.readers import (
     read_with_transformers,
     sample_tokens,
     start_of,
+    without_placeholders,
 )
 from posttrain.models.decoder import Decoder
 from posttrain.weights.state import ModelWeights, without_adapter
@@ -80,7 +81,7 @@ def prove(
     ProofError for tensors that are missing, left over or misshapen, and for other log-probabilities or scores.
     """
     scores = model.config.scalar_head
-    tokens = sample_tokens(model.config.vocab_size, tokenizer)
+    tokens = without_placeholders(sample_tokens(model.config.vocab_size, tokenizer), model.config)
     expected = answers(in_float32(model), tokens)
     read = {"transformers": read_with_transformers, "posttrain": read_with_posttrain}[reader]
     found = read(folder, tokens, base, scores=scores, start=start_of(model, folder if base is None else base))

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
+from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.weights.files import find_folder, read_json
@@ -55,6 +56,15 @@ def sample_tokens(vocab_size: int, tokenizer: Tokenizer | None) -> Int[np.ndarra
     encoded = [tokenizer.encode(text) for text in TEXTS]
     texts = [(ids * (SAMPLE_TOKENS // max(len(ids), 1) + 1))[:SAMPLE_TOKENS] for ids in encoded if ids]
     return np.concatenate([np.asarray(texts, np.int32).reshape(-1, SAMPLE_TOKENS), draw.astype(np.int32)])
+
+
+def without_placeholders(tokens: Int[np.ndarray, "B T"], config: ModelConfig) -> Int[np.ndarray, "B T"]:
+    """Tokens of text alone: in a multimodal model others stand for what is not there, by the fields of its config."""
+    if config.vision is None:
+        return tokens
+    fields = json.loads(config.hf_json)
+    ids = [value for key, value in fields.items() if key.endswith(("_token_id", "_token_index"))]
+    return np.where(np.isin(tokens, [one for one in ids if isinstance(one, int)]), 0, tokens)
 
 
 OTHER_READER = """
@@ -187,14 +197,16 @@ def read_with_transformers(
 def _loaded_by_transformers(folder: Path, base: str | None, *, scores: bool) -> tuple[Any, dict[str, Any]]:
     """The model as the usual programs load it, and what its loader says of the tensors."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     common: dict[str, Any] = {"num_labels": 1} if scores and base is not None else {}
     try:
         # The default for mixtures of experts refuses some widths on CPU.
-        kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        seeing = base is None and read_json(folder / "config.json").get("vision_config")
+        kind: Any = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        kind = AutoModelForSequenceClassification if scores else kind
         model, info = kind.from_pretrained(
             folder if base is None else base,
             dtype=torch.float32,
