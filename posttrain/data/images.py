@@ -241,17 +241,21 @@ class ImagePolicy:
         return [of.get(text[begin], 0) if end == begin + 1 else 0 for begin, end in spans]
 
     def saved(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Files of a processor with these settings."""
+        """Files of a tokenizer and a processor, with these settings in the processor's."""
         values = dict(self.settings.values)
         if "min_pixels" in values:
             values |= {"size": {"shortest_edge": values["min_pixels"], "longest_edge": values["max_pixels"]}}
         elif "longest_edge" in values:
             values = {"size": {"longest_edge": values["longest_edge"]}}
-        fields = json_bytes({**_preprocessor(files), **values})
-        processor = json.loads(files[PROCESSOR]) if PROCESSOR in files else {}
+        elif "width" in values:
+            values = {"size": values}
+        whole, processor = {**files}, json.loads(files.get(PROCESSOR, b"{}"))
+        if PREPROCESSOR in files or "image_processor" not in processor:
+            whole[PREPROCESSOR] = json_bytes({**_preprocessor(files), **values})
         if "image_processor" in processor:
             processor["image_processor"] = {**processor["image_processor"], **values}
-        return {**files, PREPROCESSOR: fields} | ({PROCESSOR: json_bytes(processor)} if processor else {})
+            whole[PROCESSOR] = json_bytes(processor)
+        return whole
 
     def patches(self, image: Any) -> UInt8[np.ndarray, "P C"]:
         """Patches [channel, y, x] of a decoded picture, block after block of those that become one token."""

@@ -29,6 +29,7 @@ from posttrain.data.tokenizer_files import (
     from_pretrained,
     json_bytes,
     portable,
+    processor_files,
 )
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
@@ -133,11 +134,20 @@ class Tokenizer:
         """Copy of the tokenizer for a model with `num_rows` embedding rows: `known` refuses tokens beyond them."""
         return replace(self, num_rows=num_rows)
 
-    def for_images(self, model: Mapping[str, Any], section: ImageSection, *, tower: bool = True) -> Tokenizer:
-        """Copy of the tokenizer for the images of a model. ConfigError for settings that these do not have. `tower`:
-        the model is loaded with its tower; else rows with pictures are refused."""
+    def for_images(
+        self, model: Mapping[str, Any], name: str, section: ImageSection, *, tower: bool = True
+    ) -> Tokenizer:
+        """Copy of the tokenizer for the images of a model, whose processor `save` writes too. ConfigError for what is
+        not supported.
+
+        `model`: fields of its `config.json`; `name`: its folder or hub id; `tower`: it is loaded with its tower, else
+        rows with pictures are refused.
+        """
         sized = replace(self, vision=(model, section), tower=tower)
-        return sized if section == ImageSection() else replace(sized, files=sized.images.saved(self.files))
+        if not tower:
+            return sized
+        sized = replace(sized, files={**self.files, **processor_files(name)})
+        return replace(sized, files=sized.images.saved(sized.files))
 
     @cached_property
     def images(self) -> ImagePolicy:
@@ -331,7 +341,14 @@ class Tokenizer:
         Files are those that the tokenizer was read from; only what one of both versions cannot read is written anew.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
-        for name, content in portable(self.files).items():
+        files = portable(self.files)
+        if (
+            self.vision is not None
+            and self.tower
+            and isinstance(template := config_of(files).get("chat_template"), str)
+        ):
+            files[TEMPLATE] = template.encode()  # of the processor, which reads no other
+        for name, content in files.items():
             (Path(path) / name).write_bytes(content)
         generation = dict(self.generation)
         if self.stop_ids:

@@ -15,6 +15,7 @@ from posttrain.user_code import import_transformers
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+IMAGE_FILES = (PREPROCESSOR, PROCESSOR)
 """Files of a model's image processor; newer models have only the second."""
 COPIED = (
     *TOKENIZER_FILES,
@@ -24,8 +25,6 @@ COPIED = (
     "added_tokens.json",
     "merges.txt",
     "spiece.model",
-    PREPROCESSOR,
-    PROCESSOR,
 )
 """Files that a tokenizer is read from, which `save` copies."""
 TEMPLATES = Path(__file__).parent / "chat_templates"
@@ -37,6 +36,12 @@ ANY_CLASS = "PreTrainedTokenizerFast"
 def files_of(folder: Path) -> dict[str, bytes]:
     """Read the files of a tokenizer in a folder, by name."""
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).is_file()}
+
+
+def processor_files(name: str) -> dict[str, bytes]:
+    """Read the files of a model's image processor. `name`: a folder or a hub id."""
+    paths = {file: Path(name) / file if Path(name).is_dir() else _download(name, file) for file in IMAGE_FILES}
+    return {file: path.read_bytes() for file, path in paths.items() if path is not None and path.is_file()}
 
 
 def portable(files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from posttrain.config import RunConfig, trains_on_samples
+from posttrain.config import ModelSection, RunConfig, trains_on_samples
 from posttrain.config.locator import Locator
 from posttrain.config.yaml_file import load_recorded
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -30,6 +30,7 @@ from posttrain.weights.locate import (
     add_family_file,
     check_added_tokens,
     own_tokenizer,
+    read_model_files,
     run_tokenizer,
     tokenizer_name,
 )
@@ -56,12 +57,17 @@ def tokenizer_of(output: Path, name: str, config: RunConfig) -> Tokenizer:
     """Tokenizer of the run: saved with the stage's model, else that of the source model."""
     saved, clock = output / name / "model", run_clock(output)
     if saved.is_dir():
-        return load_tokenizer(saved).at(clock)
+        return _with_images(load_tokenizer(saved).at(clock), str(saved), config.model)
     source, adapter = read_source(output / name)
     from_source = config.model.tokenizer is None and source is not None
     own = own_tokenizer(adapter) if from_source and adapter is not None else None
     folder = own or (source if from_source and source is not None else tokenizer_name(config.model))
-    return run_tokenizer(folder, config.model).at(clock)
+    return _with_images(run_tokenizer(folder, config.model).at(clock), str(source or folder), config.model)
+
+
+def _with_images(tokenizer: Tokenizer, path: str, section: ModelSection) -> Tokenizer:
+    fields = None if section.vision == "none" else read_model_files(path).hf_json
+    return tokenizer if fields is None else tokenizer.for_images(fields, path, section.image)
 
 
 def open_stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer, mesh: Mesh) -> StageRun:

@@ -83,24 +83,18 @@ def trained_model_files(section: ModelSection, tokenizer: Tokenizer | None) -> M
             raise ConfigError(f"model.path: {error}") from error
         options: dict[str, Any] = {"long_context": section.long_context, "vision": section.vision}
         files = read_model_files(path, **options)
-        return replace(files, tokenizer=_for_images(tokenizer, files.hf_json, section))
+        if tokenizer is None or files.hf_json is None:
+            return replace(files, tokenizer=tokenizer)
+        tower = section.vision != "none"
+        return replace(files, tokenizer=tokenizer.for_images(files.hf_json, path, section.image, tower=tower))
     assert section.init is not None
     if tokenizer is None and "vocab_size" not in section.init:
         return ModelFiles(path=None, hf_json=section.init, config=None)
     fields = section.init if tokenizer is None else {"vocab_size": tokenizer.vocab_size, **section.init}
     try:
-        sized = _for_images(tokenizer, fields, section)
-        return ModelFiles(path=None, hf_json=fields, config=hf.config_from_init(fields), tokenizer=sized)
+        return ModelFiles(path=None, hf_json=fields, config=hf.config_from_init(fields), tokenizer=tokenizer)
     except ConfigError as error:
         raise ConfigError(f"model.init: {error}") from error
-
-
-def _for_images(
-    tokenizer: Tokenizer | None, fields: Mapping[str, Any] | None, section: ModelSection
-) -> Tokenizer | None:
-    if tokenizer is None or fields is None:
-        return tokenizer
-    return tokenizer.for_images(fields, section.image, tower=section.vision != "none")
 
 
 def unreachable(name: str) -> bool:

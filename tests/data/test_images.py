@@ -69,7 +69,7 @@ def tokenizer_of(section: ImageSection | None = None) -> Tokenizer:
     hf = copy.deepcopy(plain.hf)
     hf.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]})
     hf.chat_template = TEMPLATE
-    return replace(plain, hf=hf).for_images(MODEL, section or ImageSection(min_pixels=16, max_pixels=1024))
+    return replace(plain, hf=hf).for_images(MODEL, "", section or ImageSection(min_pixels=16, max_pixels=1024))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_pixels_and_tokens_are_those_of_the_library(family: str, shared: Path) -
     golden = dict(np.load(folder / "golden.npz"))
     model = json.loads((folder / "config.json").read_text())
     plain = load_tokenizer(folder).with_stop_tokens(ENDS.get(family, ()))
-    tokenizer = plain.for_images(model, ImageSection())
+    tokenizer = plain.for_images(model, str(folder), ImageSection())
     policy, kind = tokenizer.images, tokenizer.images.family
     files = [folder / "images" / f"{number}.png" for number in range(3)]
     pictures = [Picture(file.name, file) for file in files]
