@@ -9,13 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import yaml
+from PIL import Image
 
 import posttrain as pt
 from posttrain.config.yaml_file import build_config
+from posttrain.data.tokenizer_files import build_byte_tokenizer
 from posttrain.errors import ConfigError
+from posttrain.models.config import Compute
+from posttrain.models.hf import config_from_hf
 from posttrain.weights.lora import attach_lora
-from tests.tiny import tiny_model
+from tests.tiny import random_model, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -118,10 +123,46 @@ def write_folder(folder: Path, documents: Sequence[Path] = DOCUMENTS) -> Path:
         pt.save_model(model, folder / "runs" / "quickstart" / stage / "model", tokenizer=tokenizer)
     attach_lora(model, pt.LoRA(rank=4, targets=("q_proj",)), seed=0)
     pt.save_adapter(model, folder / "adapters" / "sums")
+    write_photographs(folder)
     for name, text in titled(documents):
         if name.endswith((".yaml", ".py")) and not (ROOT / name).exists():
             (folder / name).write_text(text)
     return folder
+
+
+TOWER = {"model_type": "qwen2_5_vl_vision", "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
+         "out_hidden_size": 16, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+         "fullatt_block_indexes": [0], "hidden_act": "silu", "in_channels": 3, "tokens_per_second": 2}  # fmt: skip
+TEXT = {"model_type": "qwen2_5_vl_text", "vocab_size": 264, "hidden_size": 16, "intermediate_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+        "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True,
+        "bos_token_id": 257, "eos_token_id": 260}  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ '<|vision_start|><|image_pad|><|vision_end|>' if p.type == 'image' else p.text }}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+)
+
+
+def write_photographs(folder: Path) -> None:
+    """What the page on images takes for granted: a multimodal model, tiny here, and captions of photographs."""
+    hf = build_byte_tokenizer()
+    hf.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]})
+    hf.chat_template, hf.eos_token = TEMPLATE, "<|im_end|>"
+    hf.save_pretrained(folder / "vision-tokenizer")
+    fields = {"model_type": "qwen2_5_vl", "text_config": TEXT, "vision_config": TOWER, "image_token_id": 263,
+              "vision_start_token_id": 261, "vision_end_token_id": 262, "tie_word_embeddings": True}  # fmt: skip
+    model = random_model(config_from_hf(fields, vision="frozen"), Compute.of(jnp.float32), dtype=jnp.float32, seed=0)
+    pt.save_model(
+        model, folder / "Qwen" / "Qwen2.5-VL-3B-Instruct", tokenizer=pt.load_tokenizer(folder / "vision-tokenizer")
+    )
+    (folder / "photos").mkdir()
+    lines = ["image,caption"]
+    for number, colour in enumerate(("red", "blue", "green", "white")):
+        Image.new("RGB", (60, 40 + number), colour).save(folder / "photos" / f"{number}.jpg")
+        lines.append(f"photos/{number}.jpg,A {colour} wall.")
+    (folder / "captions.csv").write_text("\n".join(lines) + "\n")
 
 
 def check_fields(data: dict[str, Any]) -> None:

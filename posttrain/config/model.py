@@ -185,6 +185,8 @@ class ModelSection(Section):
             yield "init needs tokenizer: a folder, a hub id or bytes"
         if self.init is not None and self.long_context:
             yield "long_context chooses between the two sets of RoPE factors of a checkpoint; init has one"
+        if self.vision == "none" and self.image != ImageSection():
+            yield "image has no effect without a vision tower; set vision: frozen, or remove image"
         if self.init is not None and self.vision != "none":
             yield f"vision={self.vision} loads the tower of a checkpoint; set path, or vision to none"
         if self.adapter is not None and self.lora is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from posttrain.batch import TokenLoss
 from posttrain.config import DatasetSection, SequenceSection, SFTSection, UserObject
 from posttrain.config.locator import FORMS
@@ -122,8 +124,10 @@ def _check_sequences(
     tokenize = row_tokenizer(section, dataset, rows, renderer, targets)
     chosen = checked_rows(len(rows))
     dropped = total = split = tokens = whole = 0
+    grids: list[np.ndarray] = []
     for sequences in each_row(rows, chosen, "rows", tokenize):
         lengths = [len(one["tokens"]) for one in sequences if one is not None]
+        grids += [one["grids"] for one in sequences if one is not None and "grids" in one]
         total += len(sequences)
         dropped += len(sequences) - len(lengths)
         if len(sequences) > 1:
@@ -134,6 +138,12 @@ def _check_sequences(
         require_one(rows, tokenize, section.row_tokens)
     checked = "" if len(chosen) == len(rows) else " checked"
     notes = []
+    if grids:
+        sizes = np.concatenate(grids).prod(axis=1)
+        notes.append(
+            f"{len(sizes):,} pictures in {len(grids):,} of {total:,} sequences{checked} of {rows.name}: "
+            f"{sizes.min():,} to {sizes.max():,} tokens each, together {sizes.sum():,}"
+        )
     if split:
         notes.append(
             f"{split:,} of {len(chosen):,} rows{checked} of {rows.name} are trained as a sequence for each assistant "
