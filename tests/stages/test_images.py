@@ -1,0 +1,74 @@
+"""SFT on pictures: what is learnt is seen, and what is wrong is said before anything compiles."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageDraw
+
+from tests.stages.runs import lines, posttrain, write_run
+
+COLOURS = ("red", "blue", "green", "white")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Discs of four colours, of which one letter tells."""
+    written = []
+    for number in range(12):
+        colour = COLOURS[number % 4]
+        image = Image.new("RGB", (60 + number, 50), "black")
+        ImageDraw.Draw(image).ellipse((10 + number, 10, 40, 40), fill=colour)
+        image.save(tmp_path / f"{number}.png")
+        written.append({"image": f"{number}.png", "prompt": "What colour?", "completion": colour[0].upper()})
+    written.append({"image": None, "prompt": "Nothing?", "completion": "N"})
+    (tmp_path / "discs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    return tmp_path / "discs.jsonl"
+
+
+def run_file(folder: Path, shared: Path, rows: Path, model: dict[str, Any], **stage: Any) -> Path:
+    checkpoint = shared / "goldens" / "vision" / "gemma3"
+    dataset = {"path": str(rows)}
+    sft = {"kind": "sft", "dataset": dataset, "num_steps": 40, "batch_rows": 4, "row_tokens": 128, **stage}
+    sft["optimizer"] = {"learning_rate": 1e-2}
+    return write_run(folder, sft, model={"path": str(checkpoint), "stop_tokens": ["<end_of_turn>"], **model})
+
+
+@pytest.mark.thorough
+def test_what_stands_in_a_picture_is_learnt(tmp_path: Path, shared: Path, rows: Path) -> None:
+    """Prompts are the same, so without the pictures a letter costs log 4 = 1.39, half of it per token with the end."""
+    outcome = posttrain("run", run_file(tmp_path, shared, rows, {"vision": "projector"}))
+    assert outcome.code == 0, outcome.err
+    assert "12 pictures in 12 of 13 sequences" in outcome.out + outcome.err
+    assert lines(tmp_path / "out")[-1]["nll"] < 0.2
+    saved = tmp_path / "out" / "0-sft" / "model"
+    assert {"chat_template.jinja", "preprocessor_config.json"} <= {file.name for file in saved.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "reason"),
+    [
+        ({}, {}, "row 0: the row has pictures, and model.vision=none loads no tower; set it to frozen"),
+        ({"image": {"max_pixels": 9}}, {}, "image has no effect without a vision tower; set vision: frozen"),
+        (
+            {"vision": "frozen", "image": {"max_pixels": 9}},
+            {},
+            "model.image.max_pixels: images of a gemma3 have one size",
+        ),
+        ({"vision": "frozen"}, {"overlong": "drop", "row_tokens": 16}, "every row"),
+    ],
+)
+def test_mistakes_are_said_by_check(
+    model: dict[str, Any], stage: dict[str, Any], reason: str, tmp_path: Path, shared: Path, rows: Path
+) -> None:
+    outcome = posttrain("check", run_file(tmp_path, shared, rows, model, **stage))
+    assert outcome.code != 0 and reason in outcome.err
+
+
+def test_a_picture_that_is_gone_is_named(tmp_path: Path, shared: Path, rows: Path) -> None:
+    (tmp_path / "5.png").unlink()
+    outcome = posttrain("check", run_file(tmp_path, shared, rows, {"vision": "frozen"}))
+    assert outcome.code != 0 and "row 5: image (5.png): no file" in outcome.err
