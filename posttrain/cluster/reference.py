@@ -103,9 +103,15 @@ class FrozenModel:
 
     def lower_logps(self, weights: WeightShapes, batch: Batch) -> jax.stages.Lowered:
         """Lower `logps` of one pass for weights and a batch of shapes."""
+        return self._logps.lower(weights, self._shapes(batch))
+
+    def lower_top_k(self, weights: WeightShapes, batch: Batch) -> jax.stages.Lowered:
+        """Lower `top_k` of one pass for weights and a batch of shapes."""
+        return self._top_k.lower(weights, self._shapes(batch))
+
+    def _shapes(self, batch: Batch) -> Any:
         place = NamedSharding(self._mesh, BATCH_SPEC)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), batch)
-        return self._logps.lower(weights, shapes)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), batch)
 
     def _program(self, read: Callable[[Decoder, Array, Batch], Any]) -> jax.stages.Wrapped:
         """Compile a forward pass and what is read of its hidden states."""

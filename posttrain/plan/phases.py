@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from posttrain.batch import Batch, ScoreLoss, TokenLoss, rows_per_pass
+from posttrain.batch import Batch, ScoreLoss, TokenLoss, TopK, rows_per_pass
 from posttrain.cluster.reference import FrozenModel
 from posttrain.config import DistillSection, PreferenceSection, RLSection, SFTSection, TrainSection
 from posttrain.config.algorithm import PPO
 from posttrain.distill.features import distill_loss
+from posttrain.distill.teachers import DEFAULT_TOP_K
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import PLAIN
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
@@ -32,11 +34,15 @@ from posttrain.plan.report import (
     CRITIC,
     CRITIC_OPTIMIZER,
     DECODE,
+    DRAFT_CACHE,
+    DRAFTED,
     EVALUATION,
     LAYOUT,
     OPTIMIZER,
     PREFILL,
+    QUANTIZED,
     REFERENCE,
+    SCORES,
     STATISTICS,
     SYNC,
     TEACHERS,
@@ -75,7 +81,7 @@ def stage_plan(
     if isinstance(section, PreferenceSection):
         return _preference(section, model, mesh, gather_once)
     if isinstance(section, DistillSection):
-        return _distill(section, model, mesh, roles.teachers, gather_once)
+        return _distill(section, model, mesh, roles, gather_once)
     if isinstance(section, RLSection):
         return _rl(section, model, mesh, memory, roles, gather_once)
     kind = type(section).__name__.removesuffix("Section")
@@ -95,14 +101,12 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh, gather_once: bool) -> 
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
 
-def _distill(
-    section: DistillSection, model: Decoder, mesh: Mesh, teachers: Sequence[Decoder], gather_once: bool
-) -> StagePlan:
+def _distill(section: DistillSection, model: Decoder, mesh: Mesh, roles: Roles, gather_once: bool) -> StagePlan:
+    teachers = roles.teachers
     refusals = {
         "on_policy": section.on_policy > 0,
         "features": section.features is not None,
-        "cache": section.cache is not None,
-        "teachers outside of the training step (url, mesh, another tokenizer)": len(teachers) < len(section.teachers),
+        "teachers of another tokenizer": any(teacher.aligned for teacher in section.teachers),
     }
     refuse("a distillation stage", refusals)
     settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=terms_of(section, {}))
@@ -110,18 +114,52 @@ def _distill(
     programs = _programs(section, model, distill_loss(section), settings, mesh, teachers)
     rows, length = section.batch_rows, section.row_tokens
     batch = batch_of(rows, length)
-    if len(teachers) > 1:
-        shares = np.broadcast_to(np.float32(0), (rows, length, len(teachers)))
+    if len(section.teachers) > 1:
+        shares = np.broadcast_to(np.float32(0), (rows, length, len(section.teachers)))
         batch = dataclasses.replace(batch, teacher_weights=shares)
-    update, passes = _update(programs, batch, {}), -(-rows // programs.micro_rows(rows))
+    if outside := len(section.teachers) - len(teachers):
+        k = min(section.top_k or DEFAULT_TOP_K, model.config.num_tokens or model.config.vocab_size)
+        batch = dataclasses.replace(batch, teachers=(top_k_of(rows, length, k),) * outside)
+    held = [_held_teacher(teacher, there) for teacher, there in roles.scorers]
+    there = beside(held, mesh, UPDATE)
+    update, passes = _update(programs, batch, there), -(-rows // programs.micro_rows(rows))
     flops = sum(2 * active_parameters(t) * rows * length + attention_flops(t.config, rows, length) for t in teachers)
     taught = sum(bytes_on_device(placed_shapes(ModelWeights(t), mesh)) for t in teachers)
+    inside = {TEACHERS: taught} if taught else {}
     flops, read = update.flops + flops / mesh.size, update.read + passes * taught
-    phases = [dataclasses.replace(update, flops=flops, read=read, own={**update.own, TEACHERS: taught})]
+    phases = [dataclasses.replace(update, flops=flops, read=read, own={**update.own, **inside})]
+    state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
     if section.eval_dataset is not None:
-        state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
-        phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state))
-    return StagePlan(phases=phases, tokens=rows * length, unit="tokens of rows", **_saved(section, programs))
+        phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state | there))
+    own = [Held(name=name, mesh=mesh, size=size) for name, size in phases[0].own.items()]
+    phases += _of_teachers(section, roles.scorers, [*held, *own])
+    elsewhere = sum(h.size * h.mesh.size for h in held if not set(h.mesh.devices.flat) & set(mesh.devices.flat))
+    saved = _saved(section, programs)
+    return StagePlan(phases=phases, tokens=rows * length, unit="tokens of rows", elsewhere=elsewhere, **saved)
+
+
+def _held_teacher(teacher: Decoder, mesh: Mesh) -> Held:
+    return Held(name=TEACHERS, mesh=mesh, size=bytes_on_device(placed_shapes(ModelWeights(teacher), mesh)))
+
+
+def _of_teachers(
+    section: DistillSection | RLSection, teachers: Sequence[tuple[Decoder, Mesh]], held: Sequence[Held]
+) -> Iterator[Phase]:
+    """Scores of teachers outside of the training step: log-probabilities of samples, or the top-k of rows."""
+    for model, mesh in teachers:
+        there, own = beside(held, mesh, SCORES), _held_teacher(model, mesh).size
+        # Of all teachers on these devices, the one that scores is an argument.
+        left = there.pop(TEACHERS, own) - own
+        there |= {"other teachers": left} if left else {}
+        yield _scoring(section, model, mesh, there, "teacher", SCORES, TEACHERS)
+
+
+def top_k_of(rows: int, length: int, k: int) -> TopK:
+    """Top-k of a teacher outside of the step, for its shapes."""
+    ids = np.broadcast_to(np.zeros((), np.int32), (rows, length, k))
+    logps = np.broadcast_to(np.zeros((), np.float32), (rows, length, k))
+    one = logps[..., 0]
+    return TopK(ids=ids, logps=logps, tail=one, scaled_tail=one, token_logps=one)
 
 
 def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh, gather_once: bool) -> StagePlan:
@@ -148,12 +186,9 @@ def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh, gather_o
 
 def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Roles, gather_once: bool) -> StagePlan:
     refusals = {
-        "teachers": bool(section.teachers),
+        "teachers of another tokenizer": any(teacher.aligned for teacher in section.teachers),
         "reward models": any(reward.model is not None for reward in section.rewards),
         "rollout.engine": section.rollout.engine is not None,
-        "rollout.quantize": section.rollout.quantize != "none",
-        "rollout.merge_lora": section.rollout.merge_lora,
-        "rollout.record_routing": section.rollout.record_routing,
     }
     refuse("an RL stage", refusals)
     loss = loss_of(section)
@@ -164,7 +199,10 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
     arrays = ["sampler_logps", "behaviour_logps", "advantages", "sample_shares"]
     arrays += ["old_logps"] * (section.proximal_logps != "self") + ["ref_logps"] * reference
     batch = batch_of(section.step_rows, section.row_tokens, arrays=tuple(arrays))
-    rollout = RolloutShapes.of(section, model, roles.rollout or mesh, memory)
+    if section.rollout.record_routing:
+        shape = section.step_rows, section.row_tokens, len(model.config.mixtures), model.config.mixtures[0].top_k
+        batch = dataclasses.replace(batch, experts=np.broadcast_to(np.zeros((), np.int16), shape))
+    rollout = RolloutShapes.of(section, model, roles.rollout or mesh, memory, roles.draft)
     critic = None if roles.critic is None else critic_programs(section, *roles.critic)
     held = list(_held(section, programs, rollout, critic, roles, reference))
     phases = list(sampling_phases(section, rollout, held, WEIGHTS if roles.rollout is None else COPY))
@@ -173,7 +211,9 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
         there = beside(held, mesh, STATISTICS, WEIGHTS)
         phases.append(_forward(programs, batch, STATISTICS, programs.lower_stats, scored * section.updates, there))
     if roles.reference is not None:
-        phases.append(_scoring(section, *roles.reference, beside(held, roles.reference[1], STATISTICS, REFERENCE)))
+        there = beside(held, roles.reference[1], STATISTICS, REFERENCE)
+        phases.append(_scoring(section, *roles.reference, there, "reference", STATISTICS, REFERENCE))
+    phases += _of_teachers(section, roles.scorers, held)
     if critic is not None:
         phases += _of_critic(section, critic, held)
     update = _update(programs, batch, beside(held, mesh, UPDATE, WEIGHTS, OPTIMIZER))
@@ -219,13 +259,18 @@ def _held(
         size = bytes_on_device(critic.opt_state)
         yield Held(name=CRITIC_OPTIMIZER, mesh=critic.mesh, size=size, only_in=during)
     # A step that samples and then learns gives up the cache in between.
-    during = [LAYOUT, PREFILL, DECODE] if section.asynchronous is None else None
+    during = [LAYOUT, PREFILL, DECODE, DRAFTED] if section.asynchronous is None else None
     pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
     yield Held(name=CACHE, mesh=rollout.mesh, size=pool, only_in=during)
     if roles.rollout is not None:
-        yield Held(name=COPY, mesh=rollout.mesh, size=bytes_on_device(rollout.loaded.arrays))
+        yield Held(name=COPY, mesh=rollout.mesh, size=bytes_on_device(rollout.base))
     elif section.samples_while_updating:
         yield Held(name=COPY, mesh=mesh, size=bytes_on_device(programs.params))
+    if rollout.copy is not None:
+        yield Held(name=QUANTIZED, mesh=rollout.mesh, size=bytes_on_device(rollout.copy.own))
+    for name, size in rollout.draft_sizes.items():
+        yield Held(name=name, mesh=rollout.mesh, size=size, only_in=during if name == DRAFT_CACHE else None)
+    yield from itertools.starmap(_held_teacher, roles.scorers)
 
 
 def _moves(section: RLSection, programs: TrainPrograms, held: Sequence[Held], roles: Roles) -> Iterator[Move]:
@@ -243,22 +288,35 @@ def _moves(section: RLSection, programs: TrainPrograms, held: Sequence[Held], ro
         yield Move(name=name, size=bytes_on_device(there), by="wire", phase=SYNC)
 
 
-def _scoring(section: RLSection, model: Decoder, mesh: Mesh, there: Mapping[str, int]) -> Phase:
-    """Log-probabilities of a reference with all of its weights."""
-    length, total = section.row_tokens, section.step_rows
+def _scoring(
+    section: DistillSection | RLSection,
+    model: Decoder,
+    mesh: Mesh,
+    there: Mapping[str, int],
+    role: str,
+    name: str,
+    held: str,
+) -> Phase:
+    """Scores of a model with all of its weights, `held` by a name: log-probabilities of samples, or the top-k of
+    rows."""
+    length, total, of_samples = section.row_tokens, section.step_rows, isinstance(section, RLSection)
     rows = rows_per_pass(total, section.pass_rows, row_shards(mesh))
-    frozen = FrozenModel(model, mesh, temperature=section.sampling.temperature, rows=rows)
+    temperature = section.sampling.temperature if isinstance(section, RLSection) else section.temperature
+    k = 1 if isinstance(section, RLSection) else section.top_k or DEFAULT_TOP_K
+    k = min(k, model.config.num_tokens or model.config.vocab_size)
+    frozen = FrozenModel(model, mesh, temperature=temperature, rows=rows, k=k)
     weights = placed_shapes(ModelWeights(model), mesh)
     flops = 2 * active_parameters(model) * rows * length + attention_flops(model.config, rows, length)
+    lower = frozen.lower_logps if of_samples else frozen.lower_top_k
     return Phase(
-        role="reference",
-        name=STATISTICS,
-        lower=lambda: frozen.lower_logps(weights, batch_of(rows, length)),
-        runs=-(-total // rows) * section.updates,
+        role=role,
+        name=name,
+        lower=lambda: lower(weights, batch_of(rows, length)),
+        runs=-(-total // rows) * (section.updates if isinstance(section, RLSection) else 1),
         trips=(vocabulary_trips(mesh, rows, length, model.config.vocab_size),),
         flops=flops / mesh.size,
         read=float(bytes_on_device(weights)),
-        own={REFERENCE: bytes_on_device(weights)},
+        own={held: bytes_on_device(weights)},
         parameters=sizes_of(weights),
         mesh=mesh,
         beside=there,

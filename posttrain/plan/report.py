@@ -4,6 +4,7 @@ parts of a process on CPU, and planned beside measured."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -25,10 +26,11 @@ NUM_LARGEST = 3
 
 OPTIMIZER, REFERENCE, CACHE, COPY = "optimizer state", "reference", "cache", "weights of the sampler"
 WEIGHTS, CRITIC, CRITIC_OPTIMIZER = "weights of the actor", "critic", "optimizer state of the critic"
-TEACHERS = "teachers"
+TEACHERS, QUANTIZED = "teachers", "weights quantized or merged"
+DRAFT, DRAFT_CACHE = "draft model", "cache of the draft model"
 """Names of what roles hold."""
 UPDATE, STATISTICS, VALUES, LAYOUT, PREFILL, DECODE = "update", "statistics", "values", "layout", "prefill", "decode"
-EVALUATION, SYNC = "evaluation", "sync"
+EVALUATION, SYNC, COPYING, DRAFTED, SCORES = "evaluation", "sync", "copy", "decode with drafts", "scores"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,10 @@ class Roles:
     critic: tuple[Decoder, Mesh] | None = None
     teachers: Sequence[Decoder] = ()
     """Those in the training step."""
+    scorers: Sequence[tuple[Decoder, Mesh]] = ()
+    """Teachers outside of it, on this machine."""
+    draft: Decoder | None = None
+    """Draft model of the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +65,17 @@ def beside(held: Sequence[Held], mesh: Mesh, phase: str, *own: str) -> dict[str,
     """Bytes of what lies on devices in a phase, without its `own`, by name."""
     devices = set(mesh.devices.flat)
     there = [h for h in held if h.name not in own and devices & set(h.mesh.devices.flat)]
-    return {h.name: h.size for h in there if h.size and (h.only_in is None or phase in h.only_in)}
+    sizes: Counter[str] = Counter()
+    for h in there:
+        sizes[h.name] += h.size if h.only_in is None or phase in h.only_in else 0
+    return {name: size for name, size in sizes.items() if size}
 
 
 def not_counted(section: RLSection) -> list[str]:
     """Memory and time that such a stage takes beside its phases."""
     turns = "the turns of conversations after the first: their prompts, tools and environments"
     refresh = f"the second copy of the reference at its refresh, every {section.reference.refresh_every} versions"
-    drafts = "rollout.speculative: accepted drafts, and the weights, cache and passes of a draft model"
+    drafts = "rollout.speculative: the time that accepted drafts save and a draft model takes"
     found = {
         turns: section.converses,
         refresh: section.reference.refresh_every is not None,
@@ -168,7 +177,12 @@ class Outcome:
     @property
     def peak(self) -> int:
         """Bytes in memory at the fullest moment, with what lies beside the program."""
-        return self.figures.peak + self.phase.bytes_beside
+        return self.figures.peak + self.phase.bytes_beside + self.unused
+
+    @property
+    def unused(self) -> int:
+        """Bytes of its role's arrays that the program does not take, as a prefill that samples nothing the head."""
+        return max(0, sum(self.phase.own.values()) - self.figures.arguments)
 
     def made_on_all(self, more: int = 0) -> int:
         """Bytes on all devices of what the program makes, and of `more` on each."""
@@ -302,6 +316,8 @@ def knob_of(name: str) -> str:
         CRITIC_OPTIMIZER: "placement.critic, algorithm.critic.optimizer.moments",
         CRITIC: "placement.critic.devices",
         TEACHERS: "teachers.N.quantize, a larger mesh.fsdp",
+        DRAFT: "rollout.speculative",
+        DRAFT_CACHE: "rollout.speculative, rollout.slots, rollout.cache_tokens",
     }
     return fields.get(name, "a larger mesh.fsdp, model.lora, model.quantize")
 

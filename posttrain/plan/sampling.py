@@ -17,15 +17,30 @@ from posttrain.models.activations import attention_flops
 from posttrain.models.cache import windows_of
 from posttrain.models.decoder import Decoder, decoding_config
 from posttrain.plan.lowered import active_parameters, bytes_on_device, sizes_of, total_parameters
-from posttrain.plan.report import CACHE, DECODE, LAYOUT, PREFILL, Held, Phase, beside
+from posttrain.plan.report import (
+    CACHE,
+    COPYING,
+    DECODE,
+    DRAFT,
+    DRAFT_CACHE,
+    DRAFTED,
+    LAYOUT,
+    PREFILL,
+    QUANTIZED,
+    Held,
+    Phase,
+    beside,
+)
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
+from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.programs import Expected, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.speculative import SpeculativeRows
 from posttrain.rollout.types import SamplingParams
 from posttrain.stages.cluster import engine_slots
 from posttrain.train.programs import placed_shapes
+from posttrain.weights.quantize import Copies, CopyShapes
 from posttrain.weights.state import ModelWeights
 
 DEFAULTS = RolloutSection()
@@ -48,14 +63,24 @@ class RolloutShapes:
         max_tokens: int,
         memory: int,
         settings: RolloutSection = DEFAULTS,
+        draft: Decoder | None = None,
     ):
-        """`memory`: bytes of a device; `settings`: split of the weights, cache."""
+        """`memory`: bytes of a device; `settings`: split and copies of the weights, cache, drafts; `draft`: their
+        model."""
         source, self.mesh = ModelWeights(model), mesh
-        arrays = placed_shapes(source, mesh)
+        self.base = arrays = placed_shapes(source, mesh)
+        self.copy: CopyShapes | None = None
+        if settings.quantize != "none" or settings.merge_lora:
+            self.copy = Copies(settings.quantize).shapes(model, arrays)
+            source, arrays = self.copy.outline, {**self.copy.shared, **self.copy.own}
         placement = choose_placement(settings.tensor, source, arrays, memory, slots=slots)
         self.loaded = Loaded.of(source, arrays, 0, placement)
         cache: dict[str, Any] = {"cache_tokens": settings.cache_tokens, "kind": settings.cache_dtype}
-        self.runner = Runner.of(self.loaded, slots=slots, max_length=max_length, steps=steps, record=False, **cache)
+        if settings.speculative is not None:
+            weights = None if draft is None else placed_shapes(ModelWeights(draft), mesh)
+            cache["speculation"] = Speculation(tokens=settings.speculative.tokens, model=draft, weights=weights)
+        record = settings.record_routing
+        self.runner = Runner.of(self.loaded, slots=slots, max_length=max_length, steps=steps, record=record, **cache)
         params = SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_token_ids=(), key=(0, 0))
         longest = max_length - max_tokens
         calls = self.runner.examples([Expected(params=params, shortest=longest, longest=longest)], rereads=False)
@@ -66,9 +91,14 @@ class RolloutShapes:
         plain = (call for call in calls if not isinstance(call, PromptPieces | SpeculativeRows))
         self.rows = max(plain, key=lambda call: call.context.size)
         """Inputs of the decode call with all slots and the widest table."""
+        drafted = (call for call in calls if isinstance(call, SpeculativeRows))
+        self.drafted = max(drafted, key=lambda call: call.rows.context.size, default=None)
+        """The same with drafts."""
 
     @classmethod
-    def of(cls, section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> RolloutShapes:
+    def of(
+        cls, section: RLSection, model: Decoder, mesh: Mesh, memory: int, draft: Decoder | None = None
+    ) -> RolloutShapes:
         """Engine of a stage on a mesh; the model is that of the trainer."""
         there: Decoder = nnx.merge(*nnx.split(model))
         there.compute = dataclasses.replace(model.compute, mesh=mesh)
@@ -81,6 +111,7 @@ class RolloutShapes:
             max_tokens=section.sampling.max_tokens,
             memory=memory,
             settings=section.rollout,
+            draft=draft,
         )
 
     @property
@@ -91,6 +122,32 @@ class RolloutShapes:
     def weights(self) -> DecodeWeights:
         """Shapes of the weights that both programs read: the trainer's own, and those made for sampling."""
         return self.layout.shapes(self.loaded)
+
+    @property
+    def unread(self) -> int:
+        """Bytes on a device of weights that are there, but not read as they lie."""
+        own = {} if self.copy is None else self.copy.own
+        return bytes_on_device((self.base, own)) - bytes_on_device(self.weights.own)
+
+    @property
+    def draft(self) -> Loaded | None:
+        """Draft model as it is sampled from."""
+        drafter = self.runner.drafter
+        return None if drafter is None else drafter.loaded
+
+    @cached_property
+    def draft_sizes(self) -> dict[str, int]:
+        """Bytes on a device of the draft model, and of its cache with weights made for sampling."""
+        if self.draft is None:
+            return {}
+        derived = self.runner.programs.layout_of(self.draft).derived
+        pool = bytes_on_device(self.runner.draft_pool_shapes(self.draft))
+        return {DRAFT: bytes_on_device(self.draft.arrays), DRAFT_CACHE: pool + bytes_on_device(derived)}
+
+    def draft_read(self, draft: Loaded) -> tuple[dict[str, int], int]:
+        """Bytes on a device of the draft model's weights that are read as they lie, by name, and of the others."""
+        read = bytes_on_device(self.runner.programs.layout_of(draft).shapes(draft).own)
+        return {DRAFT: read}, bytes_on_device(draft.arrays) - read
 
     def cache_read(self, length: float) -> float:
         """Bytes of the cache that a device reads for a token of every slot, whose rows have so many positions."""
@@ -115,27 +172,17 @@ class RolloutShapes:
 def sampling_phases(section: RLSection, rollout: RolloutShapes, held: Sequence[Held], own: str) -> Iterator[Phase]:
     """Layout of the weights, if any are laid out, once a step; then prompts and tokens. `own`: name of the weights."""
     model, devices, prompts = rollout.loaded.source.model, rollout.mesh.size, rollout.prompts.tokens
-    arrays, derived = rollout.loaded.arrays, dict(enumerate(rollout.weights.derived))
     shared: dict[str, Any] = {
         "role": "sampler",
         "mesh": rollout.mesh,
-        "parameters": sizes_of(arrays) | sizes_of(derived),
+        "parameters": sizes_of(rollout.base)
+        | sizes_of(rollout.loaded.arrays)
+        | sizes_of(dict(enumerate(rollout.weights.derived))),
     }
-    if derived:
-        yield Phase(
-            name=LAYOUT,
-            lower=lambda: rollout.layout.lowered,
-            runs=1,
-            trips=(),
-            flops=0.0,
-            read=float(bytes_on_device(arrays) + bytes_on_device(derived)),
-            own={own: bytes_on_device(arrays)},
-            beside=beside(held, rollout.mesh, LAYOUT, own),
-            **shared,
-        )
+    yield from _made_for_sampling(section, rollout, held, own, shared)
     # What the sampler has elsewhere lies beside the trainer's.
-    unread = bytes_on_device(arrays) - bytes_on_device(rollout.weights.own)
-    there = beside(held, rollout.mesh, DECODE, own, CACHE) | ({"weights before layout": unread} if unread else {})
+    unread = {"weights before layout": rollout.unread} if rollout.unread else {}
+    there = beside(held, rollout.mesh, DECODE, own, QUANTIZED, CACHE) | unread
     active, weights = active_parameters(model), bytes_on_device(rollout.weights)
     pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
     prompt_tokens = section.sequence_tokens - section.sampling.max_tokens
@@ -162,5 +209,58 @@ def sampling_phases(section: RLSection, rollout: RolloutShapes, held: Sequence[H
         read=weights * active / total_parameters(model) + rollout.cache_read(mean_length),
         own={WEIGHTS_READ: weights, CACHE: pool},
         beside=there,
+        **shared,
+    )
+    if rollout.drafted is not None:
+        yield _drafted(rollout, {WEIGHTS_READ: weights, CACHE: pool}, there, shared)
+
+
+def _made_for_sampling(
+    section: RLSection, rollout: RolloutShapes, held: Sequence[Held], own: str, shared: dict[str, Any]
+) -> Iterator[Phase]:
+    """Copy of the weights that is sampled from, and its layout, if they are."""
+    base, arrays, derived = rollout.base, rollout.loaded.arrays, rollout.weights.derived
+    work: dict[str, Any] = {"runs": 1, "trips": (), "flops": 0.0}
+    if (copy := rollout.copy) is not None:
+        # Where samples go on meanwhile, those of the old weights stay.
+        names = (own,) if section.asynchronous is not None else (own, QUANTIZED)
+        yield Phase(
+            name=COPYING,
+            lower=lambda: copy.lowered,
+            read=float(bytes_on_device(base) + bytes_on_device(copy.own)),
+            own={own: bytes_on_device(base)},
+            beside=beside(held, rollout.mesh, COPYING, *names),
+            **work,
+            **shared,
+        )
+    if derived:
+        unlaid = bytes_on_device((base, {} if copy is None else copy.own)) - bytes_on_device(arrays)
+        yield Phase(
+            name=LAYOUT,
+            lower=lambda: rollout.layout.lowered,
+            read=float(bytes_on_device(arrays) + bytes_on_device(derived)),
+            own={own: bytes_on_device(arrays)},
+            beside=beside(held, rollout.mesh, LAYOUT, own, QUANTIZED) | ({"other weights": unlaid} if unlaid else {}),
+            **work,
+            **shared,
+        )
+
+
+def _drafted(rollout: RolloutShapes, own: dict[str, int], there: dict[str, int], shared: dict[str, Any]) -> Phase:
+    """Decoding with drafts. `own`: arrays of the model, `there`: what lies beside a program without drafts."""
+    drafted, sizes = rollout.drafted, rollout.draft_sizes
+    assert drafted is not None
+    read, unread = ({}, 0) if rollout.draft is None else rollout.draft_read(rollout.draft)
+    return Phase(
+        name=DRAFTED,
+        lower=lambda: rollout.runner.lower(rollout.loaded, drafted),
+        # How many tokens a pass of the model makes is known when it runs.
+        runs=0,
+        trips=(1,),
+        flops=0.0,
+        read=0.0,
+        own=own | sizes | read,
+        beside={name: size for name, size in there.items() if name not in sizes}
+        | ({"draft model before layout": unread} if unread else {}),
         **shared,
     )

@@ -19,7 +19,7 @@ from posttrain.rollout.paged import Pool
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK, Plan, PromptPiece, Row
 from posttrain.weights.load import load_model
 from posttrain.weights.locate import read_model_files
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ModelWeights, WeightShapes
 
 OPTION = "rollout.speculative"
 
@@ -44,6 +44,8 @@ class Speculation:
     """Tokens drafted for each forward pass of the model."""
     model: Decoder | None = None
     """Draft model, on the model's devices; None: tokens are drafted from prompt and sample."""
+    weights: WeightShapes | None = None
+    """Its arrays as shapes, for a plan; None: it has them."""
     option: str = OPTION
     """Name in messages."""
 
@@ -300,7 +302,7 @@ def _loaded(speculation: Speculation, target: Loaded, max_length: int) -> Loaded
         )
     source = ModelWeights(model)
     try:
-        return Loaded.of(source, source.read(), 0, placement)
+        return Loaded.of(source, source.read() if speculation.weights is None else speculation.weights, 0, placement)
     except ConfigError as error:
         raise ConfigError(f"{option}: the draft model: {error}") from error
 

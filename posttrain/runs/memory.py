@@ -16,6 +16,7 @@ from posttrain.batch import rows_per_pass
 from posttrain.config import (
     DistillSection,
     MeshSection,
+    ModelDrafts,
     PlacementSection,
     Remat,
     RematName,
@@ -30,6 +31,7 @@ from posttrain.config.algorithm import PPO
 from posttrain.config.base import Quantize
 from posttrain.config.locator import Locator
 from posttrain.config.model import GATHERED_AXES
+from posttrain.distill.teachers import teacher_mesh
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
 from posttrain.kernels.platform import platform_of
@@ -82,8 +84,9 @@ class StageSetup:
         """Models and devices of the roles, as `make_cluster` has them."""
         section = self.section
         if isinstance(section, DistillSection):
-            inside = [teacher for teacher in section.teachers if not teacher.outside and section.cache is None]
-            return Roles(teachers=[self._teacher(teacher, remat) for teacher in inside])
+            live = section.teachers if section.cache is None else ()
+            inside = [self._teacher(teacher, self.mesh, remat) for teacher in live if not teacher.outside]
+            return Roles(teachers=inside, scorers=self._scorers([teacher for teacher in live if teacher.outside]))
         if not isinstance(section, RLSection):
             return Roles()
         rollout, reference, critic = None, None, None
@@ -98,7 +101,17 @@ class StageSetup:
             without = replace(self, config=self.config.model_copy(update={"model": whole}))
             scored = without._other(section.algorithm.critic.path, there, remat)
             critic = nnx.eval_shape(lambda made: _with_score(made, self.config.seed), scored), there
-        return Roles(rollout=rollout, reference=reference, critic=critic)
+        drafts, draft = section.rollout.speculative, None
+        if isinstance(drafts, ModelDrafts):
+            draft = self._other(drafts.path, rollout or self.mesh, "none")
+        scorers = self._scorers(section.teachers)
+        return Roles(rollout=rollout, reference=reference, critic=critic, scorers=scorers, draft=draft)
+
+    def _scorers(self, teachers: Sequence[TeacherSection]) -> list[tuple[Decoder, Mesh]]:
+        """Teachers that score on this machine, and their devices."""
+        here = [teacher for teacher in teachers if teacher.url is None]
+        meshes = [self.mesh if teacher.mesh is None else teacher_mesh(teacher, teachers, self.mesh) for teacher in here]
+        return [(self._teacher(one, mesh, "none"), mesh) for one, mesh in zip(here, meshes, strict=True)]
 
     def _mesh_of(self, devices: Sequence[jax.Device] | None) -> Mesh:
         return self.mesh if devices is None else make_mesh(MeshSection(fsdp=-1), devices)
@@ -113,13 +126,13 @@ class StageSetup:
         plain = self.config.model.model_copy(update={"lora": None, "adapter": None, "quantize": quantize})
         return outline_on(self.config.model_copy(update={"model": plain}), other, mesh, remat)
 
-    def _teacher(self, section: TeacherSection, remat: Remat) -> Decoder:
+    def _teacher(self, section: TeacherSection, mesh: Mesh, remat: Remat) -> Decoder:
         """Teacher as shapes, in its precision. ConfigError where its vocabulary has other rows than the student's."""
         model = self.config.model
         changes: dict[str, Any] = {"dtype": section.dtype or model.dtype}
         changes["compute_dtype"] = model.compute_dtype or changes["dtype"]
         types = replace(self, config=self.config.model_copy(update={"model": model.model_copy(update=changes)}))
-        teacher = types._other(section.path, self.mesh, remat, section.quantize)
+        teacher = types._other(section.path, mesh, remat, section.quantize)
         assert self.files.config is not None
         if teacher.config.vocab_size != self.files.config.vocab_size:
             raise ConfigError(

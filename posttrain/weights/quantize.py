@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from posttrain.runtime import processes
 from posttrain.tracking.console import console
 from posttrain.weights.lora import Site, merge_lora, sites
 from posttrain.weights.pieces import ParameterReader, Sources, write
-from posttrain.weights.state import ADAPTER, ModelWeights, Weights
+from posttrain.weights.state import ADAPTER, ModelWeights, Weights, WeightShapes
 
 LOGGER = logging.getLogger("posttrain.weights")
 CODES, SCALES = ".codes", ".scales"
@@ -135,7 +135,19 @@ def copy_summary(kind: RolloutQuantize, model: Decoder, own: Weights) -> str:
 class _CopyProgram(NamedTuple):
     outline: ModelWeights
     kept: frozenset[str]
-    program: Callable[[Weights], Weights]
+    program: jax.stages.Wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyShapes:
+    """A copy of a model's weights, before it is made."""
+
+    outline: ModelWeights
+    shared: WeightShapes
+    """Parameters of the model itself."""
+    own: WeightShapes
+    lowered: jax.stages.Lowered
+    """Program that makes its own parameters of all those of the model."""
 
 
 class Copies:
@@ -162,6 +174,16 @@ class Copies:
         self.own_bytes = sum(array.nbytes for array in own.values())
         return copy_program.outline, {**shared, **own}
 
+    def shapes(self, model: Decoder, arrays: WeightShapes) -> CopyShapes:
+        """Copy of a model of shapes, whose arrays lie as these do."""
+        made, mesh = self._make(ModelWeights(model)), model.compute.mesh
+        own = {path: x for path, x in made.outline.structs().items() if path not in made.kept}
+        if mesh is not None:
+            dims = made.outline.dims()
+            own = {path: _struct(x, param_sharding(mesh, path, dims[path], x.shape)) for path, x in own.items()}
+        shared = {path: arrays[path] for path in made.kept}
+        return CopyShapes(outline=made.outline, shared=shared, own=own, lowered=made.program.lower(arrays))
+
     def _make(self, source: ModelWeights) -> _CopyProgram:
         def copied(arrays: Weights) -> Decoder:
             copy = source.bind(arrays)
@@ -170,7 +192,7 @@ class Copies:
             merge_lora(copy)
             return copy
 
-        outline = ModelWeights(nnx.eval_shape(lambda: copied(source.read())))
+        outline = ModelWeights(nnx.eval_shape(copied, source.structs()))
         old = source.dims().keys()
         changed = {re.sub(re.escape(ADAPTER) + r"(\w+)\..*", r".\1", path) for path in old if ADAPTER in path}
         new = {path: (dims, shape) for path, dims, shape in outline.shapes()}
@@ -184,6 +206,10 @@ class Copies:
             return {path: _placed(w, param_sharding(mesh, path, *new[path])) for path, w in changed_arrays.items()}
 
         return _CopyProgram(outline=outline, kept=unchanged, program=jax.jit(program))
+
+
+def _struct(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 class Merged:

@@ -302,20 +302,19 @@ def test_what_is_not_counted_is_said_or_refused(tmp_path: Path) -> None:
 
 
 def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
-    """In their own precision; those outside of it are refused."""
+    """In their own precision. Those outside of it score before it, and lie beside it on the student's devices; of a
+    cache there is the top-k alone."""
     model = tiny_model()
     save_model(model, tmp_path / "teacher")
     rows = model.config.vocab_size
     teachers = [{"path": str(tmp_path / "teacher"), "name": name} for name in ("one", "two")]
     shapes = {"kind": "distill", "num_steps": 1, "teachers": teachers, "teacher_column": "answer"}
-    file = write_run(tmp_path, sft_stage(**shapes), model={"init": {**INIT, "vocab_size": rows}, "tokenizer": "bytes"})
+    one_model = {"init": {**INIT, "vocab_size": rows}, "tokenizer": "bytes"}
+    file = write_run(tmp_path, sft_stage(**shapes), model=one_model)
     config = load_config(file)
     stage = _stage(setup_of(config), CPU_8)
     (update,) = stage.phases
-    outside = load_config(file, ["stages.0.cache=cache"])
-    plain = load_config(
-        write_run(tmp_path, sft_stage(), model={"init": {**INIT, "vocab_size": rows}, "tokenizer": "bytes"})
-    )
+    plain = load_config(write_run(tmp_path, sft_stage(), model=one_model))
     (alone,) = _stage(setup_of(plain), CPU_8).phases
 
     def sizes(phase: Phase) -> int:
@@ -329,8 +328,54 @@ def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
         chosen = one.model_copy(update={"model": one.model.model_copy(update={"remat": "auto"})})
         spares.append(choose_remat(setup_of(chosen, 1 << 30)).spare or 0)
     assert spares[0] - spares[1] == 2 * bytes_on_device(placed_shapes(ModelWeights(model), mesh))
-    with pytest.raises(ConfigError, match="cannot plan a distillation stage with cache"):
-        _stage(setup_of(outside), CPU_8)
+    on_all = bytes_on_device(placed_shapes(ModelWeights(model), mesh))
+    top_k = 8 * 16 * 4 * (2 * 8 + 3)
+    own_fields = {**shapes, "cache": "cache", "top_k": 8}
+    cached = load_config(write_run(tmp_path, sft_stage(**own_fields), model=one_model))
+    (update,) = _stage(setup_of(cached), CPU_8).phases
+    assert sizes(update) - sizes(alone) == 2 * (top_k + 8 * 16 * 4) and update.beside == {}
+    shared = {**teachers[1], "mesh": {"data": 8}, "devices": "shared"}
+    changed = sft_stage(**shapes | {"teachers": [teachers[0], shared], "top_k": 8})
+    outside = load_config(write_run(tmp_path, changed, model=one_model))
+    update, scores = _stage(setup_of(outside), CPU_8).phases
+    assert (scores.role, scores.name, dict(scores.own)) == ("teacher", "scores", {"teachers": own})
+    assert update.beside == {"teachers": own} and update.own["teachers"] == on_all
+    assert scores.beside == {name.replace("teach", "other teach"): size for name, size in update.own.items()}
+    changed = sft_stage(**shapes | {"teachers": [teachers[0], teachers[1] | {"tokenizer": "align"}]})
+    aligned = load_config(write_run(tmp_path, changed, model=one_model))
+    with pytest.raises(ConfigError, match="cannot plan a distillation stage with teachers of another tokenizer yet"):
+        _stage(setup_of(aligned), CPU_8)
+
+
+def test_what_is_sampled_from_is_counted(tmp_path: Path) -> None:
+    """Weights in 8 bits, a teacher of the samples, a draft model with its cache, and recorded experts."""
+    model = tiny_model()
+    save_model(model, tmp_path / "other")
+    rows, other = {"vocab_size": model.config.vocab_size}, {"path": str(tmp_path / "other")}
+    own = bytes_on_device(placed_shapes(ModelWeights(model), _mesh(run_of(tmp_path, rl_stage()), CPU_8)))
+    stage = rl_stage(
+        rollout={"quantize": "int8", "speculative": {"kind": "draft", **other}}, teachers=[other], teacher_coef=0.5
+    )
+    config = load_config(write_run(tmp_path, stage, model={"init": {**INIT, **rows}, "tokenizer": "bytes"}))
+    planned = _stage(setup_of(config), CPU_8)
+    phases, beside = {phase.name: phase for phase in planned.phases}, beside_of(planned)
+    copied = beside["trainer: update"]["weights quantized or merged"]
+    trained = phases["update"].own["weights of the actor"]
+    assert 0 < copied < trained / 2
+    others = {name: size for name, size in beside["trainer: update"].items() if name != "reference"}
+    assert others == {"weights quantized or merged": copied, "teachers": own, "draft model": own}
+    drafted = phases["decode with drafts"]
+    assert drafted.beside["draft model before layout"] + drafted.own["draft model"] == own
+    assert phases["decode"].beside["cache of the draft model"] == drafted.own["cache of the draft model"] > 0
+    given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(phases["copy"].lower().out_info))
+    assert given > 8 * copied / 2 and "weights quantized or merged" not in phases["copy"].beside
+    assert dict(phases["scores"].own) == {"teachers": own} and "draft model" in phases["scores"].beside
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    moe = {"init": {**INIT, **experts, "norm_topk_prob": True}, "tokenizer": "bytes"}
+    config = load_config(write_run(tmp_path, rl_stage(rollout={"record_routing": True}), model=moe))
+    update = next(phase for phase in _stage(setup_of(config), CPU_8).phases if phase.name == "update")
+    layers = INIT["num_hidden_layers"]
+    assert any(x.shape[-3:] == (16, layers, 2) for x in jax.tree.leaves(update.lower().in_avals))
 
 
 def gather_of(folder: Path, memory: int, *overrides: str, platform: str = "tpu") -> GatherChoice | None:
