@@ -29,7 +29,7 @@ from posttrain.stages.context import RoleDevices, StageRun, role_devices, traini
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
 from posttrain.statistics import PairedDifference, paired_difference
-from posttrain.tracking.console import console, cut, printable
+from posttrain.tracking.console import console, cut, host_log, printable
 from posttrain.tracking.sink import Sink
 from posttrain.tracking.steps import means_of_functions, shown_number, with_interval
 from posttrain.tracking.trackers import check_dashboards
@@ -52,7 +52,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     config = prepared.config
     output, names = Path(config.output), stage_names(config)
     chosen = _memory_choices(config, prepared.files, mesh, force=force)
-    with _outside_failures(output), claimed(output, config), stop_on_signals() as stop:
+    with _outside_failures(output), claimed(output, config), host_log(output), stop_on_signals() as stop:
         if processes.writes():
             write_counts(output, prepared.counts)
             keep_clock(output, prepared.tokenizer)

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import pickle
+import time
 from collections.abc import Callable
 from itertools import count as counter
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ WAIT_S = 3600
 """Longest wait for another process: longer than any step, evaluation or download that one has before another."""
 
 _calls = counter()
+_waited_s = 0.0
 
 
 class SameEverywhere(Exception):
@@ -175,11 +177,20 @@ def _value(key: str) -> str:
     return _waiting(lambda: str(store().blocking_key_value_get(key, WAIT_S * 1000)))
 
 
+def waited_s() -> float:
+    """Seconds in which this process has waited for another so far, outside of the devices' programs."""
+    return _waited_s
+
+
 def _waiting(wait: Callable[[], T]) -> T:
+    global _waited_s
+    begun = time.perf_counter()
     try:
         return wait()
     except jax.errors.JaxRuntimeError as error:
         raise OutsideError(f"{peer()} has vanished ({str(error).splitlines()[0][:200]})", LOST) from error
+    finally:
+        _waited_s += time.perf_counter() - begun
 
 
 def _through_pathways() -> bool:

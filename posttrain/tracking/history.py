@@ -41,7 +41,7 @@ class JsonlSink:
         self._stage = stage
         self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
         self._tables_path = folder / "tables.jsonl"
-        self._metrics, self._samples = _open_for_append(self._metrics_path), _open_for_append(self._samples_path)
+        self._metrics, self._samples = open_for_append(self._metrics_path), open_for_append(self._samples_path)
 
     def truncate_after(self, step: int, *, evaluation: bool) -> None:
         """Remove this stage's lines of later steps, which a run that resumes at `step` writes again.
@@ -57,20 +57,20 @@ class JsonlSink:
         self.close()
         tables = [self._tables_path] if self._tables_path.exists() else []
         for path in (self._metrics_path, self._samples_path, *tables):
-            _keep_lines(path, lambda line: not written_again(line))
-        self._metrics, self._samples = _open_for_append(self._metrics_path), _open_for_append(self._samples_path)
+            keep_lines(path, lambda line: not written_again(line))
+        self._metrics, self._samples = open_for_append(self._metrics_path), open_for_append(self._samples_path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        _write_line(self._metrics, {**self._head(step), **metrics})
+        write_line(self._metrics, {**self._head(step), **metrics})
 
     def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
         rounded = {name: np.round(table.astype(np.float64), TABLE_DIGITS).tolist() for name, table in tables.items()}
-        with _open_for_append(self._tables_path) as file:
-            _write_line(file, {**self._head(step), **rounded})
+        with open_for_append(self._tables_path) as file:
+            write_line(file, {**self._head(step), **rounded})
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         for row in rows:
-            _write_line(self._samples, {**self._head(step), **asdict(row)})
+            write_line(self._samples, {**self._head(step), **asdict(row)})
 
     def close(self) -> None:
         self._metrics.close()
@@ -80,7 +80,8 @@ class JsonlSink:
         return {"step": step, "stage": self._stage, "time": round(time.time(), 3)}
 
 
-def _write_line(file: TextIO, entry: Mapping[str, Any]) -> None:
+def write_line(file: TextIO, entry: Mapping[str, Any]) -> None:
+    """Write an object as a line of strict JSON."""
     file.write(json.dumps(_strict(entry), ensure_ascii=False, allow_nan=False) + "\n")
     file.flush()
 
@@ -96,7 +97,7 @@ def _strict(value: Any) -> Any:
     return value
 
 
-def _open_for_append(path: Path) -> TextIO:
+def open_for_append(path: Path) -> TextIO:
     """Open for appending, after removing a partial last line."""
     with path.open("ab+") as file:
         file.seek(0)
@@ -106,7 +107,7 @@ def _open_for_append(path: Path) -> TextIO:
     return path.open("a", encoding="utf-8", errors="backslashreplace")
 
 
-def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a JSONL file with the lines selected by `keep`, atomically."""
     part = path.with_name(path.name + ".part")
     with path.open("rb") as source, part.open("wb") as target:

@@ -1,5 +1,5 @@
-"""Sinks of a stage, combined, and that of TensorBoard: event files with scalars, histograms, sample texts and
-hyperparameters."""
+"""Sinks of a stage, combined, that of each process of several, and that of TensorBoard: event files with scalars,
+histograms, sample texts and hyperparameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from posttrain.metrics import Sample
 from posttrain.runtime import processes
-from posttrain.tracking.history import JsonlSink
+from posttrain.tracking.history import JsonlSink, keep_lines, open_for_append, write_line
 from posttrain.tracking.notebook import NotebookSink
 from posttrain.tracking.sink import Sink, grouped, markdown_of, shown
 from posttrain.tracking.steps import ConsoleSink
@@ -47,6 +47,59 @@ class Sinks:
                 stack.callback(sink.close)
 
 
+HOSTS = "hosts"
+OWN = ("timing_s/", "perf/", "memory/", "rollout/", "sync/", "data/", "step_time", "num_tokens")
+"""Beginnings of the names of metrics that differ between the processes, or stand beside those."""
+
+
+class HostSink:
+    """Sink of one process: `hosts/NUMBER.jsonl`, a line for each of the run's with what this process has measured.
+
+    `host/resident_mib`: memory of the process; `host/wait_s`: seconds since the line before in which it waited for
+    another process outside of the devices' programs.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], stage: str) -> None:
+        folder = Path(directory) / HOSTS
+        folder.mkdir(parents=True, exist_ok=True)
+        self._stage, self._path = stage, folder / f"{processes.index()}.jsonl"
+        self._file = open_for_append(self._path)
+        self._waited_s = processes.waited_s()
+
+    def truncate_after(self, step: int) -> None:
+        """Remove this stage's lines of later steps, which a run that resumes at `step` writes again."""
+        self._file.close()
+        keep_lines(self._path, lambda line: line["stage"] != self._stage or line["step"] <= step)
+        self._file = open_for_append(self._path)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        own = {name: value for name, value in metrics.items() if name.startswith(OWN)}
+        if not own:
+            return
+        before, self._waited_s = self._waited_s, processes.waited_s()
+        more = {"host/resident_mib": resident_mib(), "host/wait_s": self._waited_s - before}
+        head = {"step": step, "stage": self._stage, "time": round(time.time(), 3), "host": socket.gethostname()}
+        write_line(self._file, head | own | more)
+
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        """Ignored: those of the run are of all processes."""
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        """Ignored: those of the run are of all processes."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def resident_mib() -> float:
+    """Memory of this process; NaN where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return float("nan")
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def open_sinks(
     directory: str | os.PathLike[str],
     *,
@@ -64,12 +117,15 @@ def open_sinks(
     `start_step`.
 
     Entries of later steps of this stage are removed, and after the last step also its evaluation; with `start_step` =
-    -1 all entries. Only the first process of a run has sinks. `sample_tables`: the console prints
-    every table of samples, not only the last. `trackers`: `wandb`, `mlflow`, `trackio`; they and
-    TensorBoard show the `settings`. `watchers`: more sinks, closed with the others.
+    -1 all entries. The first process of a run has these sinks; where there are several, each has one of its own,
+    `HostSink`. `sample_tables`: the console prints every table of samples, not only the last. `trackers`: `wandb`,
+    `mlflow`, `trackio`; they and TensorBoard show the `settings`. `watchers`: more sinks, closed with the others.
     """
+    own = [HostSink(directory, stage)] if processes.count() > 1 else []
+    for host in own:
+        host.truncate_after(start_step)
     if not processes.writes():
-        return Sinks()
+        return Sinks(*own)
     jsonl = JsonlSink(directory, stage)
     jsonl.truncate_after(start_step, evaluation=start_step == num_steps)
     people: Sink = ConsoleSink(kind, num_steps, sample_tables=sample_tables)
@@ -82,7 +138,7 @@ def open_sinks(
         sinks.append(events)
     tracked = TrackedRun(folder=Path(directory), stage=stage, settings=settings or {})
     sinks += [open_tracker(name, tracked) for name in trackers]
-    return Sinks(*sinks, *watchers)
+    return Sinks(*sinks, *own, *watchers)
 
 
 def in_notebook() -> bool:

@@ -88,7 +88,8 @@ def values(output: Path) -> list[tuple[Any, ...]]:
 def files(output: Path) -> set[str]:
     """Files of a run, but for the shards of checkpoints and the cache that other runs share."""
     found = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
-    return {re.sub(r"(checkpoints/\d+)/.*", r"\1", name) for name in found if "/reference/" not in name}
+    others = "/reference/", "hosts/"
+    return {re.sub(r"(checkpoints/\d+)/.*", r"\1", name) for name in found if not any(o in name for o in others)}
 
 
 def check_same_run(output: Path, one: Path) -> None:
@@ -163,6 +164,23 @@ def test_uninterrupted(tmp_path: Path, one_process: Path, processes: int, device
         told, _ = launcher.communicate(timeout=TIMEOUT_S)
     assert launcher.returncode == 0, told
     check_same_run(tmp_path / "out", one_process)
+    check_hosts(tmp_path / "out", processes)
+    assert not (one_process / "hosts").exists()
+
+
+def check_hosts(output: Path, number: int) -> None:
+    """Metrics and a log of each process: a line for each of the run's that has times, none with a loss."""
+    wanted = [(line["stage"], line["step"]) for line in lines(output) if "step_time" in line]
+    for index in range(number):
+        found = [json.loads(text) for text in (output / f"hosts/{index}.jsonl").read_text().splitlines()]
+        assert [(line["stage"], line["step"]) for line in found if "step_time" in line] == wanted
+        assert all(line["host/resident_mib"] > 50 and line["host/wait_s"] >= 0 and "loss" not in line for line in found)
+        assert sum(line["host/wait_s"] for line in found) > 0
+        log = (output / f"hosts/{index}.log").read_text().splitlines()
+        assert f"begun: process {index} of {number}" in log[0] and log[-1].endswith(" ended")
+    assert {path.name for path in (output / "hosts").iterdir()} == {
+        f"{index}.{end}" for index in range(number) for end in ("jsonl", "log")
+    }
 
 
 def rl_run(folder: Path) -> Path:

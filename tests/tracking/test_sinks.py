@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from posttrain.metrics import Sample
+from posttrain.runtime import processes
+from posttrain.tracking.console import host_log
 from posttrain.tracking.history import JsonlSink
 from posttrain.tracking.sinks import Sinks, TensorBoardSink, open_sinks
 
@@ -241,3 +243,33 @@ def test_all_sinks_are_closed_when_one_fails(tmp_path):
         Sinks(Failing(), jsonl).close()
     with pytest.raises(ValueError, match="closed file"):
         jsonl.write(1, {"x": 1.0})
+
+
+def test_each_of_several_processes_has_its_own_metrics_and_log(tmp_path, monkeypatch, capsys):
+    """The second one: no metrics of the run, its own without losses, those of steps that are done again once."""
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "index", lambda: 1)
+    for start in (-1, 1):
+        sinks = open_sinks(
+            tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=True, start_step=start, sample_tables=True
+        )
+        for step in range(start + 1, 4):
+            sinks.write(step, {"loss": 1.0, "step_time": 0.5 + start, "timing_s/data": 0.1})
+            monkeypatch.setattr(processes, "_waited_s", processes.waited_s() + 2.0)
+        sinks.write(3, {"eval/nll": 2.0})
+        sinks.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
+    found = lines(tmp_path / "hosts/1.jsonl")
+    assert [(line["step"], line["step_time"]) for line in found] == [(0, -0.5), (1, -0.5), (2, 1.5), (3, 1.5)]
+    assert [line["host/wait_s"] for line in found] == [0.0, 2.0, 0.0, 2.0]
+    assert all(line["host/resident_mib"] > 50 and "loss" not in line and "eval/nll" not in line for line in found)
+
+    def fail():
+        print("to the user", file=sys.stderr)
+        raise ValueError("why")
+
+    with pytest.raises(ValueError, match="why"), host_log(tmp_path):
+        fail()
+    log = (tmp_path / "hosts/1.log").read_text()
+    assert "begun: process 1 of 2" in log and " to the user\n" in log and "ValueError: why\n" in log
+    assert log.endswith("ended by ValueError\n") and capsys.readouterr().err == "to the user\n"
