@@ -172,7 +172,7 @@ async def ask(server: Server, number: int, args: argparse.Namespace, turn: Turn,
 async def measure(server: Server, clients: int, args: argparse.Namespace, start: int) -> Turn:
     """Requests of all clients. Those of constrained ones go on as long as others run."""
     turn = Turn()
-    numbers = iter(range(start, start + max(args.requests, 2 * clients)))
+    numbers = iter(range(start, start + max(args.requests, clients)))
     constrained = min(args.constrained, clients - 1)
 
     async def plain() -> None:
@@ -194,7 +194,6 @@ async def measure(server: Server, clients: int, args: argparse.Namespace, start:
 
 
 def report(turns: dict[tuple[int, str], list[Turn]]) -> None:
-    print("| clients | server | tokens/s | first text: median | 95 % | texts as ours |\n|---|---|---|---|---|---|")
     for (clients, kind), several in turns.items():
         speeds = [one.speed for one in several]
         middle = statistics.median(statistics.median(one.first_s) for one in several)
@@ -230,6 +229,10 @@ def main() -> None:
     args = parser.parse_args()
     kinds = ["posttrain", *(kind for kind in ("before", "vllm", "transformers") if getattr(args, kind))]
     turns: dict[tuple[int, str], list[Turn]] = {(n, kind): [] for n in args.clients for kind in kinds}
+    print(
+        "| clients | server | tokens/s | first text: median | 95 % | texts as ours |\n|---|---|---|---|---|---|",
+        flush=True,
+    )
     with ExitStack() as stack:
         servers = [stack.enter_context(running(kind, args)) for kind in kinds]
         for clients in args.clients:
@@ -238,7 +241,7 @@ def main() -> None:
                     turn = asyncio.run(measure(server, clients, args, start=1 + (number + 1) * 1_000_000))
                     if number >= 0:  # the first is for what is done once
                         turns[clients, server.kind].append(turn)
-        report(turns)
+            report({key: several for key, several in turns.items() if key[0] == clients})
 
 
 if __name__ == "__main__":
