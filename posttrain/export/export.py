@@ -19,13 +19,13 @@ from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import ProofError, Reader, compare_tokenizers, default_reader
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
-from posttrain.models.hf import config_to_hf
+from posttrain.models.hf import config_to_hf, module_name, stored_name
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of, trained_model
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runtime.files import check_local
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.locate import add_family_file
-from posttrain.weights.lora import has_lora
+from posttrain.weights.lora import base_tensors, has_lora
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.save import save_model
 from posttrain.weights.state import is_quantized
@@ -108,7 +108,10 @@ def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
                 return f"not compared with the source: {str(error).removeprefix('save_adapter: ')}"
             if read_json(adapter / "adapter_config.json")["use_dora"]:
                 return "not compared with the source, to which DoRA adds no plain product"
-        return compare_with_source(folder, source, adapter, trained=adapter is None)
+        modules = {
+            stored_name(model.config, one.name): module_name(model.config, one.name) for one in base_tensors(model)
+        }
+        return compare_with_source(folder, source, adapter, trained=adapter is None, modules=modules)
 
 
 def _check_target(model: Decoder, to: Target) -> None:
@@ -163,16 +166,21 @@ def stored(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def compare_with_source(folder: Path, source: Path, adapter: Path | None, *, trained: bool) -> str:
+def compare_with_source(
+    folder: Path, source: Path, adapter: Path | None, *, trained: bool, modules: Mapping[str, str] | None = None
+) -> str:
     """Compare tensors with the source and describe the result. `adapter`: merged PEFT files. `trained`: all changed.
+    `modules`: names in the adapter by names in the files, where they differ.
 
     ProofError for a tensor that is missing, left over, misshapen, changed though nothing trained it, or not its source
     with the adapter added.
     """
     ours, theirs = stored(folder), _expected(source, folder)
+    named = modules or {}
     # What an adapter saves whole replaces the source's.
-    saved = {} if adapter is None else {_saved_name(n): t for n, t in stored(adapter).items() if ".lora_" not in n}
-    theirs |= {name: tensor for name, tensor in saved.items() if name in theirs}
+    whole = {} if adapter is None else {_saved_name(n): t for n, t in stored(adapter).items() if ".lora_" not in n}
+    saved = {name: whole[module] for name in theirs if (module := named.get(name, name)) in whole}
+    theirs |= saved
     faults = [f"{name} is missing" for name in sorted(theirs.keys() - ours.keys())]
     faults += [f"{name} is not in the source" for name in sorted(ours.keys() - theirs.keys() - {"score.weight"})]
     both = sorted(ours.keys() & theirs.keys())
@@ -186,12 +194,13 @@ def compare_with_source(folder: Path, source: Path, adapter: Path | None, *, tra
         raise ProofError(f"{folder}: {len(faults)} tensors are not those of {source}: {'; '.join(faults)}")
     if trained:
         return f"{len(both)} tensors have the names and shapes of the source"
-    deltas = {} if adapter is None else dict(_deltas(adapter, ours))
+    written = {named.get(name, name): tensor for name, tensor in ours.items()}
+    deltas = {} if adapter is None else dict(_deltas(adapter, written))
     added = 0
     for name in same:
         other = theirs[name]
         assert other is not None
-        delta = deltas.pop(name.removesuffix(".weight"), None)
+        delta = deltas.pop(named.get(name, name).removesuffix(".weight"), None)
         if delta is None and ours[name].kind == other.kind and ours[name].content() != other.content():
             faults.append(f"{name} is changed, though nothing trained it")
         elif delta is not None:
@@ -199,7 +208,7 @@ def compare_with_source(folder: Path, source: Path, adapter: Path | None, *, tra
             expected, tolerance = other.values() + delta, MERGED_TOLERANCE[ours[name].kind]
             if not np.abs(ours[name].values() - expected).max() <= tolerance * np.abs(expected).max():
                 faults.append(f"{name} is not the source's with the adapter added")
-    there = {name.removesuffix(".weight") for name in theirs}
+    there = {named.get(name, name).removesuffix(".weight") for name in theirs}
     faults += [f"{name}, which the adapter changes, is not there" for name in sorted(deltas.keys() - there)]
     if faults:
         raise ProofError(f"{folder}: {'; '.join(faults)}")

@@ -59,6 +59,9 @@ def peft_refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora:
 
     The model may be abstract, and without the adapter.
     """
+    vision = model.config.vision
+    if vision is not None and vision.trained:
+        return f"an adapter holds nothing of the vision tower, of which model.vision={vision.train} trains a part"
     if model.config.tie_embeddings and "embed.embedding" in scales and dora:
         return "PEFT does not support DoRA on a tied embedding"
     every = base_tensors(model)

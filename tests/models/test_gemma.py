@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 from posttrain.errors import ConfigError
 from posttrain.models import decoder
 from posttrain.models.config import AttentionConfig, ModelConfig
-from posttrain.models.families import gemma3, gemma4
 from posttrain.models.hf import config_from_hf, config_from_init
+from posttrain.models.vision import gemma3, gemma4
 from posttrain.weights.load import load_model
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
