@@ -204,8 +204,8 @@ def train(work: Train) -> dict[str, float]:
     from posttrain.losses.sft import SFTLoss
     from posttrain.metrics import to_host
     from posttrain.train.objective import TrainSettings
-    from posttrain.train.optimizers import make_optimizer
     from posttrain.train.trainer import Trainer
+    from posttrain.train.transformations import make_optimizer
     from posttrain.weights.load import init_model
 
     config = MODELS[work.size]

@@ -21,8 +21,8 @@ from posttrain.plan.lowered import compile_program
 from posttrain.plan.machine import GIB, topology_devices
 from posttrain.plan.phases import batch_of, model_of, vocabulary_trips
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms
+from posttrain.train.transformations import make_optimizer
 
 SLICES = {8: "2x4", 32: "4x8", 128: "8x16", 256: "16x16"}
 LAYERS, LENGTH, FAR = 28, 4096, 4096

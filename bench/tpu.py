@@ -47,8 +47,8 @@ from posttrain.plan.phases import (
 )
 from posttrain.plan.sampling import RolloutShapes
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.lora import attach_lora
 
 SMALL: dict[str, Any] = {

@@ -30,8 +30,8 @@ from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.sft import SFTLoss
 from posttrain.models.decoder import Decoder
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.tree import replace
 from posttrain.weights.load import init_model
 

@@ -34,13 +34,16 @@ if TYPE_CHECKING:
     from posttrain.config import RLOO as RLOO
     from posttrain.config import SAPO as SAPO
     from posttrain.config import VESPO as VESPO
+    from posttrain.config import Adafactor as Adafactor
     from posttrain.config import AdamW as AdamW
     from posttrain.config import DrGRPO as DrGRPO
     from posttrain.config import GSPOToken as GSPOToken
+    from posttrain.config import Lion as Lion
     from posttrain.config import LookupDrafts as LookupDrafts
     from posttrain.config import LoRA as LoRA
     from posttrain.config import MeshSection as MeshSection
     from posttrain.config import ModelDrafts as ModelDrafts
+    from posttrain.config import Muon as Muon
     from posttrain.config import OnPolicyDistill as OnPolicyDistill
     from posttrain.config import ReinforcePlusPlus as ReinforcePlusPlus
     from posttrain.config import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
@@ -93,6 +96,7 @@ _MODULES = {
     "ReinforcePlusPlusBaseline": "posttrain.config",
     "SAPO": "posttrain.config",
     "VESPO": "posttrain.config",
+    "Adafactor": "posttrain.config",
     "AdapterSlots": "posttrain.rollout.adapters",
     "AdamW": "posttrain.config",
     "Batch": "posttrain.batch",
@@ -104,11 +108,13 @@ _MODULES = {
     "Expected": "posttrain.rollout.programs",
     "Grammar": "posttrain.data.grammar",
     "LoRA": "posttrain.config",
+    "Lion": "posttrain.config",
     "LookupDrafts": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",
     "MeshSection": "posttrain.config",
     "ModelDrafts": "posttrain.config",
+    "Muon": "posttrain.config",
     "NativeEngine": "posttrain.rollout.engine",
     "Needs": "posttrain.losses.pairs",
     "OnlinePreference": "posttrain.api",

@@ -293,6 +293,11 @@ def token_shards(mesh: Mesh | None) -> int:
 
 def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[int]) -> NamedSharding:
     """Sharding of a parameter by its dimension names. Raises ConfigError if an axis does not divide its dimension."""
+    return NamedSharding(mesh, param_spec(mesh, name, dims, shape))
+
+
+def param_spec(mesh: Mesh | AbstractMesh, name: str, dims: Sequence[str], shape: Sequence[int]) -> PartitionSpec:
+    """Mesh axes of each dimension of a parameter, as `param_sharding`."""
     spec: list[str | tuple[str, ...] | None] = []
     for dim, size in zip(dims, shape, strict=True):
         axes = split_axes(dim, size, mesh.shape)
@@ -302,7 +307,7 @@ def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[i
                 f"use a divisor of {size}"
             )
         spec.append(axes if len(axes) > 1 else next(iter(axes), None))
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return PartitionSpec(*spec)
 
 
 def split_axes(dim: str, size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:

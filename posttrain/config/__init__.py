@@ -54,6 +54,17 @@ from posttrain.config.model import (
     Remat,
     SavedActivations,
 )
+from posttrain.config.optimizer import (
+    Adafactor,
+    AdamW,
+    AnyOptimizer,
+    GroupedOptimizer,
+    GroupSection,
+    Lion,
+    Muon,
+    OptimizerSection,
+    UserOptimizer,
+)
 from posttrain.config.preference import OnlinePreferenceSection, PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.reward import EvaluateSection, HeldOutSection, MonitorSection, RecordSection, RewardSection
 from posttrain.config.rl import AsyncSection, OnlineSection, RLSection
@@ -71,15 +82,12 @@ from posttrain.config.rollout import (
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
-    AdamW,
     DatasetSection,
     OfflineSection,
-    OptimizerSection,
     RouterSection,
     SequenceSection,
     SFTSection,
     TrainSection,
-    UserOptimizer,
 )
 
 __all__ = [
@@ -98,9 +106,11 @@ __all__ = [
     "ROW_AXES",
     "SAPO",
     "VESPO",
+    "Adafactor",
     "AdamW",
     "AgentSection",
     "AlgorithmSection",
+    "AnyOptimizer",
     "AsyncSection",
     "AttentionFeatures",
     "AttentionKernel",
@@ -117,11 +127,14 @@ __all__ = [
     "Fraction",
     "GSPOToken",
     "GrammarSection",
+    "GroupSection",
     "GroupedKernel",
+    "GroupedOptimizer",
     "HeldOutSection",
     "HiddenFeatures",
     "ImageSection",
     "LayerMap",
+    "Lion",
     "ListOf",
     "LoRA",
     "LocalPath",
@@ -133,6 +146,7 @@ __all__ = [
     "ModelSection",
     "MomentType",
     "MonitorSection",
+    "Muon",
     "NonNegativeInt",
     "OfflineSection",
     "OnPolicyDistill",

@@ -9,9 +9,10 @@ from pydantic import Field
 
 from posttrain.config.base import Flag, PositiveInt
 from posttrain.config.locator import NamedOrSet
+from posttrain.config.optimizer import ANY_KIND, AdamW, OtherOptimizer, Schedule
 from posttrain.config.rl import OnlineSection
 from posttrain.config.rollout import check_sampling
-from posttrain.config.train import ANY_KIND, MAX_NEW_TOKENS, AdamW, OfflineSection, Schedule, UserOptimizer
+from posttrain.config.train import MAX_NEW_TOKENS, OfflineSection
 
 
 class PreferenceOptimizer(AdamW):
@@ -53,10 +54,10 @@ class PreferenceSection(PairSection):
     """Preference optimisation: DPO and its variants, KTO, ORPO, CPO, SimPO."""
 
     kind: Literal["preference"] = "preference"
-    optimizer: Annotated[PreferenceOptimizer | UserOptimizer, Field(discriminator="kind"), ANY_KIND] = (
+    optimizer: Annotated[PreferenceOptimizer | OtherOptimizer, Field(discriminator="kind"), ANY_KIND] = (
         PreferenceOptimizer()
     )
-    """AdamW settings, or an optax transformation (`fn`)."""
+    """Optimiser: `adamw`, `lion`, `adafactor`, `muon`, or an optax transformation (`fn`)."""
     loss: NamedOrSet = "sigmoid"
     """Loss type: a DPO variant (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`,
     `cpo_ipo`, `simpo`; with settings `{kind: sigmoid, beta: 0.1}`. DPO variants can be combined: `{kind: [sigmoid,
@@ -70,10 +71,10 @@ class RewardModelSection(PairSection):
     """Reward model: a sequence classifier trained on pairs, or on labelled steps (process rewards)."""
 
     kind: Literal["reward_model"] = "reward_model"
-    optimizer: Annotated[RewardModelOptimizer | UserOptimizer, Field(discriminator="kind"), ANY_KIND] = (
+    optimizer: Annotated[RewardModelOptimizer | OtherOptimizer, Field(discriminator="kind"), ANY_KIND] = (
         RewardModelOptimizer()
     )
-    """AdamW settings, or an optax transformation (`fn`)."""
+    """Optimiser: `adamw`, `lion`, `adafactor`, `muon`, or an optax transformation (`fn`)."""
     loss: NamedOrSet = "bradley_terry"
     """Loss type: `bradley_terry` on pairs, `process` on labelled steps; with settings `{kind: bradley_terry,
     center_coef: 0.01}`. Or your own: `file.py:name`, `{fn: file.py:name, ...}`, or in Python the object."""

@@ -13,6 +13,7 @@ from posttrain.config.algorithm import GRPO, AnyAlgorithm, ImportanceSection, Ol
 from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
 from posttrain.config.environment import AgentSection, EnvSection, ToolSection, check_tools, with_env
 from posttrain.config.locator import Named
+from posttrain.config.optimizer import ANY_KIND, AdamW, OtherOptimizer
 from posttrain.config.reward import EvaluateSection, MonitorSection, RecordSection, RewardSection, check_evaluation
 from posttrain.config.rollout import (
     CriticPlacement,
@@ -25,7 +26,7 @@ from posttrain.config.rollout import (
     with_lengths,
 )
 from posttrain.config.teacher import TeacherSection, check_teachers
-from posttrain.config.train import ANY_KIND, MAX_NEW_TOKENS, AdamW, DatasetSection, TrainSection, UserOptimizer
+from posttrain.config.train import MAX_NEW_TOKENS, DatasetSection, TrainSection
 
 
 class RefillSection(Section):
@@ -130,8 +131,8 @@ class OnlineSection(TrainSection):
     row_tokens: PositiveInt = 2 * MAX_NEW_TOKENS
     """Row length in tokens, for a prompt and its completion: by default 512 plus `sampling.max_tokens`, or the model's
     context if that is shorter."""
-    optimizer: Annotated[OnlineOptimizer | UserOptimizer, Field(discriminator="kind"), ANY_KIND] = OnlineOptimizer()
-    """AdamW settings, or an optax transformation (`fn`)."""
+    optimizer: Annotated[OnlineOptimizer | OtherOptimizer, Field(discriminator="kind"), ANY_KIND] = OnlineOptimizer()
+    """Optimiser: `adamw`, `lion`, `adafactor`, `muon`, or an optax transformation (`fn`)."""
     rewards: ListOf[RewardSection] = ()
     """Reward functions and reward models; their weighted sum is the reward."""
     prompts_per_step: PositiveInt = 8

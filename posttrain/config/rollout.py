@@ -21,7 +21,8 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.locator import Locator
-from posttrain.config.train import ANY_KIND, MAX_NEW_TOKENS, AdamW, UserOptimizer
+from posttrain.config.optimizer import ANY_KIND, AdamW, OtherOptimizer
+from posttrain.config.train import MAX_NEW_TOKENS
 from posttrain.errors import ConfigError
 
 
@@ -343,5 +344,5 @@ class CriticSection(Section):
     of the stage, without an adapter. A model without a scalar head gets a new one."""
     warmup: NonNegativeInt = 0
     """First batches of rollouts from which the critic learns alone (value warm-up)."""
-    optimizer: Annotated[CriticOptimizer | UserOptimizer, Field(discriminator="kind"), ANY_KIND] = CriticOptimizer()
-    """AdamW settings of the critic, or an optax transformation (`fn`); its schedule has the stage's steps."""
+    optimizer: Annotated[CriticOptimizer | OtherOptimizer, Field(discriminator="kind"), ANY_KIND] = CriticOptimizer()
+    """Optimiser of the critic, of the kinds of the stage's; its schedule has the stage's steps."""

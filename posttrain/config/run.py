@@ -41,6 +41,8 @@ def with_adapter_rate(stage: Any) -> Any:
     given = {} if given == "adamw" else given
     if section is None or not isinstance(given, Mapping) or {"learning_rate", "fn"} & given.keys():
         return stage
+    if given.get("kind", "adamw") != "adamw":  # the others have no default rate
+        return stage
     rate = ADAPTER_RATE_FACTOR * section.model_fields["optimizer"].default.learning_rate
     # 10 * 1e-6 is 9.999999999999999e-06.
     return {**stage, "optimizer": {**given, "learning_rate": float(f"{rate:.6g}")}}

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from posttrain.config.base import Arguments, Flag, ListOf, MomentType, NonNegativeInt, PositiveInt, Section, Text
-from posttrain.config.locator import Locator, Named, UserObject
+from posttrain.config.base import Arguments, Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
+from posttrain.config.locator import Locator, Named
+from posttrain.config.optimizer import ANY_KIND, AdamW, AnyOptimizer, OtherOptimizer, Schedule
 
 ADAPTER_RATE_FACTOR = 10
 """Ratio of the default learning rates of adapters and of full training."""
 MAX_NEW_TOKENS = 512
 """Default length of prompts and of completions."""
-Schedule = Literal["constant", "linear", "cosine"]
 
 
 class DatasetSection(Section):
@@ -48,76 +48,6 @@ class DatasetSection(Section):
     step, and fills rows less."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Sampling weight of the dataset in a mix of several (`mix`)."""
-
-
-class OptimizerSection(Section):
-    """Fields of every optimiser."""
-
-    learning_rate: Annotated[float, Field(gt=0)] | None
-    """Peak learning rate. The default is for full training; that of adapters (`model.lora`, `model.adapter`) is 10
-    times higher."""
-    schedule: Schedule = "constant"
-    """Learning rate schedule: from the peak after `warmup_steps` down to 0 at the last step, or constant."""
-    warmup_steps: NonNegativeInt = 0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    moments: MomentType = "float32"
-    """Storage of moments, of what the optimiser keeps in the shape of a matrix: with `adamw` 8, 4 or 2.1 bytes per
-    parameter. `bfloat16` and `int8` (codes with a scale per block of 64) are rounded stochastically; those of biases
-    and norms stay float32."""
-    stochastic_rounding: Flag = False
-    """Round updated bfloat16 parameters stochastically, without float32 master weights: 4 bytes per parameter less.
-    Needs `model.dtype: bfloat16`."""
-
-
-class AdamW(OptimizerSection):
-    """AdamW, arXiv:1711.05101; biases and norms have no weight decay."""
-
-    kind: Literal["adamw"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)]
-    """Peak learning rate. The default is for full training; that of adapters (`model.lora`, `model.adapter`) is 10
-    times higher."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-
-
-class UserOptimizer(OptimizerSection):
-    """Optax transformation: one of optax's, or one of your own."""
-
-    kind: Literal["user"] = "user"
-    fn: UserObject
-    """Function that returns an `optax.GradientTransformation`: `optax:lion`, `file.py:name`, or in Python the function
-    or the transformation itself. It gets the schedule as `learning_rate`, and `num_steps` if it names it."""
-    args: Arguments = {}
-    """Additional keyword arguments of the function."""
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Peak learning rate; required, but for a transformation made in Python, which has its own."""
-    elementwise: Flag = False
-    """Promise that each element of a parameter is updated on its own, as by `optax:lion`, and unlike `optax:adafactor`.
-    Stacks of matrices are then rounded layer by layer, with less memory."""
-
-    def _mistakes(self) -> Iterator[str]:
-        if isinstance(self.fn.fn, str) or callable(self.fn.fn):
-            if self.learning_rate is None:
-                yield f"learning_rate is required beside fn: {self.fn}; rates of optimisers differ"
-        elif self.learning_rate is not None or self.schedule != "constant" or self.warmup_steps or self.args:
-            yield "learning_rate, schedule, warmup_steps and args are for a function (fn); a transformation has its own"
-
-
-def _with_kind(value: Any) -> Any:
-    """Fields of an optimiser with its kind; a function or transformation becomes its `fn`."""
-    if isinstance(value, AdamW | UserOptimizer):
-        value = {name: getattr(value, name) for name in value.model_fields_set} | {"kind": value.kind}
-    if value == "adamw":
-        return {"kind": value}
-    if not isinstance(value, Mapping):
-        return value if value is None else {"kind": "user", "fn": value}
-    return {"kind": "user" if "fn" in value else "adamw", **value}
-
-
-ANY_KIND = BeforeValidator(_with_kind)
-"""Validator by which a union of an AdamW section and `UserOptimizer` takes either without `kind`."""
 
 
 class SequenceOptimizer(AdamW):
@@ -157,8 +87,8 @@ class TrainSection(Section):
     micro_batch_rows: PositiveInt | None = None
     """Rows per forward pass (gradient accumulation); any split gives the same gradient. Default: all rows; in online
     stages an eighth of them."""
-    optimizer: AdamW | UserOptimizer
-    """AdamW settings, or an optax transformation (`fn`)."""
+    optimizer: AnyOptimizer
+    """Optimiser: `adamw`, `lion`, `adafactor`, `muon`, or an optax transformation (`fn`)."""
     router: RouterSection = RouterSection()
     """Load balancing of MoE models."""
     checkpoint_every: PositiveInt = 25
@@ -258,8 +188,10 @@ class OfflineSection(TrainSection):
 class SequenceSection(OfflineSection):
     """Fields of stages that train on given sequences."""
 
-    optimizer: Annotated[SequenceOptimizer | UserOptimizer, Field(discriminator="kind"), ANY_KIND] = SequenceOptimizer()
-    """AdamW settings, or an optax transformation (`fn`)."""
+    optimizer: Annotated[SequenceOptimizer | OtherOptimizer, Field(discriminator="kind"), ANY_KIND] = (
+        SequenceOptimizer()
+    )
+    """Optimiser: `adamw`, `lion`, `adafactor`, `muon`, or an optax transformation (`fn`)."""
 
     mix: ListOf[DatasetSection] = ()
     """Additional training datasets besides `dataset`, sampled in proportion to `weight`."""

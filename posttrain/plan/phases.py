@@ -65,8 +65,8 @@ from posttrain.stages.distill import terms_of
 from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss, train_settings
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms, placed_shapes
+from posttrain.train.transformations import make_optimizer
 from posttrain.tree import replace
 from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
@@ -327,7 +327,7 @@ def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainProg
     """Programs of a critic as shapes."""
     algorithm = section.algorithm
     assert isinstance(algorithm, PPO)
-    optimizer = make_optimizer(algorithm.critic.optimizer, section.num_steps, seed=0)
+    optimizer = make_optimizer(algorithm.critic.optimizer, section.num_steps, seed=0, model=ModelWeights(model))
     loss = ValueLoss(clip=algorithm.value_clip)
     return TrainPrograms(model, loss, optimizer, critic_settings(section, algorithm), mesh=mesh)
 
@@ -352,7 +352,7 @@ def _programs(
     mesh: Mesh,
     teachers: Sequence[Decoder] = (),
 ) -> TrainPrograms:
-    optimizer = make_optimizer(section.optimizer, section.num_steps or 1000, seed=0)
+    optimizer = make_optimizer(section.optimizer, section.num_steps or 1000, seed=0, model=ModelWeights(model))
     return TrainPrograms(model, loss, optimizer, settings, mesh=mesh, teachers=teachers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,14 @@ from flax import nnx
 from posttrain.config import (
     MESH_AXES,
     ROW_AXES,
+    AnyOptimizer,
     ModelSection,
+    Muon,
     OnlineSection,
     RewardModelSection,
     RLSection,
     RunConfig,
+    UserOptimizer,
 )
 from posttrain.config.algorithm import PPO
 from posttrain.config.rollout import CriticSection
@@ -32,7 +36,8 @@ from posttrain.stages.context import num_training_devices
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
 from posttrain.tracking.trackers import check_dashboards
 from posttrain.train.objective import used_once
-from posttrain.train.optimizers import AnyOptimizer, make_optimizer, state_bytes
+from posttrain.train.optimizers import state_bytes
+from posttrain.train.transformations import BLOCK, groups_of, make_optimizer, parameters_of
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, unreachable
 from posttrain.weights.lora import attach_lora, has_lora
@@ -84,6 +89,7 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
     for name, section in zip(stage_names(config), config.stages, strict=True):
         inputs = next((i for i in prepared.stages if i.section is section), None)
         lines.append(f"{name}: {stage_kind(section.kind).describe(section, inputs, shards)}")
+        lines += describe_groups(name, section.optimizer, prepared.config, prepared.files)
         if isinstance(section, OnlineSection):
             lines += describe_roles(name, section, config, prepared.files, mesh)
     return lines + prepared.notes + row_notes(config, shards)
@@ -119,6 +125,32 @@ def describe_size(config: RunConfig, files: ModelFiles, mesh: Mapping[str, int])
         f"parameters: {size.total:,}, {trained}",
         f"memory: {_bytes(whole)} = {parts}{split}; activations and caches come on top",
     ]
+
+
+def describe_groups(name: str, optimizer: AnyOptimizer, config: RunConfig, files: ModelFiles) -> list[str]:
+    """Report which parameters each part of an optimiser takes, where it has several, with the bytes of their state.
+    ConfigError as in `groups_of`."""
+    if isinstance(optimizer, UserOptimizer) or not (optimizer.groups or isinstance(optimizer, Muon)):
+        return []
+    if files.config is None:
+        return []
+    model = ModelWeights(model_outline(config, files))
+    if config.model.adapter is not None and not has_lora(model.model):
+        return []
+    groups = groups_of(optimizer, model)
+    parameters, shapes, lines = parameters_of(model), model.structs(), []
+    made = make_optimizer(optimizer, 1, seed=0, model=model)
+    states = state_bytes(made, {path: shapes[path] for path in model.trainable()})
+    for group in groups:
+        arrays = sum(math.prod(shapes[path].shape[: parameters[path].num_stacked]) for path in group.paths)
+        numbers, held = (sum(sizes) for sizes in zip(*((shapes[p].size, states[p]) for p in group.paths), strict=True))
+        names = dict.fromkeys(re.sub(BLOCK, "", path) for path in group.paths)
+        lines.append(
+            f"{name}: optimizer {group.label}, learning rate {group.section.learning_rate:g}, weight decay "
+            f"{group.section.weight_decay:g}: {arrays:,} arrays, {numbers:,} parameters, state {_bytes(held)}: "
+            f"{', '.join(names)}"
+        )
+    return lines
 
 
 def describe_roles(
@@ -158,7 +190,7 @@ def training_size(
     weights = ModelWeights(outline)
     trainable, dims = weights.trainable(), weights.dims()
     parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
-    optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, 1, seed=0)
+    optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, 1, seed=0, model=weights)
     states = state_bytes(optimizer, {path: arrays[path] for path in trainable})
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
     once, dtype = used_once(weights), jnp.dtype(config.model.compute_dtype or config.model.dtype)

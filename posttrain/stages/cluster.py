@@ -31,8 +31,8 @@ from posttrain.runtime import processes
 from posttrain.stages.context import RoleDevices, StageRun
 from posttrain.stages.prompts import RolloutInputs
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import has_lora
 from posttrain.weights.scalar_head import add_scalar_head
@@ -168,7 +168,7 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
     trainer = Trainer(
         model,
         loss,
-        make_optimizer(settings.optimizer, section.steps, stage.seed),
+        make_optimizer(settings.optimizer, section.steps, stage.seed, ModelWeights(model)),
         critic_settings(section, section.algorithm),
         mesh=mesh,
     )

@@ -44,13 +44,14 @@ from posttrain.tracking.sinks import Sinks, open_sinks
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.loop import Every, Resumable, StopRequest, TrainingLoop, check_origin, restore_latest
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer, make_schedule
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer, make_schedule
 from posttrain.weights.files import find_folder
 from posttrain.weights.load import init_model, load_model, vocabulary_of
 from posttrain.weights.locate import RANDOM_WEIGHTS, Origin, origin_of_adapter, origin_of_folder, origin_of_init
 from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.weights.save import SavedTokenizer, save_model
+from posttrain.weights.state import ModelWeights
 
 BEST, WHY_BEST = "best", "best.json"
 NO_EVIDENCE = "no evidence: no evaluation is significantly better than the start"
@@ -153,7 +154,7 @@ class StageRun:
         teachers: Sequence[Decoder] = (),
     ) -> Trainer:
         """Make the trainer of `model` on the stage's mesh, with the section's optimizer."""
-        optimizer = make_optimizer(section.optimizer, section.steps, self.seed)
+        optimizer = make_optimizer(section.optimizer, section.steps, self.seed, ModelWeights(model))
         settings = replace(settings, gather_once=self.gather_once)
         return Trainer(model, loss, optimizer, settings, mesh=self.mesh, teachers=teachers)
 

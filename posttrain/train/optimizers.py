@@ -1,10 +1,8 @@
-"""Optimisers: optax transformations on float32 values, with schedules, moments in fewer bits, float32 masters and
-stochastic rounding."""
+"""Optimisers: optax transformations on float32 values, with moments in fewer bits, float32 masters and stochastic
+rounding."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import re
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -17,7 +15,7 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.config import AdamW, MomentType, UserOptimizer
+from posttrain.config import MomentType
 from posttrain.errors import ConfigError
 from posttrain.train.low_precision import (
     Blocks,
@@ -33,7 +31,6 @@ from posttrain.tree import map_with_path, path_str
 from posttrain.weights.state import Weights
 
 Tree = TypeVar("Tree")
-AnyOptimizer = AdamW | UserOptimizer
 
 UNDECAYED = ("bias", "scale", "correction", "sinks")
 """Last path components excluded from weight decay: biases, norm scales, router bias corrections, attention sinks."""
@@ -67,86 +64,6 @@ def decays(path: str) -> bool:
     return re.split(r"[._]", path)[-1] not in UNDECAYED
 
 
-def make_schedule(section: AnyOptimizer, num_steps: int) -> optax.Schedule | None:
-    """Learning rate of step 0, 1, ...: linear warm-up from 0 over `warmup_steps`, then the schedule down to 0 at
-    `num_steps`. None for a transformation with a rate of its own.
-
-    With warm-up the first step has rate 0, as in Hugging Face's `get_*_schedule_with_warmup`.
-    """
-    if section.learning_rate is None:
-        return None
-    peak, warmup, length = section.learning_rate, section.warmup_steps, max(1, num_steps - section.warmup_steps)
-
-    def warming(step: Any) -> Float[Array, ""]:
-        # Not optax's linear schedule, whose rates from 0 on are differences from the peak.
-        return peak * (jnp.asarray(step, jnp.float32) / warmup)
-
-    def cosine(step: Any) -> Float[Array, ""]:
-        # (1 + cos(pi x)) / 2 without the cancellation of optax's near the end.
-        done = jnp.minimum(jnp.asarray(step, jnp.float32) / length, 1.0)
-        return peak * jnp.cos(0.5 * jnp.pi * done) ** 2
-
-    schedules: dict[str, optax.Schedule] = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, 0.0, length),
-        "cosine": cosine,
-    }
-    after = schedules[section.schedule]
-    return optax.join_schedules([warming, after], [warmup]) if warmup else after
-
-
-def make_optimizer(section: AnyOptimizer, num_steps: int, seed: int | None = None) -> Optimizer:
-    """Optimiser of the section, with its schedule. ConfigError without the `seed` that stochastic rounding needs, and
-    for a function of the user that returns no transformation.
-
-    Clipping is done by the trainer with `clipped`, since the gradient norm is also a metric.
-    """
-    made_of: dict[str, Any] = {}
-    if isinstance(section, UserOptimizer):
-        transformation, elementwise = _of_user(section, num_steps), section.elementwise
-    else:
-        transformation, elementwise = _adamw(section, num_steps), True
-        made_of["recipe"] = section, num_steps
-    return Optimizer(
-        **made_of,
-        transformation=transformation,
-        elementwise=elementwise,
-        moments=section.moments,
-        stochastic_rounding=section.stochastic_rounding,
-        seed=seed,
-    )
-
-
-def _adamw(section: AdamW, num_steps: int) -> optax.GradientTransformation:
-    rate = make_schedule(section, num_steps)
-    assert rate is not None
-    betas: dict[str, Any] = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps}
-    if not section.weight_decay:
-        return optax.adam(rate, **betas)
-    return optax.adamw(rate, **betas, weight_decay=section.weight_decay, mask=decay_mask)
-
-
-def _of_user(section: UserOptimizer, num_steps: int) -> optax.GradientTransformation:
-    found = section.fn.load("optimizer.fn")
-    if isinstance(found, optax.GradientTransformation):
-        if section.learning_rate is not None:
-            raise ConfigError(
-                f"optimizer.learning_rate: {section.fn} is a transformation with its own; name a function"
-            )
-        return found
-    if not callable(found):
-        raise ConfigError(f"optimizer.fn: {section.fn} is a {type(found).__name__}; name a function")
-    inputs: dict[str, Any] = {"learning_rate": make_schedule(section, num_steps)}
-    if "num_steps" in inspect.signature(found).parameters:
-        inputs["num_steps"] = num_steps
-    made = dataclasses.replace(section.fn, settings=section.args).call("optimizer.fn", **inputs)
-    if not isinstance(made, optax.GradientTransformation):
-        raise ConfigError(
-            f"optimizer.fn: {section.fn} returned a {type(made).__name__}; return an optax.GradientTransformation"
-        )
-    return made
-
-
 class OptimizerState(NamedTuple):
     """State of `Optimizer`."""
 
@@ -175,14 +92,16 @@ class Optimizer:
     has in the shape of a matrix in fewer bits, and `stochastic_rounding` the parameters without masters. Both are
     rounded stochastically: with beta2 = 0.999 a second moment changes by less than half the distance of two bfloat16
     numbers, and would never decay. The random bits are a function of `seed`, number of the update, path and layer.
-    `elementwise`: the transformation updates each element on its own. Stacks of matrices are then rounded layer by
-    layer, so that there is no second tree of gradients or parameters; otherwise it gets all of them in float32.
+    `elementwise`: the transformation updates each element on its own, but for parameters in `matrixwise`, of which it
+    updates each on its own. Stacks of matrices are then rounded layer by layer, those in `matrixwise` one after the
+    other, so that there is no second tree of gradients or parameters; otherwise it gets all of them in float32.
     """
 
     transformation: optax.GradientTransformation = field(compare=False)
     recipe: Hashable = field(default_factory=object)
     """Values that the transformation is a function of; by default it is equal to no other."""
     elementwise: bool = False
+    matrixwise: frozenset[str] = field(default=frozenset(), compare=False)
     moments: MomentType = "float32"
     stochastic_rounding: bool = False
     seed: int | None = None
@@ -212,7 +131,8 @@ class Optimizer:
                     "jax.random.key_data of a key"
                 )
             counts = place.path is not None or jnp.issubdtype(leaf.dtype, jnp.integer)
-            if self.elementwise and (leaf.shape != shape or not counts):
+            alone = self.elementwise and place.path not in self.matrixwise
+            if alone and (leaf.shape != shape or not counts):
                 whose = "all parameters together" if place.path is None else f"{place.path} {list(shape)}"
                 raise ConfigError(
                     f"optimizer.elementwise: {place.name} of its state, {leaf.dtype}{list(leaf.shape)}, belongs to "
@@ -254,7 +174,14 @@ class Optimizer:
         stacks = [path for path, g in gradients.items() if self.elementwise and self.rounds and g.ndim > 2]
         rest = [path for path in params if path not in stacks]
         parts = [one(_part(whole, rest), {path: gradients[path] for path in rest}, keys)] if rest else []
-        parts += [_by_layer(one, _part(whole, [path]), gradients[path], keys[path]) for path in stacks]
+        for path in stacks:
+            part = _part(whole, [path])
+            at_once = path in self.matrixwise
+            parts.append(
+                one(part, {path: gradients[path]}, keys)
+                if at_once
+                else _by_layer(one, part, gradients[path], keys[path])
+            )
         new = _joined(whole, parts)
         updates = step if usable is None else jnp.where(usable, step, state.updates)
         return new.params, OptimizerState(updates, new.inner, new.masters)

@@ -18,8 +18,8 @@ from posttrain.plan.hlo import kernel_names
 from posttrain.plan.phases import batch_of
 from posttrain.plan.sampling import RolloutShapes
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms, placed_shapes
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.state import ModelWeights
 from tests.aot.slices import FAMILIES, SMALL, mesh_of, model, on
 

@@ -13,8 +13,8 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.plan.lowered import compile_program
 from posttrain.plan.phases import POLICY_ARRAYS, batch_of, vocabulary_trips
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.programs import TrainPrograms
+from posttrain.train.transformations import make_optimizer
 from tests.aot.bounds import GIB, HEAD_8B_GIB, MIB, STEPS
 from tests.aot.slices import QWEN3, QWEN3_8B, QWEN3_30B, Fields, mesh_of, model
 

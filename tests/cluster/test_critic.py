@@ -19,8 +19,8 @@ from posttrain.config import AdamW
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import to_host
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.tree import replace
 from posttrain.weights.scalar_head import add_scalar_head
 from tests.rl.helpers import make_algorithm

@@ -31,8 +31,8 @@ from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.event_loop import run_async
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.tree import digests
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights, without_adapter

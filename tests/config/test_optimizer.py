@@ -14,7 +14,7 @@ from posttrain.config import RunConfig, UserOptimizer
 from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import code_digests
-from posttrain.train.optimizers import make_optimizer, make_schedule
+from posttrain.train.transformations import make_optimizer, make_schedule
 
 pytestmark = pytest.mark.fast
 
@@ -42,6 +42,7 @@ def test_each_form_builds_its_optimizer(tmp_path: Path) -> None:
         "    return optax.sgd(lambda step: scale * num_steps * learning_rate(step))\n"
     )
     assert moved("adamw") < 0 and moved(pt.AdamW(learning_rate=1e-3)) == pytest.approx(moved({"learning_rate": 1e-3}))
+    assert moved({"kind": "lion", "learning_rate": 1e-3}) == pytest.approx(-2e-3)
     assert moved({**LION, "args": {"weight_decay": 0.0}}) == pytest.approx(-2e-3)
     assert moved(optax.sgd(0.1)) == pytest.approx(-0.2)
     assert moved({"fn": optax.sgd, "learning_rate": 0.1, "warmup_steps": 2}) == pytest.approx(-0.05)
@@ -54,8 +55,17 @@ def test_each_form_builds_its_optimizer(tmp_path: Path) -> None:
     ("optimizer", "words"),
     [
         ({"fn": "optax:lion"}, "learning_rate is required beside fn: optax:lion"),
-        ({**LION, "beta1": 0.9}, "optimizer.beta1: unknown field; a field of 'adamw', not of 'user'"),
+        (
+            {**LION, "beta1": 0.9},
+            "beta1: unknown field; a field of 'adamw', 'lion' and 'muon', not of 'user'",
+        ),
         ({"kind": "adam"}, "did you mean 'adamw'"),
+        ("muon", "optimizer.learning_rate: required, but missing"),
+        ({"kind": "lion", "learning_rate": 0.1, "momentum": 0.9}, "a field of 'adafactor' and 'muon', not of 'lion'"),
+        (
+            {"learning_rate": 0.1, "groups": [{"match": "a", "momentum": 0.9}]},
+            "is a field of adafactor and muon",
+        ),
         ({"fn": optax.sgd(0.1), "learning_rate": 0.1}, "a transformation has its own"),
         ({**LION, "args": {"b11": 1}}, "optimizer.fn: 'b11' is no setting of optax:lion; did you mean 'b1'"),
         ({**LION, "fn": "optax:lionn"}, "optax has no 'lionn'; did you mean 'lion'"),

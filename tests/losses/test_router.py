@@ -22,8 +22,8 @@ from posttrain.mesh import make_mesh
 from posttrain.metrics import tables, to_host
 from posttrain.models.config import ModelConfig, RouterConfig, check_router
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.tree import Mean
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import MIXTURE, mixture_config, mixture_model

@@ -33,8 +33,8 @@ from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example
 from posttrain.runtime.event_loop import run_async
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.lora import attach_lora
 from tests.often import often
 from tests.rl.helpers import collector, example, make_algorithm, step_settings

@@ -20,8 +20,8 @@ from posttrain.runs.finished import tokenizer_of
 from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.stages.distill import describe
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.locate import trained_model_files
 from posttrain.weights.lora import count_parameters

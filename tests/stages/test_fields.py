@@ -36,7 +36,7 @@ from posttrain.stages.distill import DistillInputs, cache_folders, terms_of
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RLInputs
 from posttrain.stages.sft import SequenceInputs, SFTInputs
-from posttrain.train.optimizers import make_optimizer
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights

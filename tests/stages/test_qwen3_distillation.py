@@ -22,7 +22,7 @@ from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding
 from posttrain.models.config import Compute, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
-from posttrain.train.optimizers import make_optimizer
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.load import outline_of, with_tokens
 from posttrain.weights.prune import Pruning, pruned_config
 from posttrain.weights.quantize import quantized_outline

@@ -27,8 +27,8 @@ from posttrain.train.low_precision import (
     stored_moment,
 )
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.lora import attach_lora
 from tests.tiny import tiny_model
 from tests.train.test_trainer import rows

@@ -20,8 +20,9 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import Optimizer, clipped, decay_mask, global_norm, make_optimizer, make_schedule
+from posttrain.train.optimizers import Optimizer, clipped, decay_mask, global_norm
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer, make_schedule
 from posttrain.tree import map_with_path
 from tests.often import often
 from tests.tiny import tiny_model

@@ -18,7 +18,7 @@ from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.preference import KTOLoss, PreferenceLoss
 from posttrain.losses.reward_model import BradleyTerryLoss
 from posttrain.metrics import to_host
-from posttrain.train.optimizers import make_optimizer
+from posttrain.train.transformations import make_optimizer
 from posttrain.tree import replace
 from posttrain.weights.scalar_head import with_scalar_head
 from posttrain.weights.state import ModelWeights

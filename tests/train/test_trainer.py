@@ -28,8 +28,8 @@ from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.plan.hlo import read_program
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer, check_finite
+from posttrain.train.transformations import make_optimizer
 from posttrain.tree import Mean, replace
 from posttrain.weights.lora import attach_lora
 from tests.mixtures import mixture_config, mixture_model

@@ -23,8 +23,8 @@ from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
 from posttrain.train import objective
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.load import init_model
 from posttrain.weights.lora import attach_lora, merged_lora, sites
 from posttrain.weights.state import ModelWeights

@@ -22,8 +22,8 @@ from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.quant import PER_OUTPUT, TYPES, Quantized, dequantized, quantized, tile_size
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.load import check_lora, init_model, load_model
 from posttrain.weights.lora import attach_lora, count_parameters, merge_lora, merged_lora
 from posttrain.weights.peft_save import save_adapter

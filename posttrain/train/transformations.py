@@ -1,0 +1,253 @@
+"""Optimisers from their sections: schedules, one transformation for each kind, groups of parameters with their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Float
+
+from posttrain.config import (
+    Adafactor,
+    AdamW,
+    AnyOptimizer,
+    GroupedOptimizer,
+    Lion,
+    Muon,
+    OptimizerSection,
+    UserOptimizer,
+)
+from posttrain.config.optimizer import KINDS
+from posttrain.errors import ConfigError
+from posttrain.train.muon import Parameter, is_array, scale_by_muon
+from posttrain.train.optimizers import Optimizer, decay_mask
+from posttrain.weights.state import ModelWeights
+
+SHARED = ("learning_rate", "schedule", "warmup_steps", "weight_decay")
+"""Fields that a group of any kind has from its optimiser."""
+BLOCK = r"^stages\.(\d+)\.blocks\.(\d+)\."
+"""Start of the paths of parameters of layers."""
+
+
+def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule | None:
+    """Learning rate of step 0, 1, ...: linear warm-up from 0 over `warmup_steps`, then the schedule down to 0 at
+    `num_steps`. None for a transformation with a rate of its own.
+
+    With warm-up the first step has rate 0, as in Hugging Face's `get_*_schedule_with_warmup`.
+    """
+    if section.learning_rate is None:
+        return None
+    peak, warmup, length = section.learning_rate, section.warmup_steps, max(1, num_steps - section.warmup_steps)
+
+    def warming(step: Any) -> Float[Array, ""]:
+        # Not optax's linear schedule, whose rates from 0 on are differences from the peak.
+        return peak * (jnp.asarray(step, jnp.float32) / warmup)
+
+    def cosine(step: Any) -> Float[Array, ""]:
+        # (1 + cos(pi x)) / 2 without the cancellation of optax's near the end.
+        done = jnp.minimum(jnp.asarray(step, jnp.float32) / length, 1.0)
+        return peak * jnp.cos(0.5 * jnp.pi * done) ** 2
+
+    schedules: dict[str, optax.Schedule] = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, length),
+        "cosine": cosine,
+    }
+    after = schedules[section.schedule]
+    return optax.join_schedules([warming, after], [warmup]) if warmup else after
+
+
+def make_optimizer(
+    section: AnyOptimizer, num_steps: int, seed: int | None = None, model: ModelWeights | None = None
+) -> Optimizer:
+    """Optimiser of the section, with its schedule. `model`: what it trains, for kinds and groups that depend on it.
+
+    ConfigError without the `seed` that stochastic rounding needs, for a function of the user that returns no
+    transformation, and for a group as in `groups_of`. Clipping is done by the trainer with `clipped`, since the
+    gradient norm is also a metric.
+    """
+    stored: dict[str, Any] = {
+        "moments": section.moments,
+        "stochastic_rounding": section.stochastic_rounding,
+        "seed": seed,
+    }
+    if isinstance(section, UserOptimizer):
+        return Optimizer(transformation=_of_user(section, num_steps), elementwise=section.elementwise, **stored)
+    stored |= {"recipe": (section, num_steps), "elementwise": True}
+    if isinstance(section, AdamW | Lion) and not section.groups:
+        return Optimizer(transformation=_of_kind(section, num_steps, {}), **stored)
+    if model is None:
+        raise ConfigError(f"optimizer: {section.kind} and groups need the parameters of a model; give `model`")
+    groups, parameters = groups_of(section, model), parameters_of(model)
+    grouping = Grouping(section, parameters)
+    settings = {grouping.name(""): grouping.settings(grouping.name(""))} | {one.name: one.section for one in groups}
+    parts = {name: _of_kind(of_group, num_steps, parameters) for name, of_group in settings.items()}
+    transformation = next(iter(parts.values()))
+    if len(parts) > 1:
+        transformation = optax.partition(parts, lambda params: {path: grouping.name(path) for path in params})
+    whole = (path for one in groups if isinstance(one.section, Adafactor | Muon) for path in one.paths)
+    return Optimizer(transformation=transformation, matrixwise=frozenset(whole), **stored)
+
+
+class ParameterGroup(NamedTuple):
+    """Trained parameters that one transformation updates."""
+
+    name: str
+    section: GroupedOptimizer
+    """Kind and settings."""
+    paths: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """Kind, with the number of the group in `optimizer.groups`."""
+        kind, _, number = self.name.partition("_")
+        return f"{kind} (groups.{number})" if number else kind
+
+
+def groups_of(section: GroupedOptimizer, model: ModelWeights) -> list[ParameterGroup]:
+    """Groups of the trained parameters of a model. ConfigError for a group that takes none, for a setting that is not
+    its kind's, for what is no matrix under `muon`, and for `muon` with nothing to take."""
+    grouping = Grouping(section, parameters_of(model))
+    taken: dict[str, list[str]] = {}
+    for path in sorted(model.trainable()):
+        taken.setdefault(grouping.name(path), []).append(path)
+    for number, one in enumerate(section.groups):
+        if not any(name.endswith(f"_{number}") for name in taken):
+            trained = sorted({re.sub(BLOCK, "", path) for path in model.trainable()})
+            raise ConfigError(
+                f"optimizer.groups.{number}: {one.match!r} matches no trained parameter that no group before takes; "
+                f"trained: {', '.join(trained)}"
+            )
+    if isinstance(section, Muon) and not any(name.startswith("muon") for name in taken):
+        raise ConfigError(
+            "optimizer: muon takes the matrices between hidden states, and none of them is trained here: those of an "
+            "adapter are factors of low rank; use adamw, or name them: groups: [{match: lora_, kind: muon}]"
+        )
+    groups = [ParameterGroup(name, grouping.settings(name), tuple(paths)) for name, paths in taken.items()]
+    for group in groups:
+        vectors = [path for path in group.paths if not grouping.parameters[path].is_matrix]
+        if isinstance(group.section, Muon) and vectors:
+            raise ConfigError(f"optimizer.groups: muon takes matrices, and {vectors[0]} is none; match it elsewhere")
+    return groups
+
+
+class Grouping(NamedTuple):
+    """Assignment of parameters to groups."""
+
+    section: GroupedOptimizer
+    parameters: Mapping[str, Parameter]
+
+    def name(self, path: str) -> str:
+        """Kind of the optimiser of a parameter, with the number of its group if it is in one."""
+        kind = type(self.section).model_fields["kind"].default
+        # Projections of layer matching are no parameters of the model, and in no group.
+        if kind == "muon" and not (path in self.parameters and self.parameters[path].is_hidden):
+            kind = "adamw"
+        for number, group in enumerate(self.section.groups if path in self.parameters else ()):
+            if re.search(group.match, path):
+                return f"{group.kind or kind}_{number}"
+        return str(kind)
+
+    def settings(self, name: str) -> GroupedOptimizer:
+        """Settings of the group of this name."""
+        word, _, number = name.partition("_")
+        kind, section = KINDS[word], self.section
+        group = section.groups[int(number)].settings if number else {}
+        if lacking := [field for field in group if field not in kind.model_fields]:
+            raise ConfigError(f"optimizer.groups.{number}: {lacking[0]} is no field of {word}, which takes some")
+        related = isinstance(section, kind) or (isinstance(section, Muon) and kind is AdamW)
+        fields = [f for f in kind.model_fields if f in type(section).model_fields and f not in ("kind", "groups")]
+        own = {field: getattr(section, field) for field in fields if related or field in SHARED}
+        return kind(**own | group)
+
+
+def parameters_of(model: ModelWeights) -> dict[str, Parameter]:
+    """Form of each parameter of a model, by path."""
+    pattern = re.compile(BLOCK + r"attention\.")
+
+    def heads(path: str) -> dict[str, int]:
+        if (found := pattern.match(path)) is None:
+            return {}
+        attention = model.model.config.stages[int(found[1])].blocks[int(found[2])].attention
+        return {"heads": attention.num_heads, "kv_heads": attention.num_kv_heads}
+
+    return {path: Parameter(dims, heads(path)) for path, dims in model.dims().items()}
+
+
+def _of_kind(
+    section: GroupedOptimizer, num_steps: int, parameters: Mapping[str, Parameter]
+) -> optax.GradientTransformation:
+    rate = make_schedule(section, num_steps)
+    assert rate is not None
+    decay: dict[str, Any] = {"weight_decay": section.weight_decay, "mask": decay_mask}
+    if isinstance(section, AdamW):
+        betas: dict[str, Any] = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps}
+        return optax.adamw(rate, **betas, **decay) if section.weight_decay else optax.adam(rate, **betas)
+    if isinstance(section, Lion):
+        return optax.lion(rate, b1=section.beta1, b2=section.beta2, **decay)
+    assert isinstance(section, Adafactor | Muon)
+    direction = scale_by_muon(section, parameters) if isinstance(section, Muon) else _adafactor(section, parameters)
+    return optax.chain(direction, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
+
+
+def _of_user(section: UserOptimizer, num_steps: int) -> optax.GradientTransformation:
+    found = section.fn.load("optimizer.fn")
+    if isinstance(found, optax.GradientTransformation):
+        if section.learning_rate is not None:
+            raise ConfigError(
+                f"optimizer.learning_rate: {section.fn} is a transformation with its own; name a function"
+            )
+        return found
+    if not callable(found):
+        raise ConfigError(f"optimizer.fn: {section.fn} is a {type(found).__name__}; name a function")
+    inputs: dict[str, Any] = {"learning_rate": make_schedule(section, num_steps)}
+    if "num_steps" in inspect.signature(found).parameters:
+        inputs["num_steps"] = num_steps
+    made = dataclasses.replace(section.fn, settings=section.args).call("optimizer.fn", **inputs)
+    if not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(
+            f"optimizer.fn: {section.fn} returned a {type(made).__name__}; return an optax.GradientTransformation"
+        )
+    return made
+
+
+def _adafactor(section: Adafactor, parameters: Mapping[str, Parameter]) -> optax.GradientTransformation:
+    made = optax.adafactor(
+        min_dim_size_to_factor=section.min_factored,
+        decay_rate=section.decay_rate,
+        multiply_by_parameter_scale=section.parameter_scale,
+        clipping_threshold=section.clip_threshold,
+        momentum=section.momentum,
+    )
+    return optax.chain(each_of_stack(made, parameters), optax.scale(-1.0))
+
+
+def each_of_stack(
+    transformation: optax.GradientTransformation, parameters: Mapping[str, Parameter]
+) -> optax.GradientTransformation:
+    """Transformation of each parameter by itself, and of each layer and expert of a stack."""
+
+    def mapped(function: Callable[..., Any], path: str) -> Callable[..., Any]:
+        for _ in range(parameters[path].num_stacked if path in parameters else 0):
+            function = jax.vmap(function)
+        return function
+
+    def init(params: Any) -> Any:
+        return {path: mapped(transformation.init, path)(p) if is_array(p) else p for path, p in params.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        arrays = [path for path, x in updates.items() if is_array(x)]
+        done = {path: mapped(transformation.update, path)(updates[path], state[path], params[path]) for path in arrays}
+        return (
+            {**updates, **{path: new for path, (new, _) in done.items()}},
+            {**state, **{path: new for path, (_, new) in done.items()}},
+        )
+
+    return optax.GradientTransformation(init, update)
