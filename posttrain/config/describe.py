@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from posttrain.config.base import Section
 from posttrain.config.locator import Locator, UserObject
 from posttrain.config.messages import Key, owned_fields
+from posttrain.config.optimizer import KINDS
 from posttrain.config.other_names import trl_names_of
 from posttrain.config.run import SECTIONS, RunConfig
 from posttrain.config.yaml_file import has_stages, load_config, stage_settings
@@ -176,10 +177,12 @@ def json_schema() -> JsonObject:
     schema = RunConfig.model_json_schema()
     definitions: JsonObject = schema["$defs"]
     kinds = [reference.rpartition("/")[2] for reference in _stage_references(schema)]
+    # A section of an optimiser without a kind is AdamW's, or with `fn` the user's.
+    named = [*kinds, *(section.__name__ for kind, section in KINDS.items() if kind != "adamw")]
     names = _trl_names()
     for name, section in definitions.items():
         _describe(name, section, names)
-        if name in kinds:
+        if name in named:
             section["required"] = ["kind", *section.get("required", [])]
     _describe(RunConfig.__name__, schema, names)
     long = {key: schema[key] for key in ("type", "additionalProperties", "properties", "required")}

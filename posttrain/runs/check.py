@@ -35,9 +35,10 @@ from posttrain.runtime.files import check_writable
 from posttrain.stages.context import num_training_devices
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
 from posttrain.tracking.trackers import check_dashboards
+from posttrain.train.muon import BLOCK, parameters_of
 from posttrain.train.objective import used_once
 from posttrain.train.optimizers import state_bytes
-from posttrain.train.transformations import BLOCK, groups_of, make_optimizer, parameters_of
+from posttrain.train.transformations import groups_of, make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, unreachable
 from posttrain.weights.lora import attach_lora, has_lora

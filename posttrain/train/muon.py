@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, repeat
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from jaxtyping import Float
 
 from posttrain.config import Muon
 from posttrain.mesh import param_spec
+from posttrain.weights.state import ModelWeights
 
 Polynomial = tuple[float, float, float]
 """Coefficients a, b, c of a s + b s^3 + c s^5, applied to singular values."""
@@ -95,8 +97,23 @@ class Parameter(NamedTuple):
         return self.dims[:1] == ("layers",) and self.is_matrix and {*self.dims[-2:]} <= HIDDEN
 
 
+BLOCK = r"^stages\.(\d+)\.blocks\.(\d+)\."
+"""Start of the paths of parameters of layers."""
 STACKED = ("layers", "expert")
 HIDDEN = frozenset(("embed", "heads", "kv_heads", "mlp", "latent"))
+
+
+def parameters_of(model: ModelWeights) -> dict[str, Parameter]:
+    """Form of each parameter of a model, by path."""
+    pattern = re.compile(BLOCK + r"attention\.")
+
+    def heads(path: str) -> dict[str, int]:
+        if (found := pattern.match(path)) is None:
+            return {}
+        attention = model.model.config.stages[int(found[1])].blocks[int(found[2])].attention
+        return {"heads": attention.num_heads, "kv_heads": attention.num_kv_heads}
+
+    return {path: Parameter(dims, heads(path)) for path, dims in model.dims().items()}
 
 
 def scale_by_muon(section: Muon, parameters: Mapping[str, Parameter]) -> optax.GradientTransformation:

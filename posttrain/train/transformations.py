@@ -26,14 +26,12 @@ from posttrain.config import (
 )
 from posttrain.config.optimizer import KINDS
 from posttrain.errors import ConfigError
-from posttrain.train.muon import Parameter, is_array, scale_by_muon
+from posttrain.train.muon import BLOCK, Parameter, is_array, parameters_of, scale_by_muon
 from posttrain.train.optimizers import Optimizer, decay_mask
 from posttrain.weights.state import ModelWeights
 
 SHARED = ("learning_rate", "schedule", "warmup_steps", "weight_decay")
 """Fields that a group of any kind has from its optimiser."""
-BLOCK = r"^stages\.(\d+)\.blocks\.(\d+)\."
-"""Start of the paths of parameters of layers."""
 
 
 def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule | None:
@@ -166,19 +164,6 @@ class Grouping(NamedTuple):
         fields = [f for f in kind.model_fields if f in type(section).model_fields and f not in ("kind", "groups")]
         own = {field: getattr(section, field) for field in fields if related or field in SHARED}
         return kind(**own | group)
-
-
-def parameters_of(model: ModelWeights) -> dict[str, Parameter]:
-    """Form of each parameter of a model, by path."""
-    pattern = re.compile(BLOCK + r"attention\.")
-
-    def heads(path: str) -> dict[str, int]:
-        if (found := pattern.match(path)) is None:
-            return {}
-        attention = model.model.config.stages[int(found[1])].blocks[int(found[2])].attention
-        return {"heads": attention.num_heads, "kv_heads": attention.num_kv_heads}
-
-    return {path: Parameter(dims, heads(path)) for path, dims in model.dims().items()}
 
 
 def _of_kind(
