@@ -327,7 +327,7 @@ def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainProg
     """Programs of a critic as shapes."""
     algorithm = section.algorithm
     assert isinstance(algorithm, PPO)
-    optimizer = make_optimizer(algorithm.critic.optimizer, section.num_steps, seed=0, model=ModelWeights(model))
+    optimizer = make_optimizer(algorithm.critic.optimizer, section.num_steps, seed=0, model=model)
     loss = ValueLoss(clip=algorithm.value_clip)
     return TrainPrograms(model, loss, optimizer, critic_settings(section, algorithm), mesh=mesh)
 
@@ -352,7 +352,7 @@ def _programs(
     mesh: Mesh,
     teachers: Sequence[Decoder] = (),
 ) -> TrainPrograms:
-    optimizer = make_optimizer(section.optimizer, section.num_steps or 1000, seed=0, model=ModelWeights(model))
+    optimizer = make_optimizer(section.optimizer, section.num_steps or 1000, seed=0, model=model)
     return TrainPrograms(model, loss, optimizer, settings, mesh=mesh, teachers=teachers)
 
 

@@ -140,7 +140,7 @@ def describe_groups(name: str, optimizer: AnyOptimizer, config: RunConfig, files
         return []
     groups = groups_of(optimizer, model)
     parameters, shapes, lines = parameters_of(model), model.structs(), []
-    made = make_optimizer(optimizer, 1, seed=0, model=model)
+    made = make_optimizer(optimizer, 1, seed=0, model=model.model)
     states = state_bytes(made, {path: shapes[path] for path in model.trainable()})
     for group in groups:
         arrays = sum(math.prod(shapes[path].shape[: parameters[path].num_stacked]) for path in group.paths)
@@ -191,7 +191,7 @@ def training_size(
     weights = ModelWeights(outline)
     trainable, dims = weights.trainable(), weights.dims()
     parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
-    optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, 1, seed=0, model=weights)
+    optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, 1, seed=0, model=outline)
     states = state_bytes(optimizer, {path: arrays[path] for path in trainable})
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
     once, dtype = used_once(weights), jnp.dtype(config.model.compute_dtype or config.model.dtype)

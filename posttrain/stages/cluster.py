@@ -168,7 +168,7 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
     trainer = Trainer(
         model,
         loss,
-        make_optimizer(settings.optimizer, section.steps, stage.seed, ModelWeights(model)),
+        make_optimizer(settings.optimizer, section.steps, stage.seed, model),
         critic_settings(section, section.algorithm),
         mesh=mesh,
     )

@@ -51,7 +51,6 @@ from posttrain.weights.load import init_model, load_model, vocabulary_of
 from posttrain.weights.locate import RANDOM_WEIGHTS, Origin, origin_of_adapter, origin_of_folder, origin_of_init
 from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.weights.save import SavedTokenizer, save_model
-from posttrain.weights.state import ModelWeights
 
 BEST, WHY_BEST = "best", "best.json"
 NO_EVIDENCE = "no evidence: no evaluation is significantly better than the start"
@@ -154,7 +153,7 @@ class StageRun:
         teachers: Sequence[Decoder] = (),
     ) -> Trainer:
         """Make the trainer of `model` on the stage's mesh, with the section's optimizer."""
-        optimizer = make_optimizer(section.optimizer, section.steps, self.seed, ModelWeights(model))
+        optimizer = make_optimizer(section.optimizer, section.steps, self.seed, model)
         settings = replace(settings, gather_once=self.gather_once)
         return Trainer(model, loss, optimizer, settings, mesh=self.mesh, teachers=teachers)
 

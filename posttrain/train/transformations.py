@@ -26,6 +26,7 @@ from posttrain.config import (
 )
 from posttrain.config.optimizer import KINDS
 from posttrain.errors import ConfigError
+from posttrain.models.decoder import Decoder
 from posttrain.train.muon import BLOCK, Parameter, is_array, parameters_of, scale_by_muon
 from posttrain.train.optimizers import Optimizer, decay_mask
 from posttrain.weights.state import ModelWeights
@@ -63,7 +64,7 @@ def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule |
 
 
 def make_optimizer(
-    section: AnyOptimizer, num_steps: int, seed: int | None = None, model: ModelWeights | None = None
+    section: AnyOptimizer, num_steps: int, seed: int | None = None, model: Decoder | None = None
 ) -> Optimizer:
     """Optimiser of the section, with its schedule. `model`: what it trains, for kinds and groups that depend on it.
 
@@ -83,7 +84,8 @@ def make_optimizer(
         return Optimizer(transformation=_of_kind(section, num_steps, {}), **stored)
     if model is None:
         raise ConfigError(f"optimizer: {section.kind} and groups need the parameters of a model; give `model`")
-    groups, parameters = groups_of(section, model), parameters_of(model)
+    weights = ModelWeights(model)
+    groups, parameters = groups_of(section, weights), parameters_of(weights)
     grouping = Grouping(section, parameters)
     settings = {grouping.name(""): grouping.settings(grouping.name(""))} | {one.name: one.section for one in groups}
     parts = {name: _of_kind(of_group, num_steps, parameters) for name, of_group in settings.items()}

@@ -60,7 +60,7 @@ def gradients(params: dict[str, Any], step: int) -> dict[str, Any]:
 def trained(section: GroupedOptimizer, paths: Sequence[str], kind: str = "dense", steps: int = 3) -> dict[str, Any]:
     """Parameters after updates with made-up gradients."""
     model = weights(kind)
-    optimizer = make_optimizer(section, steps, seed=0, model=model)
+    optimizer = make_optimizer(section, steps, seed=0, model=model.model)
     params = model.read(paths.__contains__)
     state = optimizer.init(params)
     update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, lambda x: x, None))
@@ -207,7 +207,7 @@ def test_groups_that_cannot_be_are_refused(kind: str, section: dict[str, Any], w
 def on_devices(section: GroupedOptimizer, kind: str, axes: dict[str, int]) -> Any:
     """Masters, or parameters without, after two updates on the devices."""
     model, mesh = weights(kind), make_mesh(MeshSection(**axes), jax.devices()[: math.prod(axes.values())])
-    optimizer, shapes = make_optimizer(section, 3, seed=0, model=model), placed_shapes(model, mesh)
+    optimizer, shapes = make_optimizer(section, 3, seed=0, model=model.model), placed_shapes(model, mesh)
     paths = (Q, EXPERTS) if kind == "mixture" else (Q, UP)
     start = {path: p.astype(jnp.bfloat16) for path, p in model.read(paths.__contains__).items()}
     params = jax.device_put(start, {path: shapes[path].sharding for path in paths})
@@ -244,7 +244,7 @@ def test_each_kind_trains_in_few_bits_and_resumes_exactly(section: Any, tmp_path
         stochastic_rounding=True,
         groups=[{"match": "norm", "kind": "adamw", "learning_rate": 1e-3}],
     )
-    optimizer = make_optimizer(made, 4, seed=1, model=ModelWeights(model))
+    optimizer = make_optimizer(made, 4, seed=1, model=model)
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, offload_optimizer=True)
     trainer = Trainer(model, SFTLoss(), optimizer, settings, mesh=make_mesh(MeshSection(data=2, fsdp=2, tensor=2)))
     first = to_host(trainer.step(rows(0)))["loss"]
