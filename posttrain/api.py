@@ -22,6 +22,7 @@ from posttrain.config.run import SECTIONS
 from posttrain.config.train import DatasetSection
 from posttrain.config.yaml_file import build_config, dump_config, load_recorded
 from posttrain.data.files import listed
+from posttrain.data.pictures import written
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
@@ -392,7 +393,7 @@ def _dataset(value: Any, file: Path, templates: Mapping[str, Any]) -> Any:
 
 def _jsonl(name: str, rows: list[Any]) -> str:
     try:
-        return "".join(json.dumps(row) + "\n" for row in rows)
+        return "".join(json.dumps(written(row)) + "\n" for row in rows)
     except TypeError as error:
         raise ConfigError(f"{name}: its rows must be JSON-serialisable: {error}") from error
 

@@ -65,6 +65,7 @@ tell()
 import posttrain.api, posttrain.runs.check, posttrain.runs.run
 posttrain.runs.run.stage_kind("sft")
 tell()
+assert "PIL" not in sys.modules, "runs of text do without it"
 """
 CHECK = """
 import atexit

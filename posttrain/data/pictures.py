@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ class Picture:
         file that is damaged."""
         with self._opened() as image:
             return _turned(_over_white(image), _orientation(image))
+
+    def content(self) -> bytes:
+        """Bytes of the file, or of the pixels of an open image."""
+        if isinstance(self.source, bytes):
+            return self.source
+        return self.source.read_bytes() if isinstance(self.source, Path) else bytes(self.source.tobytes())
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -186,6 +193,30 @@ def _named(text: str, name: str, folder: Path) -> Picture:
         )
     path = folder / Path(text.removeprefix("file://")).expanduser()
     return Picture(f"{name} ({text})", path)
+
+
+def written(value: Any, *, is_picture: bool = False) -> Any:
+    """Row in memory as JSON can hold it: pictures are `data:` URLs, and paths of theirs do not depend on the current
+    folder; other values are unchanged."""
+    if isinstance(value, Mapping):
+        inside = is_picture or value.get("type") == "image"
+        names = ("image", "images", *(("path", "bytes") if inside else ()))
+        return {name: written(item, is_picture=name in names) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [written(item, is_picture=is_picture) for item in value]
+    if not is_picture:
+        return value
+    if isinstance(value, str | Path):
+        path = Path(value).expanduser()
+        named = re.match(r"data:|\w+://", str(value)) is None
+        return str(path.absolute()) if named and path.is_file() else str(value)
+    if isinstance(value, bytes):
+        return f"data:image;base64,{base64.b64encode(value).decode()}"
+    if hasattr(value, "convert") and hasattr(value, "getexif"):
+        file = io.BytesIO()
+        Picture("image", value).pixels().save(file, "PNG")
+        return written(file.getvalue(), is_picture=True)
+    return value
 
 
 class RowPictures:

@@ -101,13 +101,15 @@ class SFTBatches(Stream):
     ) -> None:
         import grain
 
-        streams, prints, tokens = [], [], []
+        streams, prints, tokens, pictures = [], [], [], []
         sources = list(zip(section.datasets, [(rows, renderer), *mixed], strict=True))
         for number, (dataset, source) in enumerate(sources):
             tokenize = row_tokenizer(section, dataset, *source, targets, number)
             require_one(source[0], tokenize, section.row_tokens)
             prints.append(fingerprint(dataset, source[0]))
             tokens.append(token_fingerprint(source[0], tokenize))
+            if renderer.tokenizer.has_images:
+                pictures.append(picture_fingerprint(dataset, *source))
             streams.append(order(len(source[0]), shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
         self._targets = targets
         window = window_of(section, section.datasets)
@@ -121,6 +123,7 @@ class SFTBatches(Stream):
             "packing": section.packing,
             "overlong": section.overlong,
             "window": str(window),
+            **({"pictures": ", ".join(pictures)} if pictures else {}),
         }
         weights = [dataset.weight for dataset in section.datasets]
         stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
@@ -253,6 +256,16 @@ def token_fingerprint(rows: Rows, tokenize: Callable[[int], Sequences]) -> str:
     return _digest(
         json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in sequences])
     )
+
+
+def picture_fingerprint(section: DatasetSection, rows: Rows, renderer: Renderer) -> str:
+    """Hash of the files of pictures in up to 64 rows."""
+    contents = []
+    for index in _sampled(rows):
+        with rows.named(index) as row:
+            prompt, answer = row_messages(row, section, renderer)
+            contents += [digest(picture.content()) for picture in pictures_in([*prompt, *answer])]
+    return _digest(" ".join(contents))
 
 
 def _sampled(rows: Rows) -> list[int]:

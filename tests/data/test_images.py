@@ -21,7 +21,7 @@ from posttrain.data.format import TokenizedExample, prompt_messages, refuse_pict
 from posttrain.data.image_rows import bucket_sizes, with_images
 from posttrain.data.images import Grid, policy_of
 from posttrain.data.packing import LOOK_AHEAD, PackedBatches, fit_to_row
-from posttrain.data.pictures import MAX_PIXELS, Picture, picture_of
+from posttrain.data.pictures import MAX_PIXELS, Picture, picture_of, written
 from posttrain.data.pipeline import make_batches
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
@@ -215,6 +215,32 @@ def test_each_form_of_a_picture_is_the_same(tmp_path: Path) -> None:
     for form in [*forms, {"url": url}, {"bytes": None, "path": str(tmp_path / "a.png")}]:
         picture = picture_of(form, "image", tmp_path)
         assert np.array_equal(np.asarray(picture.pixels()), np.asarray(drawn(0)))
+
+
+def test_pictures_in_memory_are_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in Python is resumed from a file of its rows, which lies elsewhere."""
+    (tmp_path / "a.png").write_bytes(png(drawn(0)))
+    monkeypatch.chdir(tmp_path)
+    parts = [{"type": "image", "path": "a.png"}, {"type": "image", "image": drawn(0)}]
+    images = ["a.png", drawn(0), {"bytes": png(drawn(0)), "path": None}]
+    row = json.loads(json.dumps(written({"images": images, "image": "no file", "messages": [user(*parts)], "n": 1})))
+    assert (row["image"], row["n"]) == ("no file", 1)
+    for held in [*row["images"], *({k: v for k, v in p.items() if k != "type"} for p in row["messages"][0]["content"])]:
+        picture = picture_of(held, "image", Path("/nowhere"))
+        assert np.array_equal(np.asarray(picture.pixels()), np.asarray(drawn(0)))
+    assert written({"text": b"x", "path": "a.png"}) == {"text": b"x", "path": "a.png"}
+
+
+def test_a_run_is_not_resumed_on_other_pictures(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def stream(seed: int) -> Any:
+        drawn(seed).save(tmp_path / "a.png")
+        rows = [{"messages": CASES["one"], "image": str(tmp_path / "a.png")}]
+        return make_batches(rows, tokenizer, batch_rows=1, row_tokens=128, seed=0)
+
+    state = stream(0).state()
+    stream(0).restore(state)
+    with pytest.raises(ConfigError, match="cannot resume: pictures was"):
+        stream(1).restore(state)
 
 
 def test_each_form_of_a_row_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
