@@ -142,6 +142,8 @@ RL = {
     "update_epochs": Feature({"update_epochs": 2}),
     "lora": Feature({}, LORA),
     "rollout.quantize": Feature({"rollout": {"quantize": "int8"}}),
+    "speculative": Feature({"rollout": {"speculative": {"kind": "ngram", "tokens": 2}}}),
+    "cache_dtype": Feature({"rollout": {"cache_dtype": "int8"}}),
     "placement": Feature({"placement": {"rollout": {"devices": 1}}}, devices=2),
 }
 SFT = {
