@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -89,11 +88,14 @@ class Progress(NamedTuple):
         rows: DecodeRows,
         drawn: Drawn,
         experts: Int[Array, "R M k"] | None,
-        grows: Bool[Array, " R"],
-        put: Callable[[Array, Array], Array],
+        step: Int[Array, ""],
     ) -> Progress:
-        """Append a token to the rows that grow. `put`: writes the values of a step into an array of all steps."""
-        old, new = self.chunk, drawn.tokens
+        """Append a token to the active rows."""
+        old, new, grows = self.chunk, drawn.tokens, self.active
+
+        def put(stored: Array, x: Array) -> Array:
+            return stored.at[step].set(x)
+
         chunk = DecodedTokens(
             tokens=put(old.tokens, new),
             logps=put(old.logps, drawn.logps),
@@ -104,7 +106,7 @@ class Progress(NamedTuple):
         )
         positions = jnp.where(grows, self.positions + 1, self.positions)
         ended = jnp.any(new[:, None] == rows.stop_ids, axis=-1) | (positions + 1 >= rows.ends)
-        tally = None if self.tally is None else self.tally.count(new, grows)
+        tally = None if self.tally is None else self.tally.count(new[:, None], grows[:, None])
         return Progress(self.active & ~(grows & ended), jnp.where(grows, new, self.tokens), positions, tally, chunk)
 
 
@@ -137,7 +139,7 @@ def decode(
         logits = by_rows_and_vocab(model.logits(hidden)[:, 0], mesh)
         drawn = draw(logits, now.positions + 1, rows.sampling, now.tally)
         experts = recorded(routing)[:, 0] if record else None
-        return step + 1, near, now.append(rows, drawn, experts, now.active, lambda stored, x: stored.at[step].set(x))
+        return step + 1, near, now.append(rows, drawn, experts, step)
 
     first = (rows.positions // BLOCK).reshape(rows.targets.shape[:2])
     near = pool.opened(rows.context, first, rows.targets, mesh)

@@ -156,10 +156,10 @@ class Tally:
         x = x - p.frequency_penalty[:, None] * self.counts
         return x - jnp.where(self.counts > 0, p.presence_penalty[:, None], 0.0)
 
-    def count(self, tokens: Int[Array, " R"], active: Bool[Array, " R"]) -> Tally:
-        """Count one more token in the samples of the active rows."""
-        rows = jnp.arange(tokens.shape[0])
-        return replace(self, counts=self.counts.at[rows, tokens].add(active.astype(jnp.int32)))
+    def count(self, tokens: Int[Array, "R n"], grows: Bool[Array, "R n"]) -> Tally:
+        """Count the tokens that samples grow by."""
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        return replace(self, counts=self.counts.at[rows, tokens].add(grows.astype(jnp.int32)))
 
 
 ONE_BITS = 0x3F800000

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ from posttrain.models.decoder import NO_TOKEN, Decoder
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decoding import DecodedTokens, DecodeRows, DraftCounts, Progress, recorded
 from posttrain.rollout.paged import Pool
-from posttrain.rollout.sampling import guess, sample
+from posttrain.rollout.sampling import Sampling, Tally, guess, sample
 from posttrain.tree import pytree, replace
 
 MATCH = 8
@@ -48,8 +46,34 @@ class Drafts(NamedTuple):
     """False for rows without a draft."""
 
 
-Propose = Callable[[Any, Progress], tuple[Any, Drafts]]
-"""Drafts of a round from the drafter's state, with the state after them."""
+class Judged(NamedTuple):
+    """A round's draws from the model's logits."""
+
+    tokens: Int[Array, "R k1"]
+    grown: Int[Array, " R"]
+    """Number of them, from the first on, that follow in the sample."""
+
+
+class Source(Protocol):
+    """Source of drafts, whose state a call carries from round to round."""
+
+    def propose(self, state: Any, now: Progress) -> tuple[Any, Drafts]:
+        """Draft the next tokens."""
+
+    def note(self, state: Any, now: Progress, judged: Judged) -> Any:
+        """Update the state by a round. `now`: before it."""
+
+
+class Rounds(NamedTuple):
+    """State of a call between two rounds. The chunk of `now` has places for `length` + 1 tokens of each round."""
+
+    cache: Any
+    state: Any
+    now: Progress
+    number: Int[Array, ""]
+    grown: Int[Array, "steps R"]
+    """Tokens of each round."""
+    drafted: Int[Array, " R"]
 
 
 def speculate(
@@ -72,101 +96,144 @@ def speculate(
 
     `models` and `pools`: the model's; then the draft model's, else tokens are drafted by `lookup`.
     """
-    rows = by_rows(call.rows, mesh)
+    rows, vocab_size = by_rows(call.rows, mesh), models[0].config.vocab_size
     choose_slots(models[0], rows.adapters)
     first = (rows.positions // BLOCK).reshape(rows.targets.shape[:2])
     near = pools[0].opened(rows.context, first, rows.targets, mesh)
     state: Any
-    propose: Propose
+    source: Source
     if call.context is None:
         assert call.history is not None
-        state, propose = by_rows(call.history, mesh), partial(_from_history, length=length)
+        state, source = by_rows(call.history, mesh), History(length)
     else:
         assert call.before is not None and call.window is not None
         state = pools[1].opened(call.context, first, rows.targets, mesh), by_rows(call.before, mesh)
-        propose = partial(
-            _from_model,
-            models[1],
-            rows,
-            models[0].config.vocab_size,
-            by_rows(call.window, mesh),
-            length=length,
-            mesh=mesh,
-        )
-    judge = _Judge(rows, length, steps, mesh)
-    ones = jnp.ones((rows.tokens.shape[0], length + 1), jnp.int32)
+        source = DraftModel(models[1], rows.sampling, vocab_size, by_rows(call.window, mesh), length, mesh)
+    places, count = jnp.arange(length + 1, dtype=jnp.int32)[None], rows.tokens.shape[0]
 
-    def active_left(carry: tuple[Any, Any, Progress, DraftCounts]) -> Array:
-        return jnp.sum(carry[2].active) > stop_at
+    def active_left(rounds: Rounds) -> Array:
+        return jnp.sum(rounds.now.active) > stop_at
 
-    def body(carry: tuple[Any, Any, Progress, DraftCounts]) -> tuple[Any, Any, Progress, DraftCounts]:
-        near, state, now, counts = carry
-        state, drafts = propose(state, now)
-        counts = DraftCounts(
-            rounds=counts.rounds + now.active, drafted=counts.drafted + length * (now.active & drafts.found)
-        )
+    def body(rounds: Rounds) -> Rounds:
+        now = rounds.now
+        state, drafts = source.propose(rounds.state, now)
         tokens = jnp.concatenate([now.tokens[:, None], drafts.tokens], axis=1)
-        positions = now.positions[:, None] + jnp.arange(length + 1, dtype=jnp.int32)[None]
-        hidden, near, routing = models[0].forward(tokens, positions, ones, near)
-        logits, experts = models[0].logits(hidden), recorded(routing) if record else None
-        return near, state, judge(now, drafts, logits, experts), counts
+        hidden, cache, routing = models[0].forward(
+            tokens, now.positions[:, None] + places, jnp.ones_like(tokens), rounds.cache
+        )
+        experts = recorded(routing) if record else None
+        after, judged = judge(now, drafts, models[0].logits(hidden), experts, rows, rounds.number, steps, mesh)
+        return Rounds(
+            cache=cache,
+            state=source.note(state, now, judged),
+            now=after,
+            number=rounds.number + 1,
+            grown=rounds.grown.at[rounds.number].set(judged.grown),
+            drafted=rounds.drafted + length * (now.active & drafts.found),
+        )
 
-    none = jnp.zeros(rows.tokens.shape, jnp.int32)
-    start = Progress.start(models[0], rows, steps=steps, record=record)
-    carry = (near, state, start, DraftCounts(rounds=none, drafted=none))
-    near, state, now, counts = jax.lax.while_loop(active_left, body, carry)
-    caches = [near] if call.context is None else [near, state[0]]
+    start = Progress.start(models[0], rows, steps=steps * (length + 1), record=record)
+    none, zero = jnp.zeros((steps, count), jnp.int32), jnp.int32(0)
+    rounds = jax.lax.while_loop(active_left, body, Rounds(near, state, start, zero, none, none[0]))
+    caches = [rounds.cache] if call.context is None else [rounds.cache, rounds.state[0]]
     closed = [pool.closed(cache, first, rows.targets) for pool, cache in zip(pools, caches, strict=True)]
-    return tuple(closed), replace(now.chunk, drafts=counts)
+    counts = DraftCounts(rounds=jnp.sum(rounds.grown > 0, axis=0), drafted=rounds.drafted)
+    return tuple(closed), replace(_joined(rounds.now.chunk, rounds.grown, length + 1), drafts=counts)
 
 
-class _Judge(NamedTuple):
-    rows: DecodeRows
+def judge(
+    now: Progress,
+    drafts: Drafts,
+    logits: Float[Array, "R k1 V"],
+    experts: Int[Array, "R k1 M k"] | None,
+    rows: DecodeRows,
+    number: Int[Array, ""],
+    steps: int,
+    mesh: Mesh | None,
+) -> tuple[Progress, Judged]:
+    """Draw at all places as if the drafts before were accepted, and keep the draws up to the first other one.
+
+    `number`: of the round, whose draws the chunk keeps at its own places; `steps`: tokens of a row in this call.
+    """
+    count, places, vocab_size = logits.shape
+    positions = now.positions[:, None] + 1 + jnp.arange(places, dtype=jnp.int32)[None]
+    sampling = jax.tree.map(lambda x: jnp.repeat(x, places, axis=0), rows.sampling)
+    tally = None if now.tally is None else _tally_after(now.tally, drafts.tokens)
+    flat = by_rows_and_vocab(logits.reshape(-1, vocab_size), mesh)
+    drawn = on_each_shard(sample, mesh)(flat, positions.reshape(-1), sampling, tally)
+    drawn = jax.tree.map(lambda x: x.reshape(count, places, *x.shape[1:]), drawn)
+
+    ended = jnp.any(drawn.tokens[:, :, None] == rows.stop_ids[:, None], axis=-1) | (positions + 1 >= rows.ends[:, None])
+    ended |= now.chunk.counts[:, None] + 1 + jnp.arange(places, dtype=jnp.int32)[None] >= steps
+    goes_on = drafts.found[:, None] & ~ended[:, :-1] & (drawn.tokens[:, :-1] == drafts.tokens)
+    grows = jnp.cumprod(jnp.concatenate([now.active[:, None], goes_on], axis=1).astype(jnp.int32), axis=1)
+    grown = jnp.sum(grows, axis=1)
+    last = jnp.maximum(grown - 1, 0)[:, None]
+
+    def put(stored: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(stored, new.swapaxes(0, 1), number * places, axis=0)
+
+    old = now.chunk
+    chunk = DecodedTokens(
+        tokens=put(old.tokens, drawn.tokens),
+        logps=put(old.logps, drawn.logps),
+        kept_logps=put(old.kept_logps, drawn.kept_logps),
+        counts=old.counts + grown,
+        top=jax.tree.map(put, old.top, drawn.top),
+        experts=None if old.experts is None or experts is None else put(old.experts, experts),
+    )
+    newest = jnp.take_along_axis(drawn.tokens, last, axis=1)[:, 0]
+    after = Progress(
+        active=now.active & ~jnp.take_along_axis(ended, last, axis=1)[:, 0],
+        tokens=jnp.where(now.active, newest, now.tokens),
+        positions=now.positions + grown,
+        tally=None if now.tally is None else now.tally.count(drawn.tokens, grows > 0),
+        chunk=chunk,
+    )
+    return after, Judged(drawn.tokens, grown)
+
+
+def _tally_after(tally: Tally, drafts: Int[Array, "R k"]) -> Tally:
+    """The tally before each of `length` + 1 places, as more rows: of the drafts before it."""
+    length, vocab = drafts.shape[1], jnp.arange(tally.counts.shape[1], dtype=drafts.dtype)
+    seen = (drafts[:, :, None] == vocab).astype(tally.counts.dtype)
+    before = jnp.pad(jnp.cumsum(seen, axis=1), ((0, 0), (1, 0), (0, 0)))
+    every: Tally = jax.tree.map(lambda x: jnp.repeat(x, length + 1, axis=0), tally)
+    return replace(every, counts=every.counts + before.reshape(every.counts.shape))
+
+
+def _joined(chunk: DecodedTokens, grown: Int[Array, "steps R"], places: int) -> DecodedTokens:
+    """The tokens of all rounds without what was refused, each row's from step 0 on."""
+    ends, steps = jnp.cumsum(grown, axis=0), jnp.arange(grown.shape[0], dtype=jnp.int32)
+    number = jnp.sum(ends[None] <= steps[:, None, None], axis=1)
+    start = jnp.take_along_axis(ends - grown, number, axis=0, mode="clip")
+    index = number * places + steps[:, None] - start
+
+    def joined(x: Array) -> Array:
+        return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=0, mode="clip")
+
+    return replace(
+        chunk,
+        tokens=joined(chunk.tokens),
+        logps=joined(chunk.logps),
+        kept_logps=joined(chunk.kept_logps),
+        top=jax.tree.map(joined, chunk.top),
+        experts=jax.tree.map(joined, chunk.experts),
+    )
+
+
+class History(NamedTuple):
+    """Drafts from what prompt and sample have repeated; the state is both, by position."""
+
     length: int
-    steps: int
-    mesh: Mesh | None
 
-    def __call__(
-        self,
-        now: Progress,
-        drafts: Drafts,
-        logits: Float[Array, "R k1 V"],
-        experts: Int[Array, "R k1 M k"] | None,
-    ) -> Progress:
-        """Draw token by token, as long as those before are the drafted ones: one more than are accepted."""
-        draw, numbers = on_each_shard(sample, self.mesh), jnp.arange(logits.shape[0])
+    def propose(self, state: Int[Array, "R S"], now: Progress) -> tuple[Int[Array, "R S"], Drafts]:
+        return state, lookup(state, now.positions, self.length)
 
-        def any_agrees(carry: tuple[Array, Array, Progress]) -> Array:
-            return (carry[0] <= self.length) & jnp.any(carry[1])
-
-        def body(carry: tuple[Array, Array, Progress]) -> tuple[Array, Array, Progress]:
-            place, agrees, now = carry
-            here = by_rows_and_vocab(logits[:, place], self.mesh)
-            drawn = draw(here, now.positions + 1, self.rows.sampling, now.tally)
-            steps = jnp.where(agrees, now.chunk.counts, self.steps)
-            now = now.append(
-                self.rows,
-                drawn,
-                None if experts is None else experts[:, place],
-                agrees,
-                lambda stored, x: stored.at[steps, numbers].set(x, mode="drop"),
-            )
-            now = now._replace(active=now.active & (now.chunk.counts < self.steps))
-            # The last draw comes after all drafts.
-            same = drawn.tokens == drafts.tokens[:, jnp.minimum(place, self.length - 1)]
-            return place + 1, agrees & now.active & drafts.found & same, now
-
-        _, _, now = jax.lax.while_loop(any_agrees, body, (jnp.int32(0), now.active, now))
-        return now
-
-
-def _from_history(history: Int[Array, "R S"], now: Progress, *, length: int) -> tuple[Int[Array, "R S"], Drafts]:
-    """Note the tokens of the last round, and look up what may follow."""
-    numbers, back = jnp.arange(history.shape[0])[:, None], jnp.arange(length + 1, dtype=jnp.int32)[None]
-    steps = now.chunk.counts[:, None] - 1 - back
-    places = jnp.where(steps >= 0, now.positions[:, None] - back, history.shape[1])
-    history = history.at[numbers, places].set(now.chunk.tokens[jnp.maximum(steps, 0), numbers], mode="drop")
-    return history, lookup(history, now.positions, length)
+    def note(self, state: Int[Array, "R S"], now: Progress, judged: Judged) -> Int[Array, "R S"]:
+        places = jnp.arange(state.shape[1], dtype=jnp.int32)[None] - now.positions[:, None] - 1
+        tokens = jnp.take_along_axis(judged.tokens, jnp.clip(places, 0, self.length), axis=1)
+        return jnp.where((places >= 0) & (places < judged.grown[:, None]), tokens, state)
 
 
 def lookup(history: Int[Array, "R S"], positions: Int[Array, " R"], length: int) -> Drafts:
@@ -188,42 +255,41 @@ def lookup(history: Int[Array, "R S"], positions: Int[Array, " R"], length: int)
     return Drafts(jnp.take_along_axis(history, follows, axis=1, mode="clip"), found)
 
 
-def _from_model(
-    drafter: Decoder,
-    rows: DecodeRows,
-    vocab_size: int,
-    window: Float[Array, " R"],
-    state: tuple[Any, Int[Array, " R"]],
-    now: Progress,
-    *,
-    length: int,
-    mesh: Mesh | None,
-) -> tuple[tuple[Any, Int[Array, " R"]], Drafts]:
-    """Draft with a model. `state`: its cache, and the token before the newest one, which it reads again: after a round
-    that accepted all drafts it has not read the last of them."""
-    near, before = state
-    draw = on_each_shard(guess, mesh)
-    counts, numbers = now.chunk.counts, jnp.arange(now.tokens.shape[0])
-    before = jnp.where(counts > 1, now.chunk.tokens[jnp.maximum(counts - 2, 0), numbers], before)
-    before = jnp.where(counts == 1, rows.tokens, before)
+class DraftModel(NamedTuple):
+    """Drafts of a smaller model. The state is its cache, and the token before the newest one, which it reads again:
+    after a round that accepted all drafts it has not read the last of them."""
 
-    def next_of(near: Any, tokens: Array, positions: Array) -> tuple[Any, Array]:
-        hidden, near, _ = drafter.forward(tokens, positions, jnp.ones_like(tokens), near)
-        logits = drafter.logits(hidden[:, -1:])[:, 0, :vocab_size]
-        logits = jnp.pad(logits, ((0, 0), (0, vocab_size - logits.shape[1])), constant_values=NO_TOKEN)
-        return near, draw(by_rows_and_vocab(logits, mesh), positions[:, -1] + 1, rows.sampling, now.tally, window)
+    model: Decoder
+    sampling: Sampling
+    vocab_size: int
+    window: Float[Array, " R"]
+    length: int
+    mesh: Mesh | None
 
-    def step(carry: tuple[Any, Array], index: Array) -> tuple[tuple[Any, Array], Array]:
-        near, drawn = next_of(carry[0], carry[1][:, None], (now.positions + index)[:, None])
-        return (near, drawn), drawn
+    def propose(self, state: tuple[Any, Int[Array, " R"]], now: Progress) -> tuple[Any, Drafts]:
+        near, before = state
+        # The first token of a row stands in for the one before it.
+        pair = jnp.stack([jnp.where(now.positions > 0, before, now.tokens), now.tokens], axis=1)
+        places = jnp.stack([jnp.maximum(now.positions - 1, 0), now.positions], axis=1)
+        near, first = self._next(near, pair, places, now)
 
-    # The first token of a row stands in for the one before it.
-    before = jnp.where(now.positions > 0, before, now.tokens)
-    pair = (
-        jnp.stack([before, now.tokens], axis=1),
-        jnp.stack([jnp.maximum(now.positions - 1, 0), now.positions], axis=1),
-    )
-    near, first = next_of(near, *pair)
-    (near, _), tokens = jax.lax.scan(step, (near, first), jnp.arange(1, length, dtype=jnp.int32))
-    drafts = jnp.concatenate([first[:, None], tokens.T], axis=1)
-    return (near, state[1]), Drafts(drafts, jnp.ones(now.tokens.shape, bool))
+        def step(carry: tuple[Any, Array], index: Array) -> tuple[tuple[Any, Array], Array]:
+            near, drawn = self._next(carry[0], carry[1][:, None], (now.positions + index)[:, None], now)
+            return (near, drawn), drawn
+
+        (near, _), tokens = jax.lax.scan(step, (near, first), jnp.arange(1, self.length, dtype=jnp.int32))
+        drafts = jnp.concatenate([first[:, None], tokens.T], axis=1)
+        return (near, before), Drafts(drafts, jnp.ones(now.tokens.shape, bool))
+
+    def note(self, state: tuple[Any, Int[Array, " R"]], now: Progress, judged: Judged) -> tuple[Any, Array]:
+        second = jnp.take_along_axis(judged.tokens, jnp.maximum(judged.grown - 2, 0)[:, None], axis=1)[:, 0]
+        before = jnp.where(judged.grown > 1, second, jnp.where(judged.grown == 1, now.tokens, state[1]))
+        return state[0], before
+
+    def _next(self, near: Any, tokens: Array, positions: Array, now: Progress) -> tuple[Any, Int[Array, " R"]]:
+        hidden, near, _ = self.model.forward(tokens, positions, jnp.ones_like(tokens), near)
+        logits = self.model.logits(hidden[:, -1:])[:, 0, : self.vocab_size]
+        logits = jnp.pad(logits, ((0, 0), (0, self.vocab_size - logits.shape[1])), constant_values=NO_TOKEN)
+        draw = on_each_shard(guess, self.mesh)
+        logits = by_rows_and_vocab(logits, self.mesh)
+        return near, draw(logits, positions[:, -1] + 1, self.sampling, now.tally, self.window)

@@ -41,7 +41,7 @@ def applied_to(tally: Tally | None, logits: jax.Array) -> jax.Array:
 
 @jax.jit
 def counted(tally: Tally, tokens: jax.Array, active: jax.Array) -> Tally:
-    return tally.count(tokens, active)
+    return tally.count(tokens[:, None], active[:, None])
 
 
 def params(**settings: Any) -> SamplingParams:
