@@ -65,7 +65,7 @@ class DraftCounts:
     rounds: Int[Array, " R"]
     """Forward passes of the model for each row while it was active."""
     drafted: Int[Array, " R"]
-    """Tokens drafted for each row."""
+    """Tokens drafted for each row, without those beyond its end or that of the call."""
 
 
 class Progress(NamedTuple):

@@ -116,6 +116,7 @@ def speculate(
 
     def body(rounds: Rounds) -> Rounds:
         now = rounds.now
+        left = jnp.minimum(rows.ends - 1 - now.positions, steps - now.chunk.counts)
         state, drafts = source.propose(rounds.state, now)
         tokens = jnp.concatenate([now.tokens[:, None], drafts.tokens], axis=1)
         hidden, cache, routing = models[0].forward(
@@ -129,7 +130,7 @@ def speculate(
             now=after,
             number=rounds.number + 1,
             grown=rounds.grown.at[rounds.number].set(judged.grown),
-            drafted=rounds.drafted + length * (now.active & drafts.found),
+            drafted=rounds.drafted + jnp.where(now.active & drafts.found, jnp.clip(left - 1, 0, length), 0),
         )
 
     start = Progress.start(models[0], rows, steps=steps * (length + 1), record=record)
@@ -196,7 +197,7 @@ def judge(
 def _tally_after(tally: Tally, drafts: Int[Array, "R k"]) -> Tally:
     """The tally before each of `length` + 1 places, as more rows: of the drafts before it."""
     length, vocab = drafts.shape[1], jnp.arange(tally.counts.shape[1], dtype=drafts.dtype)
-    seen = (drafts[:, :, None] == vocab).astype(tally.counts.dtype)
+    seen = (drafts[:, :, None] == vocab[None, None]).astype(tally.counts.dtype)
     before = jnp.pad(jnp.cumsum(seen, axis=1), ((0, 0), (1, 0), (0, 0)))
     every: Tally = jax.tree.map(lambda x: jnp.repeat(x, length + 1, axis=0), tally)
     return replace(every, counts=every.counts + before.reshape(every.counts.shape))
@@ -227,7 +228,7 @@ class History(NamedTuple):
 
     length: int
 
-    def propose(self, state: Int[Array, "R S"], now: Progress) -> tuple[Int[Array, "R S"], Drafts]:
+    def propose(self, state: Int[Array, "R S"], now: Progress) -> tuple[Any, Drafts]:
         return state, lookup(state, now.positions, self.length)
 
     def note(self, state: Int[Array, "R S"], now: Progress, judged: Judged) -> Int[Array, "R S"]:

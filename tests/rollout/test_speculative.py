@@ -133,8 +133,7 @@ def test_the_draft_model_has_read_everything(model: Decoder) -> None:
         engine.generate_all(prompts, [params(i, max_tokens=36) for i in range(6)])
         metrics = engine.metrics()
         assert metrics["rollout/preemptions"] > 0 and 0.2 < metrics["rollout/speculative/share"] < 0.9
-        # The last drafts of a call go beyond its tokens.
-        assert metrics["rollout/speculative/accepted"] > 0.7
+        assert metrics["rollout/speculative/accepted"] > 0.95
 
 
 @pytest.mark.thorough
@@ -152,8 +151,7 @@ def test_every_layout_and_length(layout: str, drafts: int) -> None:
         engine = make(model, speculation)
         for got, one in zip(engine.generate_all(prompts, each), expected, strict=True):
             assert_same(got, one)
-    # A call of five tokens takes four of five drafts at most.
-    assert engine.metrics()["rollout/speculative/accepted"] > (0.8 if drafts == 1 else 0.6)
+    assert engine.metrics()["rollout/speculative/accepted"] > 0.95  # all, but for stops in the middle of a round
 
 
 def base(where: str, seed: int = 0) -> Decoder:
