@@ -364,6 +364,8 @@ class Decoder(nnx.Module):
         for _, node in list(nnx.iter_graph(sliced)):
             if isinstance(node, fusible):
                 node.fuse(head_shards(self.compute.mesh))
+        if platform_of(self.compute.mesh) == "tpu" and self.head is not None:
+            sliced.embed.widen()
         if config is not self.config:
             sliced.stages = nnx.List([piece for stage in sliced.stages for piece in stage.split_repeats()])
             for stage, first in zip(sliced.stages, first_layers(config), strict=True):

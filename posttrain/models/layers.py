@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Shaped
 
+from posttrain.kernels.attention.joined import LANES
 from posttrain.kernels.platform import matmul, platform_of, written, written_gradients
 from posttrain.mesh import TOKEN_AXIS, row_axes, row_shards, split_axes
 from posttrain.models.activations import GATE, UP
@@ -215,12 +216,20 @@ class Embedding(Adaptable):
         self.scale = scale
         self.embedding = param(normal(init, (vocab_size, embed_dim)), ("vocab", "embed"))
         self.adapters = nnx.Dict({})
+        self.width = embed_dim
 
     def matrices(self) -> Mapping[str, Any]:
         return {"embedding": self.embedding}
 
+    def widen(self) -> None:
+        """Pad rows to whole registers, for lookups only: a TPU stores a table by columns where its rows alone would
+        need padding, and copies it for every program that looks rows up."""
+        rows, columns = self.embedding.shape
+        if rows % LANES == 0 and columns % LANES and not self.adapters:
+            self.embedding.set_value(jnp.pad(self.embedding[...], [(0, 0), (0, -columns % LANES)]))
+
     def __call__(self, tokens: Int[Array, "B T"], dtype: np.dtype, mesh: Mesh | None) -> Float[Array, "B T D"]:
-        x = lookup(self.embedding[...], tokens, dtype, mesh)
+        x = lookup(self.embedding[...], tokens, dtype, mesh)[..., : self.width]
         if adapter := self.adapters.get("embedding"):
             low = adapter.own(jnp.take(adapter.lora_a[...], tokens, axis=0).astype(dtype))
             x = adapter.added(x, low, self.embedding[...])

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose
 
 from posttrain.config import ROW_AXES, MeshSection
 from posttrain.mesh import make_mesh, split_axes
-from posttrain.models.layers import lookup
+from posttrain.models.layers import Embedding, Init, lookup
 
 ROWS, LENGTH, WIDTH = 8, 4, 16
 WHOLE = rf"(?:all-gather|all-reduce)[^=]*= [a-z0-9]+\[{ROWS},{LENGTH},{WIDTH}\]|\[{ROWS},{LENGTH},{WIDTH}\]\S* all-"
@@ -52,3 +53,14 @@ def test_eight_devices_as_one(axes: dict[str, int], vocabulary: int) -> None:
     assert gradient.sharding.shard_shape(gradient.shape) == given[0].sharding.shard_shape(table.shape)
     text = compiled.as_text()
     assert text is not None and re.search(WHOLE, text) is None
+
+
+@pytest.mark.parametrize(("vocabulary", "width", "stored"), [(256, 72, 128), (256, 128, 128), (250, 72, 72)])
+def test_a_table_for_lookups_has_whole_registers(vocabulary: int, width: int, stored: int) -> None:
+    """Where a TPU would else store it by columns, and copy it for each program; its rows are the same."""
+    embedding = Embedding(vocabulary, width, Init(0.02, np.dtype(np.float32), nnx.Rngs(0)), scale=2.0)
+    tokens = jnp.asarray([[0, 5, vocabulary - 1]])
+    expected = embedding(tokens, np.dtype(np.float32), None)
+    embedding.widen()
+    assert embedding.embedding.shape == (vocabulary, stored)
+    np.testing.assert_array_equal(embedding(tokens, np.dtype(np.float32), None), expected)
