@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from posttrain.models.decoder import Decoder
+from posttrain.models.names import TOWER
 from posttrain.plan.hlo import Buffer, Collective, Large, ProgramText, kernel_names, read_program
 from posttrain.plan.machine import EFFORT, LEVEL, Machine, libtpu_version
 from posttrain.runtime.files import cache_folder
@@ -114,12 +115,13 @@ def total_parameters(model: Decoder) -> int:
 
 
 def active_parameters(model: Decoder) -> float:
-    """Parameters that a token meets: of the experts of an MoE layer as many as it is routed to; no lookup table."""
+    """Parameters that a token meets: of the experts of an MoE layer as many as it is routed to; no lookup table, and
+    nothing of a vision tower, which meets images."""
     total = 0.0
     mixtures = model.config.mixtures
     share = mixtures[0].top_k / mixtures[0].num_experts if mixtures else 1.0
     for path, dims, shape in ModelWeights(model).shapes():
-        if path.startswith("embed.") and not model.config.tie_embeddings:
+        if path.startswith(TOWER) or (path.startswith("embed.") and not model.config.tie_embeddings):
             continue
         total += math.prod(shape) * (share if "expert" in dims else 1.0)
     return total

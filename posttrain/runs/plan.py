@@ -104,6 +104,8 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
             outcomes = []
         else:
             yield from report(stage, outcomes, machine)
+            if config.model.vision != "none":
+                yield "  not counted: images, with the vision tower's work on them; its weights are"
             if isinstance(section, OnlineSection) and machine.num_hosts > 1:
                 yield f"  not counted: the copies of the weights with which the {machine.num_hosts} processes sample"
             if chip.platform == "cpu":

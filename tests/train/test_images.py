@@ -20,6 +20,7 @@ from posttrain.mesh import make_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.models.vision.tower import ImageInputs
+from posttrain.plan.lowered import active_parameters
 from posttrain.rollout.engine import NativeEngine
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
@@ -159,3 +160,9 @@ def test_the_engine_refuses_a_tower(case: VisionCase) -> None:
     model: Decoder = load_model(case.folder, vision="frozen")
     with pytest.raises(ConfigError, match=r"model\.vision: the engine reads text alone"):
         NativeEngine(model, slots=1, max_length=64, decode_steps=4, tokenizer_decode=None)
+
+
+def test_a_tower_is_no_parameter_of_tokens(case: VisionCase) -> None:
+    """In operations per token, of plan and metrics."""
+    with_tower, alone = (load_model(case.folder, vision=vision) for vision in ("frozen", "none"))
+    assert active_parameters(with_tower) == active_parameters(alone)
