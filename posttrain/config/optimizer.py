@@ -17,14 +17,30 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
+class PhaseSection(Section):
+    """Phase of a learning rate schedule: from where the phase before ended, at first the peak, to `end`."""
+
+    kind: Schedule
+    """Form: `constant`, `linear` or `cosine`."""
+    steps: PositiveInt | None = None
+    """Steps of the phase; only the last one may leave them out, and lasts to the end of the stage."""
+    end: NonNegative | None = None
+    """Rate at the end, as a share of the peak; by default 0. A `constant` phase stays where it is."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.kind == "constant" and self.end is not None:
+            yield "end is for linear and cosine phases; a constant one stays where it is"
+
+
 class OptimizerSection(Section):
     """Fields of every optimiser."""
 
     learning_rate: Rate | None
     """Peak learning rate. The default is for full training with AdamW; that of adapters (`model.lora`, `model.adapter`)
     is 10 times higher. Other kinds have none."""
-    schedule: Schedule = "constant"
-    """Learning rate schedule: from the peak after `warmup_steps` down to 0 at the last step, or constant."""
+    schedule: Schedule | ListOf[PhaseSection] = "constant"
+    """Learning rate schedule: from the peak after `warmup_steps` down to 0 at the last step, or constant; or phases one
+    after the other: `[{kind: constant, steps: 800}, {kind: linear, end: 0.1}]`."""
     warmup_steps: NonNegativeInt = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     moments: MomentType = "float32"
@@ -34,6 +50,19 @@ class OptimizerSection(Section):
     stochastic_rounding: Flag = False
     """Round updated bfloat16 parameters stochastically, without float32 master weights: 4 bytes per parameter less.
     Needs `model.dtype: bfloat16`."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if not isinstance(self.schedule, str):
+            if not self.schedule:
+                yield "schedule: give a kind, or at least one phase"
+            elif any(phase.steps is None for phase in self.schedule[:-1]):
+                yield "schedule: every phase but the last needs steps"
+
+    @property
+    def fixed_steps(self) -> int:
+        """Steps that the schedule must have room for, and one of the phase after them."""
+        phases = () if isinstance(self.schedule, str) else self.schedule
+        return self.warmup_steps + sum(phase.steps or 1 for phase in phases)
 
 
 class GroupSection(Section):

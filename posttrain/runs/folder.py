@@ -156,9 +156,11 @@ def _extend(output: Path, before: RunConfig, after: RunConfig, indices: Sequence
     for index in indices:
         old, new, folder = before.stages[index], after.stages[index], output / names[index]
         line = f"{names[index]}: num_steps grows from {old.steps} to {new.steps}"
-        if new.optimizer.schedule != "constant":
+        schedule = new.optimizer.schedule
+        if schedule != "constant":
+            shown = schedule if isinstance(schedule, str) else "joined"
             line += (
-                f"; the {new.optimizer.schedule} schedule of its learning rate now ends at step {new.steps}, so that "
+                f"; the {shown} schedule of its learning rate now ends at step {new.steps}, so that "
                 "the result is not that of a run with so many steps from the start"
             )
         console().print(line, markup=False, soft_wrap=True)

@@ -24,7 +24,7 @@ from posttrain.config import (
     OptimizerSection,
     UserOptimizer,
 )
-from posttrain.config.optimizer import KINDS
+from posttrain.config.optimizer import KINDS, PhaseSection
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.train.muon import BLOCK, Parameter, is_array, parameters_of, scale_by_muon
@@ -36,31 +36,47 @@ SHARED = ("learning_rate", "schedule", "warmup_steps", "weight_decay")
 
 
 def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule | None:
-    """Learning rate of step 0, 1, ...: linear warm-up from 0 over `warmup_steps`, then the schedule down to 0 at
-    `num_steps`. None for a transformation with a rate of its own.
+    """Learning rate of step 0, 1, ...: linear warm-up from 0 over `warmup_steps`, then the schedule, whose last phase
+    ends at `num_steps` unless it has steps of its own. None for a transformation with a rate of its own.
 
     With warm-up the first step has rate 0, as in Hugging Face's `get_*_schedule_with_warmup`.
     """
     if section.learning_rate is None:
         return None
-    peak, warmup, length = section.learning_rate, section.warmup_steps, max(1, num_steps - section.warmup_steps)
+    peak, warmup = section.learning_rate, section.warmup_steps
 
     def warming(step: Any) -> Float[Array, ""]:
         # Not optax's linear schedule, whose rates from 0 on are differences from the peak.
         return peak * (jnp.asarray(step, jnp.float32) / warmup)
 
+    phases = section.schedule
+    if isinstance(phases, str):
+        phases = (PhaseSection(kind=phases),)
+    parts, starts, at, share = [], [warmup], warmup, 1.0
+    for phase in phases:
+        length = phase.steps or max(1, num_steps - at)
+        end = share if phase.kind == "constant" else phase.end or 0.0
+        parts.append(_phase(phase.kind, peak * share, peak * end, length))
+        at, share = at + length, end
+        starts.append(at)
+    if warmup:
+        parts.insert(0, warming)
+    else:
+        starts = starts[1:]
+    return parts[0] if len(parts) == 1 else optax.join_schedules(parts, starts[:-1])
+
+
+def _phase(kind: str, start: float, end: float, length: int) -> optax.Schedule:
+    """Rates of steps 0, 1, ... of a phase, which stay at `end` after it."""
+
     def cosine(step: Any) -> Float[Array, ""]:
         # (1 + cos(pi x)) / 2 without the cancellation of optax's near the end.
         done = jnp.minimum(jnp.asarray(step, jnp.float32) / length, 1.0)
-        return peak * jnp.cos(0.5 * jnp.pi * done) ** 2
+        return end + (start - end) * jnp.cos(0.5 * jnp.pi * done) ** 2
 
-    schedules: dict[str, optax.Schedule] = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, 0.0, length),
-        "cosine": cosine,
-    }
-    after = schedules[section.schedule]
-    return optax.join_schedules([warming, after], [warmup]) if warmup else after
+    if kind == "constant":
+        return optax.constant_schedule(start)
+    return cosine if kind == "cosine" else optax.linear_schedule(start, end, length)
 
 
 def make_optimizer(

@@ -47,6 +47,16 @@ def test_schedules_are_those_of_transformers(case):
         assert abs(schedule(case["total"])) < 1e-16
 
 
+def test_phases_are_joined():
+    phases = [{"kind": "constant", "steps": 4}, {"kind": "cosine", "steps": 4, "end": 0.5}, {"kind": "linear"}]
+    section = AdamW(learning_rate=2.0, warmup_steps=2, schedule=phases)
+    rates = [float(make_schedule(section, 14)(step)) for step in range(15)]
+    cosine = [1 + 0.5 * (1 + np.cos(np.pi * n / 4)) for n in range(4)]
+    np.testing.assert_allclose(rates, [0, 1, 2, 2, 2, 2, *cosine, 1, 0.75, 0.5, 0.25, 0], atol=1e-6)
+    with pytest.raises(ValueError, match="every phase but the last needs steps"):
+        AdamW(learning_rate=1.0, schedule=phases[::-1])
+
+
 def parameters(dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"layers.q.kernel": (2, 4, 3), "layers.q.bias": (2, 3), "layers.norm.scale": (2, 4), "embedding": (5, 4)}
