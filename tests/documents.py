@@ -35,7 +35,7 @@ FENCE = re.compile(
 )
 TITLE = re.compile(r'title="([^"]+)"')
 
-STAGE = {"dataset": {"path": "d"}, "num_steps": 1, "row_tokens": 64, "optimizer": {"learning_rate": 0.1}}
+STAGE = {"dataset": {"path": "d"}, "num_steps": 1000, "row_tokens": 64, "optimizer": {"learning_rate": 0.1}}
 ROLLOUTS = {"prompts_per_step": 1, "group_size": 2, "sampling": {"max_tokens": 2}, "rewards": [{"fn": "a:b"}]}
 STAGES: dict[str, dict[str, Any]] = {
     "sft": {**STAGE, "batch_rows": 1},

@@ -239,6 +239,7 @@ def test_every_name_of_a_mistaken_call_is_answered() -> None:
         pt.SFT()
 
 
+@pytest.mark.thorough
 def test_a_mistake_in_a_notebook_is_one_line() -> None:
     """Red if IPython printed a traceback of the package in its place."""
     code = "import posttrain as pt; pt.RL(model='m', dataset='d', num_generations=3)"

@@ -134,6 +134,7 @@ def test_finished_run_prints_its_summary_again(finished: tuple[Path, str]) -> No
     assert before == {path: path.stat().st_mtime_ns for path in file.parent.glob("out/*/model/*")}
 
 
+@pytest.mark.thorough
 def test_other_settings_in_the_same_folder(finished: tuple[Path, str]) -> None:
     file, _ = finished
     error = posttrain("run", file, "seed=4", "stages.rl.algorithm.kl_coef=0.5").error

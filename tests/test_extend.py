@@ -39,6 +39,7 @@ def fields(page: str, number: int) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "given"),
     [

@@ -200,6 +200,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return drafted
 
 
+@pytest.mark.thorough
 def test_drafts_change_no_text(
     parts: tuple[Decoder, Tokenizer], naive: NaiveEngine, tmp_path: Path, drafted: list[tuple[int, int]]
 ) -> None:

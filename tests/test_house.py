@@ -138,6 +138,7 @@ class Entered:
             self._ended = type(result).__name__ in ("StepResult", "Metrics")
 
 
+@pytest.mark.thorough
 def test_few_files_are_entered(tmp_path: Path) -> None:
     with Entered("rl_step", "rl_step") as step:
         assert posttrain("run", write_run(tmp_path / "rl", rl_stage(num_steps=1))).code == 0

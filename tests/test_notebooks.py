@@ -237,6 +237,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("requires", "installs"), [("jax>=1", True), ("jax>=2", False)], ids=["jax-serves", "jax-too-old"]
 )

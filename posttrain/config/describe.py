@@ -105,7 +105,7 @@ def _row(key: Key, found: Sequence[tuple[FieldInfo, str]], kinds: Sequence[str])
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """Values of a type with few; of a union, if all its members but None have few."""
+    """Values of a type with few; of a union, if all its members but None and lists have few."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is bool:
         return ("true", "false")
@@ -117,7 +117,7 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     if origin is Annotated:
         return _choices(args[0])
     if origin in (Union, UnionType):
-        members = [_choices(arg) for arg in args if arg is not type(None)]
+        members = [_choices(arg) for arg in args if arg is not type(None) and not type_text(arg).startswith("list of")]
         return sum(members, ()) if all(members) else ()
     return ()
 
@@ -236,6 +236,8 @@ def assignments(config: str, start: str) -> Candidates:
         name = f"{prefix}{row.name}"
         written = row.choices or not row.type.endswith("section")
         if not written or not (name.startswith(start) or start.startswith(f"{name}=")):
+            return
+        if not start.startswith(name[: name.find(".0.") + 1]):  # fields of a list's items, once the list is typed
             return
         present = values.get(row.name)
         shown = str(present).lower() if isinstance(present, bool) else "" if present is None else str(present)

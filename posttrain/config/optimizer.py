@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from posttrain.config.base import Arguments, Flag, ListOf, MomentType, NonNegativeInt, PositiveInt, Section, Text
 from posttrain.config.locator import UserObject
 
-Schedule = Literal["constant", "linear", "cosine"]
+PhaseKind = Literal["constant", "linear", "cosine"]
 Rate = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -20,7 +20,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 class PhaseSection(Section):
     """Phase of a learning rate schedule: from where the phase before ended, at first the peak, to `end`."""
 
-    kind: Schedule
+    kind: PhaseKind
     """Form: `constant`, `linear` or `cosine`."""
     steps: PositiveInt | None = None
     """Steps of the phase; only the last one may leave them out, and lasts to the end of the stage."""
@@ -32,13 +32,16 @@ class PhaseSection(Section):
             yield "end is for linear and cosine phases; a constant one stays where it is"
 
 
+Schedule = PhaseKind | ListOf[PhaseSection]
+
+
 class OptimizerSection(Section):
     """Fields of every optimiser."""
 
     learning_rate: Rate | None
     """Peak learning rate. The default is for full training with AdamW; that of adapters (`model.lora`, `model.adapter`)
     is 10 times higher. Other kinds have none."""
-    schedule: Schedule | ListOf[PhaseSection] = "constant"
+    schedule: Schedule = "constant"
     """Learning rate schedule: from the peak after `warmup_steps` down to 0 at the last step, or constant; or phases one
     after the other: `[{kind: constant, steps: 800}, {kind: linear, end: 0.1}]`."""
     warmup_steps: NonNegativeInt = 0

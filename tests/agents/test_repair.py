@@ -82,6 +82,7 @@ class Repairer:
         return completion([*self.renderer.tokenizer.encode(text), self.renderer.tokenizer.stop_ids[0]])
 
 
+@pytest.mark.thorough
 def test_a_repair_through_the_sessions(shared: Path) -> None:
     (row,) = tasks(count=1, seed=8)
     renderer = Renderer(with_template(shared, "Qwen-Qwen2.5-7B-Instruct"), True)

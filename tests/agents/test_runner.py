@@ -167,6 +167,7 @@ print(json.dumps({"reward": 0.25, "length": len(said)}))
 """
 
 
+@pytest.mark.thorough
 def test_a_child_process(sessions: Sessions, tokenizer: Tokenizer, tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(COMMAND, encoding="utf-8")

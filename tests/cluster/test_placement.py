@@ -153,6 +153,7 @@ def test_copies_for_sampling_are_made_where_samples_are(engine: dict[str, Any]) 
     assert all({*array.sharding.device_set} <= {*jax.devices()[4:]} for array in world.engine.arrays())
 
 
+@pytest.mark.thorough
 def test_devices_and_buffers_of_each_placement() -> None:
     same, other = (finished(place, False, 1.0)[0] for place in ("same", "other"))
     held = {path: same.engine._loaded.arrays[path] for path in same.trainer.weights}

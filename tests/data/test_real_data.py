@@ -36,6 +36,7 @@ def test_stories_as_plain_text(shared: Path) -> None:
         np.testing.assert_array_equal(weight, [0.0] + [1.0] * (len(tokens) - 1))
 
 
+@pytest.mark.thorough
 def test_gsm8k_through_the_qwen3_template(shared: Path) -> None:
     tokenizer = load_tokenizer(shared / "tokenizers" / "qwen3")
     path = str(shared / "data" / "math" / "gsm8k_train.jsonl")

@@ -108,6 +108,7 @@ def test_golden_byte_tokenizer_loads() -> None:
     assert (tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.prefix_ids) == (291, (279,), ())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("folder", "stop_ids", "prefix_ids", "vocab_size", "chat"),
     [

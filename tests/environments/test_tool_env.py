@@ -97,6 +97,7 @@ CONVERSATIONS = {
 BROKEN = {"gemma": "```tool_code\ndouble(\n```", "qwen_coder": "<tool_call>\n<function=double>\n</tool_call>"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", often(CONVERSATIONS, *list(CONVERSATIONS)[::3]))
 def test_conversations_with_tools_over_real_templates(shared: Path, name: str) -> None:
     """A turn with calls, one with a broken call, and an answer, from tokens to tokens.

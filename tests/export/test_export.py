@@ -135,7 +135,7 @@ def models() -> dict[str, Decoder]:
     return {name: adapted(name) for name in ("mixtral", "llama", "smollm3")} | {"reward": reward}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", often(["mixtral", "llama", "smollm3", "reward"], "smollm3", "reward"))
 def test_what_was_written_is_the_model(models: dict[str, Decoder], tmp_path: Path, name: str, reader: str) -> None:
@@ -145,6 +145,7 @@ def test_what_was_written_is_the_model(models: dict[str, Decoder], tmp_path: Pat
     assert proof.num_tensors == len(load_file(tmp_path / "out" / "model.safetensors"))
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_seeded_faults_are_caught(models: dict[str, Decoder], tmp_path: Path, fault: str, reader: str) -> None:

@@ -116,6 +116,7 @@ def test_devices_change_nothing(whole: Any) -> None:
     assert_same(whole[0], moved(trainer(mesh=mesh), rows())[0], 1e-5)
 
 
+@pytest.mark.thorough
 def test_what_a_step_says_of_the_experts(whole: Any) -> None:
     metrics = whole[1]
     assert 1 / 8 < metrics["moe/load_max_share"] <= 1 / 3

@@ -206,9 +206,9 @@ def test_stages_find_the_pattern() -> None:
 def test_tables_of_rope_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     made, make = list[Any](), decoder.rope_tables
 
-    def counted(rope: Any, positions: Any) -> Any:
+    def counted(rope: Any, *positions: Any) -> Any:
         made.append(rope)
-        return make(rope, positions)
+        return make(rope, *positions)
 
     monkeypatch.setattr(decoder, "rope_tables", counted)
     model, tokens = tiny_model(num_layers=6), jnp.zeros((1, 4), jnp.int32)

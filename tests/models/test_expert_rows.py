@@ -213,6 +213,7 @@ def megablox_on(sampler: str) -> Compute:
     return Compute(dtype=jnp.dtype(jnp.float32), mesh=mesh, grouped_matmul="megablox")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("adapter", "sampler"),
     often([(adapter, sampler) for adapter in ADAPTERS for sampler in SAMPLERS], ("full", "expert=2, tensor=2")),

@@ -301,6 +301,7 @@ def test_what_is_not_counted_is_said_or_refused(tmp_path: Path) -> None:
         _role_devices(config.stages[0], config, machine("v5e-16"))
 
 
+@pytest.mark.thorough
 def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
     """In their own precision. Those outside of it score before it, and lie beside it on the student's devices; of a
     cache there is the top-k alone."""
@@ -347,6 +348,7 @@ def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
         _stage(setup_of(aligned), CPU_8)
 
 
+@pytest.mark.thorough
 def test_what_is_sampled_from_is_counted(tmp_path: Path) -> None:
     """Weights in 8 bits, a teacher of the samples, a draft model with its cache, and recorded experts."""
     model = tiny_model()

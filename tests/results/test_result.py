@@ -68,6 +68,7 @@ def test_a_notebook_shows_curves_and_answers(done: tuple[pt.RunResult, Any]) -> 
     assert "0-rl, finished, 2 steps" in text and len(text.splitlines()) <= 3
 
 
+@pytest.mark.thorough
 def test_answers_and_export(done: tuple[pt.RunResult, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     result = done[0]
     texts = iter(["1+1=", ""])

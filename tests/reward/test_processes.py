@@ -306,6 +306,7 @@ with scoring(reward(Path(sys.argv[1]), "strange", timeout_s=60.0)) as score:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_process_outlives_a_killed_parent(file: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(file)]

@@ -159,6 +159,7 @@ def acting(sampler: Sampler, rubric: Rubric, issued: int = 0) -> RolloutCollecto
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("staleness", often((0, 1, 2, 4), 0, 2))
 def test_groups_are_learned_from_in_order_and_within_the_bound(
@@ -335,6 +336,7 @@ def place_of(batch: Any, sample: Trajectory) -> tuple[int, int]:
     raise AssertionError("the sample is in no row")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_a_run_resumes_from_its_state(world: World, tmp_path: Path, in_flight: bool) -> None:
     """A checkpoint holds the groups that are ahead: bitwise without `in_flight`, else the same groups in the same

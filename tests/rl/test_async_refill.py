@@ -125,6 +125,7 @@ def test_what_is_sampled_depends_on_no_clock(world: World) -> None:
     assert len(set().union(*drawn)) > PER_STEP
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("staleness", often((0, 1, 3), 1))
 def test_each_group_comes_once_and_within_the_bound(

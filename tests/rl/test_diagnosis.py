@@ -184,6 +184,7 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", often(FAULTS, "off by one", "not finite"))
 def test_a_fault_is_vetoed_and_named(tokenizer: Tokenizer, name: str) -> None:
     faults, settings, expected = FAULTS[name]

@@ -47,6 +47,7 @@ def test_truncated_samples_have_no_loss_but_a_place_in_the_baseline(tokenizer: T
     assert (masked.batch.loss_weight > 0).sum() == sum(lengths)
 
 
+@pytest.mark.thorough
 def test_kl_in_the_reward(tokenizer: Tokenizer) -> None:
     """The penalty of a sample is the sum over its tokens, and enters before the advantage."""
     plain = World(tokenizer)
@@ -104,6 +105,7 @@ def test_advantages_of_single_rewards(tokenizer: Tokenizer) -> None:
     assert np.abs(expected).max() > 0.5
 
 
+@pytest.mark.thorough
 def test_the_entropy_bonus_follows_its_target(tokenizer: Tokenizer) -> None:
     """A target above the entropy raises the coefficient step by step, one below it ends the bonus; both resume."""
     high, low = (EntropyControl(target=target, start=0.01, step=0.005) for target in (100.0, 0.01))

@@ -221,6 +221,7 @@ def test_a_step_is_dpo_on_the_best_and_the_worst_against_the_start(lora: bool, s
     )
 
 
+@pytest.mark.thorough
 def test_ties_are_left_out_and_counted() -> None:
     """One prompt's samples are all alike, one's have no reward; where all are alike nothing changes."""
 

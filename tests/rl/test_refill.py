@@ -106,6 +106,7 @@ def test_missing_groups_are_begun_in_waves(sampler: Sampler) -> None:
     assert numbers(again)[:4] == [8, 9, 10, 11], "the next step goes on with the next prompts"
 
 
+@pytest.mark.thorough
 def test_a_short_step_says_so(sampler: Sampler) -> None:
     """Numbers 1, 4, 9, ... are mixed: two of the first four and one of the first wave's."""
     for limit, kept, issued in ((1, [0, 1, 4], 6), (2, [0, 1, 4], 7), (5, [0, 1, 4, 9], 10)):

@@ -218,6 +218,7 @@ def test_with_returns() -> None:
         with_returns([replace(batch, ref_logps=None)], [values], settings, kl)
 
 
+@pytest.mark.thorough
 def test_a_critic_explains_returns() -> None:
     """A chain whose reward at its end is told by its first token: values learn its discount at every place."""
     length, gamma, draw = 8, 0.8, np.random.default_rng(0)

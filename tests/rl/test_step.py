@@ -257,6 +257,7 @@ def params_of(trainer: Trainer) -> dict[str, np.ndarray]:
     return {path: np.array(array) for path, array in trainer.params.items()}
 
 
+@pytest.mark.thorough
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(tokenizer: Tokenizer) -> None:
     """Also far below any limit of rounding: the gap of the first step is remembered, and restored."""
     stale = World(tokenizer, optimizer=sgd(0.1))
@@ -387,6 +388,7 @@ def test_later_updates_keep_the_policy_before_the_first_as_the_old_one(tokenizer
     assert metrics["sampling/logp_difference/mean"] < 1e-4, "of the tokens of the first update alone"
 
 
+@pytest.mark.thorough
 def test_a_veto_of_the_first_update_ends_the_others(tokenizer: Tokenizer) -> None:
     world = World(tokenizer, updates=3, old_logps="trainer", optimizer=sgd(0.1))
     shake(world.trainer.model, seed=1, stddev=0.3)

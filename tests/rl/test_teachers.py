@@ -23,6 +23,7 @@ from posttrain.rollout.trajectory import Example, Trajectory
 from tests.rl.test_step import World
 
 
+@pytest.mark.thorough
 def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
     """Each of 7 tokens in a row of its own, counted as often as the student draws it."""
     draw = np.random.default_rng(0)

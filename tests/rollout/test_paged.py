@@ -56,6 +56,7 @@ def test_samples_do_not_depend_on_the_layout(
     assert [keys.shape[2] for keys in pool.keys] == [15, 14, 15]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "kind"), often([("rows", "int8"), ("gather", "int8"), ("gather", "fp8")], ("rows", "int8"))
 )

@@ -168,7 +168,7 @@ def test_fused_products_draw_the_same(kind: str, name: str | None, monkeypatch: 
         assert isinstance(block.mlp.fused, FusedLinear) and block.mlp.up.kernel is None  # copies anyway
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "name", "tensor"),
     [

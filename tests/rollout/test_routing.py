@@ -67,6 +67,7 @@ def test_every_token_of_prompt_and_sample_has_its_experts(engine: NativeEngine, 
         assert_array_equal(completion.experts[-1], -1)
 
 
+@pytest.mark.thorough
 def test_a_stop_string_cuts_the_routing_as_well(engine: NativeEngine, routing_of: Any) -> None:
     prompt = [3, 5, 7]
     (whole,) = engine.generate_all([prompt], [params(max_tokens=12)])

@@ -136,6 +136,7 @@ def assert_equal_to_the_reference(
         np.testing.assert_allclose(drawn.kept_logps[row], kept_logp, atol=4e-6)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -303,6 +304,7 @@ def test_uniforms_are_uniform_over_keys_and_positions() -> None:
 GREEDY = {"temperature": 0.0} | NEUTRAL
 
 
+@pytest.mark.thorough
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "settings",

@@ -243,6 +243,7 @@ def test_the_longest_latest_match_is_continued() -> None:
     assert not none.found.any()
 
 
+@pytest.mark.thorough
 def test_a_guess_agrees_more_often_than_a_draw() -> None:
     rng = np.random.default_rng(0)
     rows, size = 4000, 64

@@ -124,6 +124,7 @@ def test_what_is_no_loss(own: Path) -> None:
         check_loss("own.py:Los")
 
 
+@pytest.mark.thorough
 def test_the_page_about_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its command runs, and its losses and functions are right."""
     page = ROOT / "docs" / "extend" / "loss.md"
@@ -185,6 +186,7 @@ class NLL(Reinforce):
 """
 
 
+@pytest.mark.thorough
 def test_a_loss_is_checked_for_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "staged.py").write_text(STAGED)

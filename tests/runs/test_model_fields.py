@@ -38,6 +38,7 @@ def test_model(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_adapter(tmp_path: Path) -> None:
     file = write_run(tmp_path, sft_stage())
     base = {**INIT, "num_hidden_layers": 2, "vocab_size": 261}

@@ -114,6 +114,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_added_tokens_of_an_adapter_need_their_tokenizer(extended: Path, tmp_path: Path) -> None:
     rows = {**sft_stage(num_steps=1, batch_rows=2, row_tokens=32), "dataset": {"path": str(extended / "rows.jsonl")}}
     model = {"path": str(extended / "base"), "adapter": str(extended / "adapter")}

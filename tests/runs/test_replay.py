@@ -83,6 +83,7 @@ def test_replayed_with_another_model(stage: Path) -> None:
     assert final.metrics["sampling/logp_difference/mean"] > 1e-3
 
 
+@pytest.mark.thorough
 @of_the_plain_one
 def test_command(stage: Path) -> None:
     step = recorded_steps(stage / "trajectories")[0]

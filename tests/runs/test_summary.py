@@ -68,6 +68,7 @@ def test_row_notes(tmp_path: Path, shards: int, notes: list[str]) -> None:
     assert len(found) == len(notes) and all(f.startswith(n) for f, n in zip(found, notes, strict=True)), found
 
 
+@pytest.mark.thorough
 def test_rows_left_out_are_counted_and_said_once(tmp_path: Path) -> None:
     data = {"path": "rows.jsonl", "chat": False}
     stage = sft_stage(num_steps=2, overlong="drop", row_tokens=7, eval_dataset={**data, "skip": 8, "limit": 8})

@@ -59,6 +59,7 @@ def test_an_algorithm_runs(tmp_path: Path, name: str) -> None:
         assert math.isfinite(line["loss"]) and line["grad_norm"] > 0 and line["ratio/mean"] > 0, line
 
 
+@pytest.mark.thorough
 def test_functions_of_the_user_run(tmp_path: Path) -> None:
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "own.py").write_text(OWN)

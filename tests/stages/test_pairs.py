@@ -11,6 +11,7 @@ from tests.test_pairs import cases, check_pair, own_cache, teacher
 __all__ = ["own_cache", "teacher"]
 
 
+@pytest.mark.thorough
 @pytest.mark.by_case
 @pytest.mark.parametrize(("kind", "a", "b"), cases("sft", "preference", "distill"))
 def test_a_pair_runs(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str) -> None:

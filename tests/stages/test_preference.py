@@ -71,6 +71,7 @@ def losses(folder: Path, **changes: Any) -> list[float]:
     return [line["loss"] for line in lines(folder / "out") if "grad_norm" in line]
 
 
+@pytest.mark.thorough
 def test_cached_and_live_reference_are_the_same(tmp_path: Path, own_cache: Path) -> None:
     held_out = {"path": "pairs.jsonl", "chat": False, "limit": 5}
     cached = losses(tmp_path / "a", eval_dataset=held_out)

@@ -36,6 +36,7 @@ def section(**monitor: Any) -> RLSection:
     return RLSection.model_validate({name: value for name, value in stage.items() if name != "kind"})
 
 
+@pytest.mark.thorough
 def test_a_run_with_an_equal_reward_warns_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def constant(completions):\n    return [0.5 for _ in completions]\n")
     rewards = [{"fn": str(tmp_path / "mine.py:constant")}, {"fn": "rewards_of_test.py:strict", "weight": 0.0}]

@@ -81,6 +81,7 @@ def test_a_crash_is_answered_and_the_server_starts_anew(server: McpServer, tools
     assert server.restarts - before == 2
 
 
+@pytest.mark.thorough
 def test_a_server_that_hangs_is_ended() -> None:
     """Red without the count: it holds up every later call."""
     server = make(SERVER, timeout_s=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,20 +141,24 @@ def test_adapters_are_of_the_language_model(case: VisionCase) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vision", "changes", "message"),
+    ("vision", "changed", "message"),
     [
-        ("none", {}, "set model.vision to frozen"),
-        ("frozen", {"images": None}, "lacks images for gemma3"),
-        ("frozen", {"rope_positions": np.zeros((1, 91, 3), np.int32)}, "gemma3 turns by positions"),
-        ("frozen", {"patches": np.zeros((1, 72, 27), np.uint8)}, "multiple of 4 of 147 values"),
+        ("none", lambda batch: batch, "set model.vision to frozen"),
+        ("frozen", lambda batch: replace(batch, images=None), "lacks images for gemma3"),
+        (
+            "frozen",
+            lambda batch: replace(batch, rope_positions=np.zeros((*batch.tokens.shape, 3), np.int32)),
+            "gemma3 turns by positions",
+        ),
+        ("frozen", lambda batch: replace(batch, patches=batch.patches[..., :27]), "multiple of 4 of 147 values"),
     ],
 )
 def test_batches_that_do_not_fit_are_refused(
-    case: VisionCase, batch: Batch, vision: Any, changes: dict[str, Any], message: str
+    case: VisionCase, batch: Batch, vision: Any, changed: Callable[[Batch], Batch], message: str
 ) -> None:
     config = config_from_hf(read_json(case.folder / "config.json"), vision=vision)
     with pytest.raises(ConfigError, match=message):
-        ImageInputs.of(replace(jax.tree.map(lambda x: x[:1], batch), **changes), config)
+        ImageInputs.of(changed(jax.tree.map(lambda x: x[:1], batch)), config)
 
 
 def test_the_engine_refuses_a_tower(case: VisionCase) -> None:

@@ -213,7 +213,7 @@ def gradient_of(params: dict[str, Any], dtype: str, step: int) -> dict[str, Any]
     return dict(copies(trainer.state()["opt_state"].inner))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "dtype"), often(tuple(itertools.product(ANY, ("bfloat16", "float32"))), *OFTEN))
 def test_any_optimizer_is_optaxs_by_hand(name, dtype):
     """Three steps of SFT; low-precision parameters are the rounded float32 ones, which are not rounded in between."""

@@ -92,7 +92,7 @@ DPO_CASES = {
 OF_PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [n if n in ("dpo_sigmoid", "dpo_wpo") else pytest.param(n, marks=pytest.mark.thorough) for n in DPO_CASES]
 )

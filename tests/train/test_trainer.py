@@ -106,6 +106,7 @@ def test_row_order_and_empty_rows_change_nothing(update: dict[str, np.ndarray]) 
 THREE_AXES = ({"data": 2, "fsdp": 2, "tensor": 2}, 16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sizes", "parts"), often((THREE_AXES, ({"fsdp": 4, "tensor": 2}, 2)), THREE_AXES))
 def test_eight_devices_give_the_update_of_one(
     update: dict[str, np.ndarray], sizes: dict[str, int], parts: int, monkeypatch: pytest.MonkeyPatch
@@ -231,6 +232,7 @@ def test_the_reference_scores_while_the_first_update_is_compiled(update: dict[st
     counter.close()
 
 
+@pytest.mark.thorough
 def test_a_batch_of_another_shape_than_the_one_compiled_ahead(update: dict[str, np.ndarray]) -> None:
     t, other = trainer(), rows(1, ROWS // 2)
     t.compile_ahead(other, other)
@@ -261,6 +263,7 @@ def test_a_batch_without_weight_or_with_a_broken_gradient_changes_nothing() -> N
         check_finite(metrics, 1)
 
 
+@pytest.mark.thorough
 def test_the_model_shows_the_new_weights_and_their_type_stays() -> None:
     model = small(dtype=jnp.bfloat16, compute_dtype=jnp.float32)
     t = trainer(model=model, optimizer=make_optimizer(AdamW(learning_rate=1e-2), 10))

@@ -146,6 +146,7 @@ def test_packed_documents_do_not_see_each_other(arrays: dict[str, np.ndarray]) -
     np.testing.assert_allclose(nll.mean(), case("pack_equivalence")["packed_mean_nll"], rtol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", often(("gkd_beta0.0", "gkd_beta0.5", "gkd_beta1.0"), "gkd_beta0.5"))
 def test_gkd(arrays: dict[str, np.ndarray], name: str) -> None:
     """Student and teacher of two families in one step; the teacher's arrays stay where and what they are."""

@@ -351,6 +351,7 @@ def test_how_to_compute_is_passed_on() -> None:
     assert (compute.dtype, compute.remat, compute.decode_attention) == (jnp.bfloat16, "full", "gather")
 
 
+@pytest.mark.thorough
 def test_unused_keys_and_values_of_layers_that_share_are_left_out(tmp_path: Path) -> None:
     """transformers writes none, but files that were written otherwise have them."""
     source = Path(__file__).parent.parent / "goldens" / "models" / "gemma4_text"

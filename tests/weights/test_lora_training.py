@@ -63,6 +63,7 @@ def changed(trainer: Trainer) -> dict[str, np.ndarray]:
     return {path: w - before[path] for path, w in after.items() if not np.array_equal(w, before[path])}
 
 
+@pytest.mark.thorough
 def test_only_what_has_an_adapter_or_is_saved_is_trained() -> None:
     model = model_of("lora")
     lora = LoRA(

@@ -67,7 +67,7 @@ def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
         yield Golden(request.param)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 def test_logits_and_gradients(golden: Golden) -> None:
     weights = ModelWeights(golden.model)
     trainable = weights.read(weights.trainable().__contains__)

@@ -60,6 +60,7 @@ def relative(found: Any, expected: Any) -> float:
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_size_and_the_numbers_of_qwix(kind: Quantize) -> None:
     w = matrix(2, 256, 48)

@@ -59,6 +59,7 @@ def mixed_loss(function: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=4)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("length", "temperature", "chunk_tokens"),
     [(1, 1.0, 1), (2, 0.7, 1000), (7, 0.7, 1), (7, 1.0, 1000), (12, 0.7, 12), (12, 1.0, 15)],
@@ -311,6 +312,7 @@ PULLED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("names", PULLED)
 @pytest.mark.parametrize("frozen", often([False, True], False))
 def test_a_gradient_with_the_value_is_that_of_the_backward_pass(
