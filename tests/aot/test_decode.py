@@ -79,10 +79,10 @@ def test_no_dispatch_copies_the_pool(family: str, layout: DecodeAttention) -> No
     """Neither once nor at every token: the kernel reads pages in place and writes new positions. Slow twin: a gather
     and a scatter, for which the compiler lays the pool out anew."""
     mesh = mesh_of("v5e", "2x2", data=2, tensor=2)
-    made = model(SMALL | {"model_type": family} | FAMILIES[family], mesh)
+    made = model(SMALL | {"model_type": family} | FAMILIES[family] | {"sliding_window": 4096}, mesh)
     made.compute = replace(made.compute, decode_attention=layout)
-    # More than vector memory, into which the compiler would copy a pool.
-    sizes: dict[str, Any] = {"slots": 64, "max_length": 8192, "steps": 8, "max_tokens": 128}
+    # More than vector memory, into which the compiler would copy a pool, also that of windows.
+    sizes: dict[str, Any] = {"slots": 128, "max_length": 8192, "steps": 8, "max_tokens": 128}
     rollout = RolloutShapes(made, mesh, **sizes, memory=CHIPS["v5e"].memory)
     pool = rollout.runner.pool_shapes(rollout.loaded)
     assert pool.layout == ("joined" if layout == "auto" else layout)
