@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -185,7 +185,8 @@ def store_keys(
         lengths = context.positions[:, -1].reshape(cache.first.shape) + 1
         window = None if window is None else window + context.positions.shape[1] - 1
         table, first = recent_pages(cache.table(index.slot), lengths, cache.page, window)
-        cache = replace(cache, tables=table[:, :, None], windowed=(False,) * len(cache.windowed))
+        own: dict[str, Any] = {"tables": table[:, :, None], "targets": cache.targets[:, :, :1]}
+        cache = replace(cache, **own, windowed=(False,) * len(cache.windowed))
         start = first.reshape(rows, 1)
     stored_keys, stored_values = cache.read(index.slot, index.repeat)
     positions = start + jnp.arange(cache.width, dtype=jnp.int32)[None]
