@@ -24,6 +24,8 @@ from posttrain.tree import Mean, Metric, pytree, replace
 HostArray = np.ndarray
 
 
+IMAGE_ARRAYS = ("rope_positions", "image_rows", "images", "patches", "patch_images", "patch_places")
+"""Arrays of `Batch` for images."""
 NO_ID = 2**31 - 1
 """Placeholder for a teacher's id without a token in the student's vocabulary."""
 
@@ -121,8 +123,7 @@ class Batch:
     @property
     def has_images(self) -> bool:
         """True with any array of images."""
-        arrays = self.rope_positions, self.image_rows, self.images, self.patches, self.patch_images, self.patch_places
-        return any(array is not None for array in arrays)
+        return any(getattr(self, name) is not None for name in IMAGE_ARRAYS)
 
 
 def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:
@@ -268,10 +269,5 @@ def model_inputs(batch: Batch) -> Batch:
         loss_weight=batch.loss_weight,
         parents=batch.parents,
         experts=batch.experts,
-        rope_positions=batch.rope_positions,
-        image_rows=batch.image_rows,
-        images=batch.images,
-        patches=batch.patches,
-        patch_images=batch.patch_images,
-        patch_places=batch.patch_places,
+        **{name: getattr(batch, name) for name in IMAGE_ARRAYS},
     )

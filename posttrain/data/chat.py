@@ -50,14 +50,9 @@ class Masked(NamedTuple):
 
     tokens: list[int]
     mask: list[bool]
-
-
-class Pictured(Masked):
-    """Token sequence with pictures."""
-
-    images: list[int]
-    """Number of the image whose feature stands at each token, from 1; 0: text."""
-    grids: tuple[Grid, ...]
+    images: list[int] | None = None
+    """Number of the image whose feature stands at each token, from 1; 0: text. None: without pictures."""
+    grids: tuple[Grid, ...] = ()
     """Tokens of the images."""
 
 
@@ -226,14 +221,13 @@ class Renderer:
                 f"chat template of {self.tokenizer.name}: {which} of the conversation would have loss (roles {roles}); "
                 "it needs at least one prompt message and one assistant message"
             )
+        masked = Masked(self.tokenizer.known(tokens), [False, *mask[1:]])
         if not conversation.images:
-            return Masked(self.tokenizer.known(tokens), [False, *mask[1:]])
-        pictured = Pictured(self.tokenizer.known(tokens), [False, *mask[1:]])
+            return masked
         numbers = self.tokenizer.images.numbers(text, token_spans, list(conversation.images))
         numbers += [0] * (len(tokens) - len(numbers))
-        pictured.images = [n if t == self.tokenizer.image_id else 0 for n, t in zip(numbers, tokens, strict=True)]
-        pictured.grids = tuple(conversation.images.values())
-        return pictured
+        images = [n if t == self.tokenizer.image_id else 0 for n, t in zip(numbers, tokens, strict=True)]
+        return masked._replace(images=images, grids=tuple(conversation.images.values()))
 
     def conversations(
         self, messages: Sequence[Message], *, first: int = 0, tools: Sequence[dict[str, Any]] | None = None

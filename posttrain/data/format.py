@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from posttrain.config import DatasetSection, SequenceSection
-from posttrain.data.chat import Masked, Pictured, Renderer
+from posttrain.data.chat import Masked, Renderer
 from posttrain.data.messages import (
     Message,
     Remarks,
@@ -115,7 +115,7 @@ def row_messages(row: Row, section: DatasetSection, renderer: Renderer) -> Spoke
 
 def _example(masked: Masked, loss: LossOn, tokenizer: Tokenizer) -> TokenizedExample:
     tokens, mask = np.asarray(masked.tokens, np.int32), np.asarray(masked.mask, bool)
-    if not isinstance(masked, Pictured):
+    if masked.images is None:
         return TokenizedExample(tokens, np.arange(len(tokens)) > 0 if loss == "all" else mask)
     if loss == "all":
         mask = (np.arange(len(tokens)) > 0) & ~np.isin(tokens, tokenizer.image_ids)

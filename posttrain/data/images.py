@@ -15,7 +15,7 @@ from jaxtyping import Int, UInt8
 from posttrain.config import ImageSection
 from posttrain.data.messages import parts_of
 from posttrain.data.pictures import Picture, PictureError
-from posttrain.data.tokenizer_files import PREPROCESSOR, PROCESSOR, json_bytes
+from posttrain.data.tokenizer_files import PREPROCESSOR, PROCESSOR, json_bytes, processor_fields
 from posttrain.errors import ConfigError
 
 BILINEAR, BICUBIC = 2, 3
@@ -251,7 +251,7 @@ class ImagePolicy:
             values = {"size": values}
         whole, processor = {**files}, json.loads(files.get(PROCESSOR, b"{}"))
         if PREPROCESSOR in files or "image_processor" not in processor:
-            whole[PREPROCESSOR] = json_bytes({**_preprocessor(files), **values})
+            whole[PREPROCESSOR] = json_bytes({**processor_fields(files), **values})
         if "image_processor" in processor:
             processor["image_processor"] = {**processor["image_processor"], **values}
             whole[PROCESSOR] = json_bytes(processor)
@@ -346,7 +346,7 @@ def policy_of(model: Mapping[str, Any], files: Mapping[str, bytes], section: Ima
     model_type = str(model.get("model_type"))
     if not takes_images(model):
         raise ConfigError(f"images: {name} takes none; models of these families do: {', '.join(FAMILIES)}")
-    family, fields, where = FAMILIES[model_type], _preprocessor(files), f"{name}: {PREPROCESSOR}"
+    family, fields, where = FAMILIES[model_type], processor_fields(files), f"{name}: {PREPROCESSOR}"
     _check_fields(fields, family, where)
     own = _settings(model_type, model, fields, where)
     limits = {
@@ -369,13 +369,6 @@ def policy_of(model: Mapping[str, Any], files: Mapping[str, bytes], section: Ima
             f"model.image: min_pixels={values['min_pixels']} is more than max_pixels={values['max_pixels']}; lower it"
         )
     return ImagePolicy(model_type=model_type, family=family, settings=replace(own, values=values))
-
-
-def _preprocessor(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Fields of the image processor; empty without files."""
-    if PREPROCESSOR in files:
-        return dict(json.loads(files[PREPROCESSOR]))
-    return dict(json.loads(files.get(PROCESSOR, b"{}")).get("image_processor", {}))
 
 
 def _check_fields(fields: Mapping[str, Any], family: ImageFamily, where: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from posttrain.batch import Batch
+from posttrain.batch import IMAGE_ARRAYS, Batch
 from posttrain.data.format import TokenizedExample
 from posttrain.errors import ConfigError
 
@@ -201,10 +201,6 @@ def pack(
 def sequence(example: TokenizedExample) -> dict[str, np.ndarray]:
     """Convert an example to the packer's arrays."""
     return {"tokens": example.tokens.astype(np.int32), "loss_weight": example.loss_mask.astype(np.float32)}
-
-
-IMAGE_ARRAYS = ("rope_positions", "image_rows", "images", "patches", "patch_images", "patch_places")
-"""Arrays of a batch with pictures."""
 
 
 def to_batch(rows: Mapping[str, np.ndarray]) -> Batch:

@@ -44,6 +44,13 @@ def processor_files(name: str) -> dict[str, bytes]:
     return {file: path.read_bytes() for file, path in paths.items() if path is not None and path.is_file()}
 
 
+def processor_fields(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Fields of a model's image processor; empty without its files."""
+    if PREPROCESSOR in files:
+        return dict(json.loads(files[PREPROCESSOR]))
+    return dict(json.loads(files.get(PROCESSOR, b"{}")).get("image_processor", {}))
+
+
 def portable(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Tokenizer files in the form that both transformers 4 and 5 read; files of other code are left out.
 

@@ -112,7 +112,7 @@ def stop_notes(renderer: Renderer, sequences: Iterable[Masked]) -> list[str]:
     stop. At most one, about the first such sequence.
     """
     tokenizer, stops = renderer.tokenizer, renderer.tokenizer.stop_ids
-    for tokens, mask in sequences if renderer.chat else ():
+    for tokens, mask, *_ in sequences if renderer.chat else ():
         last = len(mask) - 1 - mask[::-1].index(True)
         first = last + 1 - [*mask[last::-1], False].index(False)
         if any(token in stops for token in tokens[first : last + 1]):

@@ -214,7 +214,6 @@ def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenize
         attention=model.attention,
         grouped_matmul=model.grouped_matmul,
         num_tokens=ids if ids < files.config.vocab_size else None,
-        vision="none" if model.vision == "none" or not (files.hf_json or {}).get("vision_config") else "frozen",
     )
     size = count_parameters(teacher).total
     console().print(f"teacher {source.title}: {teacher.config.model_type}, {size:,} parameters", highlight=False)

@@ -134,8 +134,8 @@ class PagedCache:
     of `HeadLanes`.
     """
 
-    keys: tuple[Shaped[Array, "_R D P *_page"] | None, ...]
-    values: tuple[Shaped[Array, "_R D P S _K _H"] | None, ...]
+    keys: tuple[Shaped[Array, "_R D _P *_page"] | None, ...]
+    values: tuple[Shaped[Array, "_R D _P S _K _H"] | None, ...]
     tables: Int[Array, "D n G W"]
     """Page tables of each row, from its start."""
     first: Int[Array, "D n"]

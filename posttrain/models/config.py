@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -224,7 +225,7 @@ class TowerTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionConfig:
+class VisionConfig(ABC):
     """Vision tower with its projector; one subclass per tower in `posttrain.models.vision`."""
 
     model_type: str
@@ -248,13 +249,13 @@ class VisionConfig:
     files: tuple[tuple[str, str], ...] = ()
     """Names and text of the image processor's files; written by `save_model`."""
 
+    @abstractmethod
     def tensors(self) -> dict[str, TowerTensor]:
         """Tensors by key: those of the projector begin with `projector.`, stacked ones with `layers.`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self, params: Mapping[str, Array], images: Images, compute: Compute) -> Encoded:
         """Features of all merged blocks of patches, in order; a block holds patches of one image."""
-        raise NotImplementedError
 
     @property
     def prefixes(self) -> frozenset[str]:

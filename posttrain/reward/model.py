@@ -137,8 +137,8 @@ def _tail(renderer: Renderer) -> list[int]:
     """Tokens that the template writes after the end-of-turn token."""
     if not renderer.chat:
         return []
-    tokens, mask = render_answer([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}], renderer)
-    return tokens[len(mask) - mask[::-1].index(True) :]
+    asked = render_answer([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}], renderer)
+    return asked.tokens[len(asked.mask) - asked.mask[::-1].index(True) :]
 
 
 def _same(one: Tokenizer, other: Tokenizer) -> bool:

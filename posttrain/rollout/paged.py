@@ -51,8 +51,8 @@ class Pool:
     Other fields as in `KVCache`.
     """
 
-    keys: tuple[Shaped[Array, "_R D P *_block"] | None, ...]
-    values: tuple[Shaped[Array, "_R D P _1 _2 _H"] | None, ...]
+    keys: tuple[Shaped[Array, "_R D _P *_block"] | None, ...]
+    values: tuple[Shaped[Array, "_R D _P _1 _2 _H"] | None, ...]
     layout: Layout = static()
     heads: tuple[HeadLanes | None, ...] = static()
     """Sizes of a head, without padding."""

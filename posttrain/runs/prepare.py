@@ -320,8 +320,8 @@ def _head_shape(kind: AttentionConfig | LatentAttentionConfig) -> dict[str, Any]
     return {"num_heads": kind.num_heads, **sizes, "soft_cap": kind.soft_cap, "sinks": kind.sinks}
 
 
-Lengths = list[int | tuple[int, int] | None]
-"""Tokens of a row's sequences, of those with pictures also image patches; None for a dropped one."""
+Lengths = list[tuple[int, int] | None]
+"""Tokens and image patches of a row's sequences; None for a dropped one."""
 COUNTS = "epochs.json"
 """File in the run's folder: number of rows by digest of the count's inputs."""
 
@@ -409,14 +409,10 @@ def _num_rows(
 
 
 def _lengths(source: EpochSource, chosen: Sequence[int]) -> list[Lengths]:
-    """Tokens of each row's sequences; None for a dropped one."""
+    """Tokens and image patches of each row's sequences; None for a dropped one."""
     title = f"counting the tokens of {source.rows.name}"
     made = (source.tokenize(index) for index in progress(chosen, title, len(chosen)))
-    return [[None if one is None else _length(one) for one in of_row] for of_row in made]
-
-
-def _length(one: Mapping[str, np.ndarray]) -> int | tuple[int, int]:
-    return (len(one["tokens"]), len(one["patches"])) if "patches" in one else len(one["tokens"])
+    return [[None if one is None else (len(one["tokens"]), len(one.get("patches", ()))) for one in row] for row in made]
 
 
 def _digest(section: OfflineSection, num_epochs: float, seed: int, sources: Sequence[EpochSource]) -> str:
@@ -444,8 +440,8 @@ def rows_of_epochs(
 ) -> int:
     """Minimum number of rows, in training order, that hold `num_epochs` times the number of sequences.
 
-    `lengths`: tokens of the sequences of each row of each dataset; None for dropped ones. Packs the same stream as
-    training, with stand-ins for the tokens.
+    `lengths`: tokens and patches of the sequences of each row of each dataset; None for dropped ones. Packs the same
+    stream as training, with stand-ins for the tokens.
     """
     import grain
 
@@ -477,16 +473,13 @@ class _StandIns:
     """Arrays of the given lengths by number, without tokens."""
 
     def __init__(self, lengths: Sequence[Lengths]):
-        pairs = [
-            (0, 0) if one is None else one if isinstance(one, tuple) else (one, 0) for row in lengths for one in row
-        ]
-        longest = max((tokens for tokens, _ in pairs), default=0)
+        longest = max((one[0] for row in lengths for one in row if one is not None), default=0)
         self._lengths, self._zeros = lengths, np.zeros(longest, np.int8)
 
     def __call__(self, index: int) -> Sequences:
         return [None if one is None else self._arrays(one) for one in self._lengths[index]]
 
-    def _arrays(self, length: int | tuple[int, int]) -> dict[str, np.ndarray]:
-        tokens, patches = length if isinstance(length, tuple) else (length, 0)
+    def _arrays(self, length: tuple[int, int]) -> dict[str, np.ndarray]:
+        tokens, patches = length
         beside = {"patches": np.broadcast_to(np.uint8(0), (patches,))} if patches else {}
         return {"tokens": self._zeros[:tokens], **beside}

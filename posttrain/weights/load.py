@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat, Vision
 from posttrain.data.tokenizer import ADD_ROWS
+from posttrain.data.tokenizer_files import PREPROCESSOR, processor_fields, processor_files
 from posttrain.errors import ConfigError
 from posttrain.mesh import OPTIONAL, RULES, TILES, param_sharding
 from posttrain.models import hf
@@ -147,25 +148,18 @@ def _own_names(config: ModelConfig, wrapper: hf.Wrapper | None) -> list[Callable
 
 def with_processor(vision: VisionConfig, folder: Path) -> VisionConfig:
     """Set normalization and files of the image processor that a checkpoint comes with. Raises ConfigError."""
-    files = [(name, path.read_text(encoding="utf-8")) for name in PROCESSORS if (path := folder / name).is_file()]
-    fields: dict[str, Any] = {}
-    for name, _ in reversed(files):
-        read = read_json(folder / name)
-        fields |= read.get("image_processor", {}) if name == PROCESSORS[1] else read
-    vision = replace(vision, files=tuple(files))
+    files = processor_files(str(folder))
+    fields = processor_fields(files)
+    vision = replace(vision, files=tuple((name, content.decode()) for name, content in files.items()))
     if fields.get("do_rescale") is False or abs(255 * fields.get("rescale_factor", 1 / 255) - 1) > 1e-6:
-        raise ConfigError(f"{PROCESSORS[0]}: do_rescale and rescale_factor must give pixels from 0 to 1, by 1/255")
+        raise ConfigError(f"{PREPROCESSOR}: do_rescale and rescale_factor must give pixels from 0 to 1, by 1/255")
     if fields.get("do_normalize") is False:
         return replace(vision, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     numbers = {key: fields.get(f"image_{key}") or getattr(vision, key) for key in ("mean", "std")}
     if wrong := next((key for key, value in numbers.items() if len(value) != 3), None):
-        raise ConfigError(f"{PROCESSORS[0]}: image_{wrong} must be three numbers, got {numbers[wrong]}")
+        raise ConfigError(f"{PREPROCESSOR}: image_{wrong} must be three numbers, got {numbers[wrong]}")
     mean, std = (tuple(map(float, numbers[key])) for key in ("mean", "std"))
     return replace(vision, mean=mean, std=std)
-
-
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Files of the image processor; of numbers in both those of the first count."""
 
 
 def _read_weights(

@@ -115,7 +115,7 @@ def test_the_counted_rows_hold_the_passes(tmp_path: Path, fields: dict[str, Any]
     sources = [(load_rows(one), renderer) for one in section.datasets]
     tokenizers = [row_tokenizer(section, one, *source) for one, source in zip(section.datasets, sources, strict=True)]
     made = [[tokenize(i) for i in range(len(rows))] for tokenize, (rows, _) in zip(tokenizers, sources, strict=True)]
-    lengths = [[[None if s is None else len(s["tokens"]) for s in row] for row in of_one] for of_one in made]
+    lengths = [[[None if s is None else (len(s["tokens"]), 0) for s in row] for row in of_one] for of_one in made]
     window = window_of(section, section.datasets)
     found = rows_of_epochs(section, section.datasets, lengths, window=window, num_epochs=num_epochs, seed=5)
 

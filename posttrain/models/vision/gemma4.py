@@ -12,10 +12,10 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.errors import ConfigError
-from posttrain.models.config import Compute, Encoded, Images, ModelConfig, TowerTensor, VisionConfig
+from posttrain.models.config import Compute, Encoded, Images, ModelConfig, Rope, TowerTensor, VisionConfig
 from posttrain.models.fields import Fields
 from posttrain.models.layers import gated, rms_normed
-from posttrain.models.rope import Tables, default_frequencies
+from posttrain.models.rope import default_frequencies, rope_tables
 from posttrain.models.vision.gemma3 import part_config, part_name, seeing_images
 from posttrain.models.vision.tower import (
     Params,
@@ -90,7 +90,8 @@ class Gemma4Vision(VisionConfig):
         x = linear({"patch.weight": kernel}, "patch", x.astype(compute.dtype))
         by_axis = params["position_embedding_table"].astype(x.dtype)
         x = x + by_axis[0][places[..., 1]] + by_axis[1][places[..., 0]]
-        tables = [_tables(places[..., axis], self.head_dim // 2, self.theta) for axis in (1, 0)]
+        rope = Rope(frequencies=tuple(default_frequencies(self.theta, self.head_dim // 2).tolist()))
+        tables = [rope_tables(rope, places[..., axis]) for axis in (1, 0)]
 
         def turning(x: Array) -> Array:
             """Turn half of a head by columns, half by rows."""
@@ -118,12 +119,6 @@ class Gemma4Vision(VisionConfig):
             pooled = (pooled - bias[None, None]) * scale[None, None]
         normed = rms_normed(pooled, eps).astype(compute.dtype)
         return Encoded(linear(params, "projector.embedding_projection", normed))
-
-
-def _tables(places: Array, head_dim: int, theta: float) -> Tables:
-    frequencies = default_frequencies(theta, head_dim)
-    angles = places[..., None].astype(jnp.float32) * frequencies[None, None]
-    return jnp.cos(angles), jnp.sin(angles)
 
 
 def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:

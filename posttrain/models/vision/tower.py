@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, UInt8
 
-from posttrain.batch import Batch
+from posttrain.batch import IMAGE_ARRAYS, Batch
 from posttrain.errors import ConfigError
 from posttrain.kernels.attention.dispatch import attention
 from posttrain.models.activations import rematerialized
@@ -43,8 +43,7 @@ class ImageInputs:
     def of(cls, batch: Batch, config: ModelConfig) -> ImageInputs | None:
         """Images of a batch for a model; None for text. Raises ConfigError for arrays that the model would ignore or
         cannot read."""
-        names = ("rope_positions", "image_rows", "images", "patches", "patch_images", "patch_places")
-        arrays = {name: None if (x := getattr(batch, name)) is None else jnp.asarray(x) for name in names}
+        arrays = {name: None if (x := getattr(batch, name)) is None else jnp.asarray(x) for name in IMAGE_ARRAYS}
         given = [name for name, x in arrays.items() if x is not None]
         if not given:
             return None
@@ -55,7 +54,7 @@ class ImageInputs:
                 f"{', '.join(given)}; set model.vision to frozen if the checkpoint has one, or remove the images"
             )
         turned = any(block.attention.rope is not None and block.attention.rope.axes for block in config.blocks)
-        wanted = {"rope_positions": turned} | dict.fromkeys(names[1:], True)
+        wanted = {"rope_positions": turned} | dict.fromkeys(IMAGE_ARRAYS[1:], True)
         missing = [name for name, needed in wanted.items() if needed and arrays[name] is None]
         if (arrays["patches"] is not None or set(given) - {"rope_positions"}) and missing:
             raise ConfigError(f"batch: has {', '.join(given)} and lacks {', '.join(missing)} for {vision.model_type}")
