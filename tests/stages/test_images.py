@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image, ImageDraw
 
-from tests.stages.runs import lines, posttrain, write_run
+from tests.runs.test_resume import finish, kill_at
+from tests.stages.runs import lines, posttrain, weights, write_run
 
 COLOURS = ("red", "blue", "green", "white")
 
@@ -46,6 +47,22 @@ def test_what_stands_in_a_picture_is_learnt(tmp_path: Path, shared: Path, rows: 
     assert lines(tmp_path / "out")[-1]["nll"] < 0.2
     saved = tmp_path / "out" / "0-sft" / "model"
     assert {"chat_template.jinja", "preprocessor_config.json"} <= {file.name for file in saved.iterdir()}
+
+
+@pytest.mark.thorough
+def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows: Path) -> None:
+    """With a tower that is trained, whose patches come anew from the files."""
+    ends = []
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        stage = {"num_steps": 40, "checkpoint_every": 2}
+        file, output = run_file(folder, shared, rows, {"vision": "tower"}, **stage), folder / "out"
+        if name == "killed":
+            kill_at(file, output, "0-sft", 5)
+        assert ("resuming after step" in finish(file)) == (name == "killed")
+        ends.append(weights(output, "0-sft"))
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize(
