@@ -367,9 +367,12 @@ class Runner:
         if constrained:
             count = plain or count
             length = self._lengths.choose(shape.rows, plain=plain, constrained=constrained, longest=length)
+        # The first text of a stream comes at once, where no other row would wait for the host because of it.
+        begins = all(row.request.on_tokens is not None and not row.request.started for row in plan.decode)
+        length = 1 if begins else length
         # Pause for those who wait when a quarter has ended; else when the next smaller batch would do.
         smaller = max((size for size in shapes.sizes(tail) if size < min(shape.rows, count)), default=0)
-        drafts = self.drafter is not None and not constrained and self.drafter.pace.choose(shape.rows)
+        drafts = self.drafter is not None and not constrained and not begins and self.drafter.pace.choose(shape.rows)
         if drafts:
             smaller = count - max(1, count // 2)  # the faster half waits no longer for the slower one
         stop_at = count - max(1, count // 4) if plan.waiting else smaller

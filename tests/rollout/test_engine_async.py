@@ -144,6 +144,29 @@ def test_tokens_are_handed_over_as_they_are_sampled(engine: NativeEngine) -> Non
         assert tuple(top for piece in pieces for top in piece.top_logps or ()) == got.top_logps
 
 
+def test_the_first_token_of_a_stream_comes_at_once(engine: NativeEngine) -> None:
+    """Before those after it, unless rows that are under way would wait for it."""
+    told: dict[str, list[int]] = {"alone": [], "beside": []}
+
+    async def streamed(name: str) -> Completion:
+        return await engine.generate([1, 2], params(), on_tokens=lambda new: told[name].append(len(new.tokens)))
+
+    async def beside() -> Completion:
+        other = asyncio.create_task(engine.generate([3, 4], params(max_tokens=40)))
+        while engine.num_free == engine.slots:
+            await asyncio.sleep(0)
+        streaming = await streamed("beside")
+        assert not other.done()
+        other.cancel()
+        return streaming
+
+    (expected,) = engine.generate_all([[1, 2]], [params()])
+    assert_same(asyncio.run(streamed("alone")), expected)
+    assert_same(asyncio.run(beside()), expected)
+    assert told["alone"][0] == 1 < told["alone"][1], told
+    assert told["beside"][0] > 1, told
+
+
 def test_everything_abandoned(engine: NativeEngine) -> None:
     """The event loop ends while samples are under way; the next one finds an idle engine."""
     expected = engine.generate_all([[1, 2]], [params()])
