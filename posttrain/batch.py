@@ -125,6 +125,10 @@ class Batch:
         """True with any array of images."""
         return any(getattr(self, name) is not None for name in IMAGE_ARRAYS)
 
+    def without_images(self) -> Batch:
+        """Batch as losses read it, of one shape whatever number of patches is beside its rows."""
+        return replace(self, **dict.fromkeys(IMAGE_ARRAYS))
+
 
 def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:
     """Rows per forward pass over `total`: all or `wanted`, rounded up to a multiple of the row shards."""

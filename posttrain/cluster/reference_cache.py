@@ -38,7 +38,7 @@ class _Scored(NamedTuple):
 
     number: int
     text: np.uint64
-    """Hash of its tokens and their weights."""
+    """Hash of its tokens, their weights, and the sizes of its pictures' files."""
     logps: Float[np.ndarray, " N"]
 
 
@@ -73,10 +73,10 @@ class CachedLogps:
         place = self._places.get(index)
         if place is None:
             return np.full(int((unit["loss_weight"] > 0).sum()), np.nan, np.float32)
-        if place.text != _text(unit["tokens"], unit["loss_weight"]):
+        if place.text != _text(unit):
             raise ConfigError(
-                f"the reference's log-probabilities in {self.folder} are of another text: the dataset has changed "
-                "since; delete the folder"
+                f"the reference's log-probabilities in {self.folder} are of another text or picture: the dataset has "
+                "changed since; delete the folder"
             )
         return np.asarray(place.values[place.start : place.stop])
 
@@ -115,6 +115,7 @@ def _folder(units: PairExamples, model: Mapping[str, str], stage: Path) -> Path:
     data = {
         "dataset": fingerprint(units.dataset, units.rows),
         "tokens": token_fingerprint(units.rows, units.as_sequences),
+        **({"pictures": units.pictures.fingerprint} if units.renderer.tokenizer.has_images else {}),
         "rows": [units.kind, units.weigh_prompts, units.share_prompts, section.row_tokens, section.overlong],
     }
     # Several hosts may have caches of their own, of which one lacks what another has.
@@ -148,7 +149,7 @@ def _score(units: PairExamples, trainer: Trainer, known: CachedLogps, batches: I
         numbers = np.unique(rows.units[np.asarray(rows.batch.segments) > 0])
         if any(int(n) not in known and int(n) not in found for n in numbers):
             logps = np.asarray(trainer.stats(model_inputs(rows.batch)).logps)
-            found |= {one.number: one for one in _scored(rows, logps) if one.number not in known}
+            found |= {one.number: one for one in _scored(units, rows, logps) if one.number not in known}
             started += 1
         if started == SHARD_BATCHES:
             known.add(_write(known.folder, list(found.values())))
@@ -163,18 +164,21 @@ def _score(units: PairExamples, trainer: Trainer, known: CachedLogps, batches: I
         known.add(_write(known.folder, list(found.values())))
 
 
-def _scored(rows: NumberedRows, logps: Float[np.ndarray, "B T"]) -> Iterator[_Scored]:
-    tokens, weight, segments = (np.asarray(x) for x in (rows.batch.tokens, rows.batch.loss_weight, rows.batch.segments))
+def _scored(units: PairExamples, rows: NumberedRows, logps: Float[np.ndarray, "B T"]) -> Iterator[_Scored]:
+    weight, segments = (np.asarray(x) for x in (rows.batch.loss_weight, rows.batch.segments))
     for row, numbers in enumerate(rows.units):
         for number in np.unique(numbers[segments[row] > 0]):
             here = (numbers == number) & (segments[row] > 0)
             values = logps[row][here & (weight[row] > 0)]
-            yield _Scored(int(number), _text(tokens[row][here], weight[row][here]), values)
+            unit = units(int(number))
+            assert unit is not None
+            yield _Scored(int(number), _text(unit), values)
 
 
-def _text(tokens: np.ndarray, weight: np.ndarray) -> np.uint64:
-    hashed = hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=8)
-    hashed.update(weight.astype(np.float32).tobytes())
+def _text(unit: PairExample) -> np.uint64:
+    hashed = hashlib.blake2b(unit["tokens"].astype(np.int32).tobytes(), digest_size=8)
+    hashed.update(unit["loss_weight"].astype(np.float32).tobytes())
+    hashed.update(unit["files"].astype(np.int64).tobytes() if "files" in unit else b"")
     return np.frombuffer(hashed.digest(), np.uint64)[0]
 
 

@@ -41,10 +41,6 @@ class PairSection(OfflineSection):
     overlong: Literal["truncate", "drop", "error"] = "error"
     """Pairs longer than a row: truncate, drop, or raise an error."""
 
-    def _mistakes(self) -> Iterator[str]:
-        if self.row_patches is not None:
-            yield "row_patches has no effect: pairs take no images"
-
     @property
     def step_rows(self) -> int:
         return self.batch_rows

@@ -37,7 +37,7 @@ class DatasetSection(Section):
     """System message, put before every prompt."""
     image_marker: Text | None = None
     """Text in the contents of messages, such as `<image>`, in whose place a picture of the columns `images` or `image`
-    stands, in SFT; by default such texts are text."""
+    stands; by default such texts are text."""
     chat: Flag | None = None
     """Render with the tokenizer's chat template; by default if it has one and the row is not plain `text`."""
     skip: NonNegativeInt = 0
@@ -171,7 +171,7 @@ class OfflineSection(TrainSection):
     batch_rows: PositiveInt = 8
     """Rows of `row_tokens` per optimiser step (batch size)."""
     row_patches: PositiveInt | None = None
-    """Most image patches beside each row, in SFT of models with images; by default as many as a row full of image
+    """Most image patches beside each row, for models with images; by default as many as a row full of image
     tokens has. A batch has one of four sizes of them, and none without pictures."""
     packing: Flag = True
     """Pack several sequences (or pairs) per row, separated by segment ids."""

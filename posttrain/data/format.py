@@ -225,10 +225,11 @@ def _first(messages: Sequence[Message], first: int, loss: LossOn) -> int:
     return max(first, turns[-1]) if turns and loss == "last" else first
 
 
-def answer_messages(row: Row, template: str | None, column: str) -> list[Message]:
-    """Messages of an answer: a plain string is one assistant message."""
+def answer_messages(row: Row, template: str | None, column: str, pictures: RowPictures | None = None) -> list[Message]:
+    """Messages of an answer: a plain string is one assistant message. `pictures`: those of a prompt that the answer may
+    repeat."""
     value = _value(row, template, column)
-    return [_message("assistant", value)] if isinstance(value, str) else checked_messages(value, column)
+    return [_message("assistant", value)] if isinstance(value, str) else checked_messages(value, column, pictures)
 
 
 def render_answer(

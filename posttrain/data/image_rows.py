@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
 from posttrain.config import OfflineSection, PairSection, SequenceSection
-from posttrain.data.format import TokenizedExample
 from posttrain.data.images import Grid, ImagePolicy
+from posttrain.data.pictures import Picture
+from posttrain.data.sources import Rows, picked
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
+from posttrain.runtime.files import digest
 
 Arrays = dict[str, np.ndarray]
 
@@ -40,17 +43,64 @@ def image_arrays(policy: ImagePolicy, images_T: Int[np.ndarray, " T"], grids: In
     }
 
 
+def sharing_arrays(
+    policy: ImagePolicy,
+    sequences: Sequence[tuple[Int[np.ndarray, " T"], slice]],
+    grids: Int[np.ndarray, "I 2"],
+) -> Arrays:
+    """Arrays of sequences that share the pictures of their prompt, laid end to end: each has images of its own in the
+    mask, and all take the same features. `sequences`: image of each token of a whole sequence, and the part of it."""
+    there = grids[: max(int(images_T.max(initial=0)) for images_T, _ in sequences)]
+    parts = []
+    for number, (images_T, part) in enumerate(sequences):
+        whole = image_arrays(policy, images_T, there)
+        of_part: Arrays = {n: whole[n][part] for n in ("images", "image_rows", "rope_positions") if n in whole}
+        numbers = of_part["images"]
+        of_part["images"] = np.where(numbers > 0, numbers + number * len(there), 0).astype(np.int32)
+        parts.append(of_part)
+    joined: Arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return {**joined, "grids": there, "patches": whole["patches"]}
+
+
+class PictureSource(NamedTuple):
+    """Rows, and the pictures of one."""
+
+    rows: Rows
+    pictures: Callable[[Mapping[str, Any]], Sequence[Picture]]
+
+    def patches(self, policy: ImagePolicy, index: int, count: int) -> UInt8[np.ndarray, "P C"]:
+        """Patches of a row's first pictures. ConfigError with the row."""
+        with self.rows.named(index) as row:
+            return np.concatenate([policy.patches(picture.pixels()) for picture in self.pictures(row)[:count]])
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the files of pictures in up to 64 rows."""
+        contents = []
+        for index in picked(len(self.rows)):
+            with self.rows.named(index) as row:
+                contents += [digest(picture.content()) for picture in self.pictures(row)]
+        return digest(" ".join(contents))
+
+
 @dataclass(frozen=True)
 class ImageRows:
     """Arrays of batches of packed rows with pictures.
 
-    `row_patches`: size of the largest bucket; `decode`: patches of a row's first pictures, by the array `source` and
-    their number.
+    `row_patches`: size of the largest bucket; `sources`: rows of pictures by the first number of the array `source`,
+    whose second is the row's.
     """
 
     policy: ImagePolicy
     row_patches: int
-    decode: Callable[[np.ndarray, int], UInt8[np.ndarray, "P C"]]
+    sources: Mapping[int, PictureSource]
+
+    @classmethod
+    def of(
+        cls, section: OfflineSection, tokenizer: Tokenizer, sources: Mapping[int, PictureSource]
+    ) -> ImageRows | None:
+        """Maker of the image arrays of a stage's batches; None for a model without images."""
+        return cls(tokenizer.images, most_patches(section, tokenizer), sources) if tokenizer.has_images else None
 
     def __call__(self, rows: Sequence[Sequence[Arrays]], shape: tuple[int, int]) -> Arrays:
         """Arrays of a batch of this shape; none without a picture in it, which is then the same as one of text."""
@@ -83,8 +133,8 @@ class ImageRows:
             tokens = slice(start, start + len(one["tokens"]))
             start = tokens.stop
             if "rope_positions" in row:
-                plain = np.arange(len(one["tokens"]), dtype=np.int32)[:, None]
-                row["rope_positions"][tokens] = one.get("rope_positions", plain)
+                plain = one.get("positions", np.arange(len(one["tokens"]), dtype=np.int32))
+                row["rope_positions"][tokens] = one.get("rope_positions", plain[:, None])
             if "images" not in one:
                 continue
             there = one["images"] > 0
@@ -96,14 +146,15 @@ class ImageRows:
             row["patches"][beside] = pixels[id(one)]
             row["patch_images"][beside] = np.repeat(numbers, [self.policy.num_patches(grid) for grid in grids])
             row["patch_places"][beside] = np.concatenate([self.policy.places(grid) for grid in grids])
-            images, patches = images + len(grids), beside.stop
+            images, patches = images + int(one["images"].max()), beside.stop
             features += int(one["image_rows"].max())
 
     def _patches(self, one: Arrays) -> UInt8[np.ndarray, "P C"]:
         """Patches of a sequence. ConfigError for a picture whose file has another size now."""
-        patches = self.decode(one["source"], len(one["grids"]))
+        number, index = map(int, one["source"])
+        patches = self.sources[number].patches(self.policy, index, len(one["grids"]))
         if len(patches) != len(one["patches"]):
-            raise ConfigError(f"a picture of row {one['source'][1]} has another size than before; restore its file")
+            raise ConfigError(f"a picture of row {index} has another size than before; restore its file")
         return patches
 
 
@@ -114,22 +165,39 @@ def bucket_sizes(policy: ImagePolicy, wanted: int) -> list[int]:
 
 
 def most_patches(section: OfflineSection, tokenizer: Tokenizer) -> int:
-    """Most image patches beside a row of a stage: by default as many as its tokens can be of."""
+    """Most image patches beside a row of a stage, by default as many as its tokens can be of; 0 for a model without
+    images. ConfigError for `row_patches` without such a model."""
+    if not tokenizer.has_images:
+        if section.row_patches is not None:
+            raise ConfigError(f"row_patches={section.row_patches} has no effect: the model takes no images; remove it")
+        return 0
     default = section.row_tokens * tokenizer.images.settings.merge**2
     return bucket_sizes(tokenizer.images, default if section.row_patches is None else section.row_patches)[-1]
 
 
 def with_images(
-    one: Arrays, example: TokenizedExample, section: SequenceSection | PairSection, tokenizer: Tokenizer
+    one: Arrays, beside: Arrays, section: SequenceSection | PairSection, tokenizer: Tokenizer
 ) -> Arrays | None:
     """Sequence with the arrays of its pictures; None for one dropped for more patches than fit beside a row."""
-    assert example.images is not None and example.grids is not None
-    whole, most = one | image_arrays(tokenizer.images, example.images, example.grids), most_patches(section, tokenizer)
-    if len(whole["patches"]) <= most:
-        return whole
+    if not tokenizer.tower:
+        raise ConfigError("the row has pictures, and model.vision=none loads no tower; set it to frozen")
+    most = most_patches(section, tokenizer)
+    if len(beside["patches"]) <= most:
+        return one | beside
     if section.overlong == "error":
         raise ConfigError(
-            f"its {len(example.grids)} pictures have {len(whole['patches']):,} patches, and beside a row are {most:,}; "
-            "raise row_patches, make pictures smaller (model.image), or set overlong to drop"
+            f"its {len(beside['grids'])} pictures have {len(beside['patches']):,} patches, and beside a row are "
+            f"{most:,}; raise row_patches, make pictures smaller (model.image), or set overlong to drop"
         )
     return None
+
+
+def picture_note(grids: Sequence[Int[np.ndarray, "I 2"]], total: int, what: str) -> list[str]:
+    """Line about the pictures of checked sequences (or pairs), of which those with pictures have `grids`."""
+    if not grids:
+        return []
+    sizes = np.concatenate(grids).prod(axis=1)
+    return [
+        f"{len(sizes):,} pictures in {len(grids):,} of {total:,} {what}: "
+        f"{sizes.min():,} to {sizes.max():,} tokens each, together {sizes.sum():,}"
+    ]

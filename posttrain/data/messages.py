@@ -106,8 +106,9 @@ def checked_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def is_same(one: Message, other: Message) -> bool:
-    """Compare what two messages say, up to white space."""
-    return _spoken(one) == _spoken(other)
+    """Compare what two messages say, up to white space, and the pictures of two that have some."""
+    pictures, others = ([picture.key for picture in pictures_in([message])] for message in (one, other))
+    return _spoken(one) == _spoken(other) and (not pictures or not others or pictures == others)
 
 
 def _spoken(message: Message) -> list[Any]:
@@ -212,7 +213,7 @@ def _part(part: Any, at: str, pictures: RowPictures | None) -> dict[str, Any]:
     if kind in ("image", "image_url") and pictures is not None:
         return pictures.part({key: value for key, value in fields.items() if key != "text"}, at)
     what = f"a part of type {kind!r}" if kind != "text" else f"{str(part)[:60]!r}"
-    where = "images are for users and tools, in SFT of models with images" if "image" in kind else "no sound"
+    where = "images are for users and tools, in training of models with images" if "image" in kind else "no sound"
     raise ConfigError(f'{at} is {what}; only text is read, as {{"type": "text", "text": ...}}: {where}')
 
 

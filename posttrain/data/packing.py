@@ -37,9 +37,8 @@ def fit_to_row(example: TokenizedExample, row_tokens: int, overlong: Overlong) -
         kept = TokenizedExample(example.tokens[:row_tokens], example.loss_mask[:row_tokens])
         if images is None or example.grids is None:
             return kept
-        count = int(images[:row_tokens].max())
-        if count not in images[row_tokens:]:
-            return replace(kept, images=images[:row_tokens], grids=example.grids[:count])
+        if image_start(images, row_tokens) == row_tokens:
+            return replace(kept, images=images[:row_tokens], grids=example.grids[: int(images[:row_tokens].max())])
     return None
 
 
@@ -213,6 +212,12 @@ def to_batch(rows: Mapping[str, np.ndarray]) -> Batch:
         segments=rows["tokens_segments"],
         loss_weight=rows["loss_weight"],
     )
+
+
+def image_start(images_T: Int[np.ndarray, " T"], length: int) -> int:
+    """Length of the longest part from the beginning, of at most `length`, that ends in no image."""
+    last = images_T[:length].max(initial=0)
+    return int(np.argmax(images_T == last)) if last and last in images_T[length:] else length
 
 
 def common_prefix(one: Int[np.ndarray, " N"], other: Int[np.ndarray, " M"]) -> int:

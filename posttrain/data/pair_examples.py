@@ -13,8 +13,11 @@ from jaxtyping import Float, Int
 from posttrain.batch import Batch
 from posttrain.config import DatasetSection, PairSection
 from posttrain.data.chat import Masked, Renderer
-from posttrain.data.format import prompt_messages, refuse_pictures
-from posttrain.data.packing import PackedBatches, Window, common_prefix
+from posttrain.data.format import prompt_messages, refuse_pictures, row_pictures
+from posttrain.data.image_rows import ImageRows, PictureSource, most_patches, sharing_arrays, with_images
+from posttrain.data.images import Grid
+from posttrain.data.messages import Message, parts_of
+from posttrain.data.packing import PackedBatches, Window, common_prefix, image_start, to_batch
 from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
 from posttrain.data.preference import (
     CHOSEN,
@@ -24,12 +27,13 @@ from posttrain.data.preference import (
     margin,
     mismatched,
     pair_answers,
-    prompt_tokens,
+    pair_pictures,
     steps,
 )
 from posttrain.data.sources import Rows, SequenceCache, Sequences
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import typed_text
+from posttrain.tree import replace as changed
 
 PairExample = dict[str, np.ndarray]
 """Arrays over the tokens of a unit: one or two sequences that belong together."""
@@ -73,7 +77,11 @@ class PairExamples:
         row = index // self._per_row
         if self.dataset.prompt is None and "prompt" not in self.rows.columns:
             return row
-        return typed_text(prompt_messages(self.rows[row], self.dataset))
+        values = self.rows[row]
+        pictures = row_pictures(values, self.dataset, self.renderer)
+        prompt = prompt_messages(values, self.dataset, pictures)
+        prompt = prompt if pictures is None else pictures.placed(prompt)
+        return typed_text([{**one, **_keyed(one)} for one in prompt])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,7 +93,7 @@ class PairExamples:
     def _tokenised(self) -> SequenceCache:
         """Cache of tokenised units without reference log-probabilities, shared by units with and without them."""
         section = self.section
-        fitting = (section.row_tokens, section.overlong)
+        fitting = (section.row_tokens, section.overlong, section.row_patches)
         kind = (self.kind, self.weigh_prompts, self.margins, self.share_prompts)
         key = (repr(self.dataset), self.renderer, *fitting, *kind)
         return self.rows.sequences(key, lambda index: [self._tokenise(index)], len(self))
@@ -106,27 +114,57 @@ class PairExamples:
     def _tokenise(self, index: int) -> PairExample | None:
         row = index // self._per_row
         with self.rows.named(row) as values:
-            refuse_pictures(values, self.dataset, self.renderer)
+            if self.kind == "steps":
+                refuse_pictures(values, self.dataset, self.renderer)
             sequences = self._sequences(index)
             fitted = self._fit(sequences) if sequences else None
             if fitted is None or self._cut_equal(index, sequences, fitted):
                 return None
-            unit = _arrays(index, fitted, self._shared(fitted))
+            unit = self._with_images(_arrays(index, fitted, self._shared(fitted)), row, fitted)
+            if unit is None:
+                return None
             better = margin(values) if self.margins else 0.0
         if self.margins:
             unit["margins"] = np.where(unit["roles"] == CHOSEN, better, 0.0).astype(np.float32)
         return unit
 
+    def _with_images(self, unit: PairExample, row: int, fitted: Sequence[LabelledSequence]) -> PairExample | None:
+        """Unit with the pictures of its prompt, which all its sequences take from one encoding."""
+        grids = np.asarray(fitted[0].grids, np.int32).reshape(-1, 2)
+        images = [np.zeros(len(one.tokens), np.int32) if one.images is None else one.images for one in fitted]
+        if not any(one.any() for one in images):
+            return unit
+        shared, tokenizer = self._shared(fitted), self.renderer.tokenizer
+        pieces = [(one, slice(shared, None)) for one in images]
+        beside = sharing_arrays(tokenizer.images, [(images[0], slice(0, shared)), *pieces] if shared else pieces, grids)
+        files = [picture.num_bytes for picture in self.pictures.pictures(self.rows[row])]
+        kept = {"source": np.asarray([0, row]), "files": np.asarray(files[: len(beside["grids"])])}
+        return with_images(unit, beside | kept, self.section, tokenizer)
+
+    @property
+    def pictures(self) -> PictureSource:
+        return PictureSource(self.rows, lambda row: pair_pictures(row, self.dataset, self.renderer))
+
+    @property
+    def most_patches(self) -> int:
+        """Most image patches beside a row."""
+        return most_patches(self.section, self.renderer.tokenizer)
+
     def _sequences(self, index: int) -> list[LabelledSequence]:
         row, side = divmod(index, self._per_row)
         if self.kind == "steps":
             masked, roles = steps(self.rows[row], self.dataset, self.renderer)
-            return [LabelledSequence.of(masked, np.asarray(roles), False)]
+            return [LabelledSequence.of(masked, np.asarray(roles))]
         if self.kind == "pairs":
             answers = pair_answers(self.rows[row], self.dataset, self.renderer) or []
         else:
             answers = self._single(row, side)
-        return [LabelledSequence.of(a.masked, a.role, self.weigh_prompts and a.role == CHOSEN) for a in answers]
+        tokenizer = self.renderer.tokenizer
+        special = tokenizer.image_ids if tokenizer.has_images else []
+        return [
+            LabelledSequence.of(a.masked, a.role, whole=self.weigh_prompts and a.role == CHOSEN, special=special)
+            for a in answers
+        ]
 
     def _single(self, row: int, side: int) -> list[TokenizedAnswer]:
         answer = self._labelled_answer(row, side)
@@ -135,11 +173,7 @@ class PairExamples:
         # The next row with an answer to another prompt, which is the same in every epoch.
         others = (self._labelled_answer((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
         other = next(
-            (
-                candidate
-                for candidate in others
-                if candidate is not None and prompt_tokens(candidate) != prompt_tokens(answer)
-            ),
+            (candidate for candidate in others if candidate is not None and candidate.prompt != answer.prompt),
             None,
         )
         if other is None:
@@ -148,7 +182,6 @@ class PairExamples:
 
     def _labelled_answer(self, row: int, side: int) -> TokenizedAnswer | None:
         with self.rows.named(row) as values:
-            refuse_pictures(values, self.dataset, self.renderer)
             answers = labelled_answers(values, self.dataset, self.renderer)
         return answers[side] if answers else None
 
@@ -168,8 +201,12 @@ class PairExamples:
             return None
         half = limit // len(sequences)
         longest = max(half, limit - min(lengths)) if len(sequences) == 2 and min(lengths) < half else half
-        cut = [one.cut(longest) for one in sequences]
-        return cut if all(one.weight.any() for one in cut) else None
+        cut = [one.part(slice(longest)) for one in sequences]
+        whole = all(
+            of.images is None or image_start(of.images, len(one.tokens)) == len(one.tokens)
+            for of, one in zip(sequences, cut, strict=True)
+        )
+        return cut if whole and all(one.weight.any() for one in cut) else None
 
     def _cut_equal(self, index: int, sequences: Sequence[LabelledSequence], fitted: Sequence[LabelledSequence]) -> bool:
         """Tell whether truncation made chosen and rejected equal: both labels would be of the same tokens."""
@@ -189,34 +226,48 @@ class PairExamples:
         if not self.share_prompts:
             return 0
         prompts = [one.tokens[: max(int(np.argmax(one.weight > 0)) - 1, 0)] for one in sequences]
-        return common_prefix(*prompts)
+        shared = common_prefix(*prompts)
+        return shared if sequences[0].images is None else image_start(sequences[0].images, shared)
 
 
 class LabelledSequence(NamedTuple):
-    """Sequence with the loss weight and the role of each token."""
+    """Sequence with the loss weight and the role of each token, and its pictures as in `Masked`."""
 
     tokens: Int[np.ndarray, " T"]
     weight: Float[np.ndarray, " T"]
     roles: Int[np.ndarray, " T"]
+    images: Int[np.ndarray, " T"] | None = None
+    grids: tuple[Grid, ...] = ()
 
     @classmethod
-    def of(cls, masked: Masked, role: int | np.ndarray, whole: bool) -> LabelledSequence:
-        """Label a sequence. `whole`: loss weight on the prompt too."""
+    def of(
+        cls, masked: Masked, role: int | np.ndarray, *, whole: bool = False, special: Sequence[int] = ()
+    ) -> LabelledSequence:
+        """Label a sequence. `whole`: loss weight on the prompt too, except on `special` tokens of images."""
         mask = np.asarray(masked.mask, bool)
-        weight = np.arange(len(mask)) > 0 if whole else mask
+        tokens = np.asarray(masked.tokens, np.int32)
+        weight = (np.arange(len(mask)) > 0) & ~np.isin(tokens, special) if whole else mask
         roles = np.where(mask, role, 0).astype(np.int32)
-        return cls(np.asarray(masked.tokens, np.int32), weight.astype(np.float32), roles)
+        images = None if masked.images is None else np.asarray(masked.images, np.int32)
+        return cls(tokens, weight.astype(np.float32), roles, images, masked.grids)
 
-    def cut(self, length: int) -> LabelledSequence:
-        return LabelledSequence(self.tokens[:length], self.weight[:length], self.roles[:length])
+    def part(self, part: slice) -> LabelledSequence:
+        images = None if self.images is None else self.images[part]
+        return LabelledSequence(self.tokens[part], self.weight[part], self.roles[part], images, self.grids)
+
+
+def _keyed(message: Message) -> dict[str, Any]:
+    """Content of a message with pictures by their keys."""
+    parts = [{"image": part["image"].key} if part["type"] == "image" else part for part in parts_of(message)]
+    return {"content": parts} if parts else {}
 
 
 def _arrays(index: int, sequences: Sequence[LabelledSequence], shared: int) -> PairExample:
     """Concatenate a unit's sequences. `part`: number of a token's sequence in the unit; `parent`: number of its parent
     sequence."""
-    pieces = [LabelledSequence(*(array[shared:] for array in one)) for one in sequences]
+    pieces = [one.part(slice(shared, None)) for one in sequences]
     if shared:
-        pieces = [sequences[0].cut(shared), *pieces]
+        pieces = [sequences[0].part(slice(shared)), *pieces]
     lengths, starts = [len(one.tokens) for one in pieces], [0] + [shared] * (len(pieces) - 1)
     parents = [0] + [1 if shared else 0] * (len(pieces) - 1)
     return {
@@ -258,6 +309,8 @@ class ComparisonBatches(Stream):
             "share_prompts": units.share_prompts,
             "window": str(window),
         }
+        if units.renderer.tokenizer.has_images:
+            identity["pictures"] = units.pictures.fingerprint
         numbers = order(len(units), shuffle=dataset.shuffle, seed=seed)
         super().__init__(_packed(units, numbers.map(units.as_sequences), window), identity)
 
@@ -285,18 +338,23 @@ def all_rows(units: PairExamples) -> Iterator[NumberedRows]:
 def _packed(units: PairExamples, examples: Any, window: Window) -> PackedBatches:
     section = units.section
     lengths = dict.fromkeys(units.names, section.row_tokens)
-    return PackedBatches(examples, epoch=len(units), window=window, batch_rows=section.batch_rows, lengths=lengths)
+    return PackedBatches(
+        examples,
+        epoch=len(units),
+        window=window,
+        batch_rows=section.batch_rows,
+        lengths=lengths,
+        row_patches=units.most_patches,
+        images=ImageRows.of(section, units.renderer.tokenizer, {0: units.pictures}),
+    )
 
 
 def _to_batch(rows: dict[str, np.ndarray], units: PairExamples) -> NumberedRows:
     """Convert packed units, one segment each, to a batch with one segment per sequence."""
     before = (3 if units.share_prompts else 2) * (rows["tokens_segments"] - 1)
     segments, parents = (np.where(rows[n] > 0, before + rows[n], 0).astype(np.int32) for n in ("part", "parent"))
-    batch = Batch(
-        tokens=rows["tokens"],
-        positions=rows["positions"],
-        segments=segments,
-        loss_weight=rows["loss_weight"],
+    batch = changed(
+        to_batch({**rows, "tokens_positions": rows["positions"], "tokens_segments": segments}),
         parents=parents if units.share_prompts else None,
         roles=rows["roles"],
         margins=rows.get("margins"),

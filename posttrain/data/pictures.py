@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import ConfigError
+from posttrain.runtime.files import digest
 from posttrain.user_code import missing_path
 
 MAX_PIXELS = 64 * 2**20
@@ -44,6 +45,16 @@ class Picture:
     """Name in errors: its place in the row, and its file."""
     source: Path | bytes | Any
     """File, content of a file, or an image of Pillow."""
+
+    @property
+    def key(self) -> str:
+        """File, or digest of bytes in memory: the same for the same picture of a run."""
+        return str(self.source) if isinstance(self.source, Path) else digest(self.content())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file, or of the pixels of an open image."""
+        return self.source.stat().st_size if isinstance(self.source, Path) else len(self.content())
 
     @cached_property
     def size(self) -> tuple[int, int]:
@@ -157,6 +168,8 @@ def picture_of(value: Any, name: str, folder: Path) -> Picture:
 
     `name`: its place in the row; `folder`: that of relative paths.
     """
+    if isinstance(value, Picture):
+        return value
     if isinstance(value, Mapping):
         there = {key: value[key] for key in ("bytes", "path", "url", "image") if value.get(key) is not None}
         unknown = [key for key in value if key not in ("bytes", "path", "url", "image", "detail")]

@@ -23,15 +23,14 @@ from posttrain.data.format import (
     tokenize_example,
     use_chat,
 )
-from posttrain.data.image_rows import ImageRows, most_patches, with_images
+from posttrain.data.image_rows import ImageRows, PictureSource, image_arrays, with_images
 from posttrain.data.messages import pictures_in
 from posttrain.data.packing import Overlong, PackedBatches, Window, fit_to_row, sequence, to_batch
-from posttrain.data.sources import Rows, Sequences, load_rows, with_all_columns
+from posttrain.data.pictures import Picture
+from posttrain.data.sources import Rows, Sequences, load_rows, picked, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest, typed_text
-
-FINGERPRINT_ROWS = 64
 
 State = dict[str, Any]
 
@@ -109,7 +108,7 @@ class SFTBatches(Stream):
             prints.append(fingerprint(dataset, source[0]))
             tokens.append(token_fingerprint(source[0], tokenize))
             if renderer.tokenizer.has_images:
-                pictures.append(picture_fingerprint(dataset, *source))
+                pictures.append(_pictures(dataset, *source).fingerprint)
             streams.append(order(len(source[0]), shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
         self._targets = targets
         window = window_of(section, section.datasets)
@@ -128,7 +127,7 @@ class SFTBatches(Stream):
         weights = [dataset.weight for dataset in section.datasets]
         stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
         epoch = len(rows) + sum(len(others) for others, _ in mixed)
-        images = images_of(section, {number: (one, *source) for number, (one, source) in enumerate(sources)})
+        images = _images_of(section, {number: (one, *source) for number, (one, source) in enumerate(sources)})
         super().__init__(_packed(section, stream, epoch, window, targets, images), identity)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -234,7 +233,7 @@ def eval_batches(
     require_one(rows, tokenize, section.row_tokens)
     examples = grain.MapDataset.range(len(rows)).map(tokenize)
     window = Window.of(packing=section.packing, ordered=False, batch_rows=section.batch_rows)
-    images = images_of(section, {len(section.datasets): (dataset, rows, renderer)})
+    images = _images_of(section, {len(section.datasets): (dataset, rows, renderer)})
     for batch in _packed(section, examples, len(rows), window, targets, images):
         yield _finished(batch, targets)
 
@@ -246,30 +245,16 @@ def _finished(rows: Mapping[str, np.ndarray], targets: RowTargets | None) -> Bat
 def fingerprint(section: DatasetSection, rows: Rows) -> str:
     """Hash of a dataset: the last part of the source's name, the number of rows, and the content of up to 64 of
     them."""
-    content = [Path(section.path).name, len(rows), *(rows[index] for index in _sampled(rows))]
+    content = [Path(section.path).name, len(rows), *(rows[index] for index in picked(len(rows)))]
     return _digest(typed_text(content))
 
 
 def token_fingerprint(rows: Rows, tokenize: Callable[[int], Sequences]) -> str:
     """Hash of the tokenised sequences of up to 64 rows, which depend on tokenizer, template and columns."""
-    sequences = [one for index in _sampled(rows) for one in tokenize(index)]
+    sequences = [one for index in picked(len(rows)) for one in tokenize(index)]
     return _digest(
         json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in sequences])
     )
-
-
-def picture_fingerprint(section: DatasetSection, rows: Rows, renderer: Renderer) -> str:
-    """Hash of the files of pictures in up to 64 rows."""
-    contents = []
-    for index in _sampled(rows):
-        with rows.named(index) as row:
-            prompt, answer = row_messages(row, section, renderer)
-            contents += [digest(picture.content()) for picture in pictures_in([*prompt, *answer])]
-    return _digest(" ".join(contents))
-
-
-def _sampled(rows: Rows) -> list[int]:
-    return sorted({int(i) for i in np.linspace(0, len(rows) - 1, min(len(rows), FINGERPRINT_ROWS))})
 
 
 def _digest(text: str) -> str:
@@ -313,23 +298,20 @@ def _packed(
     )
 
 
-def images_of(
-    section: OfflineSection, sources: Mapping[int, tuple[DatasetSection, Rows, Renderer]]
+def _images_of(
+    section: SequenceSection, sources: Mapping[int, tuple[DatasetSection, Rows, Renderer]]
 ) -> ImageRows | None:
-    """Maker of the image arrays of a stage's batches; None for a model without images. `sources`: datasets by their
-    numbers in the array `source`."""
+    """Maker of the image arrays of batches. `sources`: datasets by their numbers in the array `source`."""
     tokenizer = next(iter(sources.values()))[2].tokenizer
-    if not tokenizer.has_images:
-        return None
+    return ImageRows.of(section, tokenizer, {number: _pictures(*source) for number, source in sources.items()})
 
-    def decode(source: np.ndarray, count: int) -> np.ndarray:
-        dataset, rows, renderer = sources[int(source[0])]
-        with rows.named(int(source[1])) as row:
-            prompt, answer = row_messages(row, dataset, renderer)
-            pictures = pictures_in([*prompt, *answer])[:count]
-            return np.concatenate([tokenizer.images.patches(picture.pixels()) for picture in pictures])
 
-    return ImageRows(tokenizer.images, most_patches(section, tokenizer), decode)
+def _pictures(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> PictureSource:
+    def pictures(row: Mapping[str, Any]) -> list[Picture]:
+        prompt, answer = row_messages(row, dataset, renderer)
+        return pictures_in([*prompt, *answer])
+
+    return PictureSource(rows, pictures)
 
 
 def row_tokenizer(
@@ -354,13 +336,12 @@ def row_tokenizer(
             return [None if one is None else fitted_sequence(one) for one in fitted]
 
     def fitted_sequence(one: TokenizedExample) -> dict[str, np.ndarray] | None:
-        if one.images is None:
+        if one.images is None or one.grids is None:
             return sequence(one)
         if not isinstance(section, SFTSection):
             raise ConfigError("distillation takes no pictures yet; remove them from the row")
-        if not renderer.tokenizer.tower:
-            raise ConfigError("the row has pictures, and model.vision=none loads no tower; set it to frozen")
-        return with_images(sequence(one), one, section, renderer.tokenizer)
+        tokenizer = renderer.tokenizer
+        return with_images(sequence(one), image_arrays(tokenizer.images, one.images, one.grids), section, tokenizer)
 
     key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong, section.row_patches)
     sequences = rows.sequences(key, make)

@@ -7,15 +7,34 @@ import math
 import re
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from posttrain.config import DatasetSection
 from posttrain.data.chat import Masked, Renderer
-from posttrain.data.format import Row, Spoken, answer_messages, no_column, prompt_messages, render_answer, spoken
-from posttrain.data.messages import Message, checked_messages, checked_tools, is_same, json_messages
+from posttrain.data.format import (
+    Row,
+    Spoken,
+    answer_messages,
+    no_column,
+    prompt_messages,
+    render_answer,
+    row_pictures,
+    spoken,
+)
+from posttrain.data.messages import (
+    Message,
+    checked_messages,
+    checked_tools,
+    is_same,
+    json_messages,
+    pictures_in,
+)
 from posttrain.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from posttrain.data.pictures import Picture
 
 CHOSEN, REJECTED, MISMATCHED = 1, -1, 2
 """Roles of an answer's tokens, see `Batch.roles`."""
@@ -24,10 +43,16 @@ RENAME = "rename yours in the data, or with a function of your own (dataset.path
 
 
 class TokenizedAnswer(NamedTuple):
-    """Tokenized prompt and answer with the answer's role."""
+    """Tokenized prompt and answer with the answer's role, and the keys of the prompt's pictures."""
 
     masked: Masked
     role: int
+    pictures: tuple[str, ...] = ()
+
+    @property
+    def prompt(self) -> tuple[list[int], tuple[str, ...]]:
+        """Tokens before the answer, and the pictures among them."""
+        return self.masked.tokens[: self.masked.mask.index(True)], self.pictures
 
 
 def is_paired(columns: Sequence[str], section: DatasetSection) -> bool:
@@ -50,9 +75,7 @@ def pair_answers(row: Row, section: DatasetSection, renderer: Renderer) -> list[
     if not is_paired(list(row), section):
         raise ConfigError("the row holds one completion with a label; this loss needs pairs: chosen and rejected")
     chosen, rejected = _pair_parts(row, section, renderer)
-    answers = [
-        TokenizedAnswer(_render(*side, renderer, row), role) for side, role in ((chosen, CHOSEN), (rejected, REJECTED))
-    ]
+    answers = [_answer(side, renderer, row, role) for side, role in ((chosen, CHOSEN), (rejected, REJECTED))]
     return None if answers[0].masked.tokens == answers[1].masked.tokens else answers
 
 
@@ -61,24 +84,41 @@ def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> l
     if is_paired(list(row), section):
         return pair_answers(row, section, renderer) or []
     label = _label(row["label"], "column 'label' must be")
+    sides = _labelled_parts(row, section, renderer)
+    return [_answer(sides, renderer, row, CHOSEN if label else REJECTED)]
+
+
+def pair_pictures(row: Row, section: DatasetSection, renderer: Renderer) -> list[Picture]:
+    """Pictures of a row's prompt, in order."""
+    pair = is_paired(list(row), section)
+    parts = _pair_parts(row, section, renderer)[0] if pair else _labelled_parts(row, section, renderer)
+    return pictures_in(parts.prompt)
+
+
+def _labelled_parts(row: Row, section: DatasetSection, renderer: Renderer) -> Spoken:
+    """Prompt and answer of a row with a label."""
+    pictures = row_pictures(row, section, renderer)
     if "messages" in row and "completion" not in row and section.completion is None:
-        said = checked_messages(row["messages"], "messages")
+        said = checked_messages(row["messages"], "messages", pictures)
         at = max((number for number, one in enumerate(said) if one["role"] != "assistant"), default=-1) + 1
         if not 0 < at < len(said):
             raise ConfigError("messages with a label must hold a prompt and end with an assistant message")
-        sides = spoken(prompt_messages({**row, "prompt": said[:at]}, section), said[at:], "messages", renderer.remarks)
+        row, answer, column = {**row, "prompt": said[:at]}, said[at:], "messages"
     else:
-        answer = answer_messages(row, section.completion, "completion")
-        sides = spoken(prompt_messages(row, section), answer, "completion", renderer.remarks)
-    return [TokenizedAnswer(_render(*sides, renderer, row), CHOSEN if label else REJECTED)]
+        answer, column = answer_messages(row, section.completion, "completion"), "completion"
+    prompt = prompt_messages(row, section, pictures)
+    return spoken(prompt if pictures is None else pictures.placed(prompt), answer, column, renderer.remarks)
 
 
 def mismatched(answer: TokenizedAnswer, other: TokenizedAnswer) -> TokenizedAnswer:
     """Combine the prompt of one sequence with the answer of another."""
-    prompt, rest = prompt_tokens(answer), len(prompt_tokens(other))
+    (prompt, pictures), rest = answer.prompt, len(other.prompt[0])
     tokens = prompt + other.masked.tokens[rest:]
     mask = [False] * len(prompt) + other.masked.mask[rest:]
-    return TokenizedAnswer(Masked(tokens, [False, *mask[1:]]), MISMATCHED)
+    images = answer.masked.images
+    if images is not None:
+        images = images[: len(prompt)] + [0] * (len(tokens) - len(prompt))
+    return TokenizedAnswer(Masked(tokens, [False, *mask[1:]], images, answer.masked.grids), MISMATCHED, pictures)
 
 
 def _label(value: Any, rule: str) -> bool:
@@ -134,16 +174,15 @@ def _list(row: Row, column: str) -> list[Any]:
     return list(row[column])
 
 
-def _render(prompt: list[Message], answer: list[Message], renderer: Renderer, row: Row) -> Masked:
-    masked = render_answer(prompt, answer, renderer, checked_tools(row.get("tools")))
+def _answer(sides: Spoken, renderer: Renderer, row: Row, role: int) -> TokenizedAnswer:
+    if pictures_in(sides.answer):
+        raise ConfigError(
+            "an answer holds a picture in a later message; pairs and labelled answers have them in prompts"
+        )
+    masked = render_answer(sides.prompt, sides.answer, renderer, checked_tools(row.get("tools")))
     if not any(masked.mask):
         raise ConfigError("an answer has no token with loss; it must not be empty")
-    return masked
-
-
-def prompt_tokens(answer: TokenizedAnswer) -> list[int]:
-    """Tokens before the answer."""
-    return answer.masked.tokens[: answer.masked.mask.index(True)]
+    return TokenizedAnswer(masked, role, tuple(picture.key for picture in pictures_in(sides.prompt)))
 
 
 def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Spoken, Spoken]:
@@ -152,20 +191,25 @@ def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[
     for name, value in zip(SIDES, values, strict=True):
         if value is None:
             raise ConfigError(f"column {name!r} is null; remove such rows")
-    answers = [answer_messages(row, None, name) for name in SIDES]
+    of_sides = [row_pictures(row, section, renderer) for _ in SIDES]
+    answers = [answer_messages(row, None, name, pictures) for name, pictures in zip(SIDES, of_sides, strict=True)]
+    pictures = row_pictures(row, section, renderer)
     texts = [isinstance(value, str) and json_messages(value) is None for value in values]
     if any(texts) and not all(texts):
         raise ConfigError("one of chosen and rejected is a string and the other a list of messages; give the same")
     if section.prompt is None and "prompt" not in row:
         if all(texts):
+            if pictures is not None and pictures.left:
+                raise ConfigError(
+                    "pictures have no place in chosen and rejected without a prompt; give the column prompt"
+                )
             return _implicit_text(values, section, renderer)
         shared = _shared(*answers)
-        prompt, answers = (
-            prompt_messages({**row, "prompt": answers[0][:shared]}, section),
-            [a[shared:] for a in answers],
-        )
+        pictures, implied = of_sides[0], {**row, "prompt": answers[0][:shared]}
+        prompt, answers = prompt_messages(implied, section, pictures), [a[shared:] for a in answers]
     else:
-        prompt = prompt_messages(row, section)
+        prompt = prompt_messages(row, section, pictures)
+    prompt = prompt if pictures is None else pictures.placed(prompt)
     for name, answer in zip(SIDES, answers, strict=True):
         if not answer or answer[-1]["role"] != "assistant":
             raise ConfigError(f"{name} must end with an assistant message after the prompt")
@@ -184,6 +228,9 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
         shared += 1
     while shared and chosen[shared - 1]["role"] == "assistant":
         shared -= 1
+    sides = [[picture.key for picture in pictures_in(side[:shared])] for side in (chosen, rejected)]
+    if sides[0] != sides[1]:
+        raise ConfigError("chosen and rejected have different pictures in the prompt; they must answer the same one")
     if shared == 0:
         raise ConfigError("chosen and rejected share no message, and there is no prompt; give the column prompt")
     return shared

@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 CHECKED_ROWS = 20_000
 """Maximum number of rows per dataset that are read before a run starts."""
+FINGERPRINT_ROWS = 64
+"""Maximum number of rows per dataset whose content tells whether it is the same."""
 
 
 class RowError(ConfigError):
@@ -226,6 +228,11 @@ def with_paths(function: Callable[..., Any], at: Locator, args: Mapping[str, Any
 def checked_rows(length: int) -> range:
     """Numbers of the rows that are read before a run starts: all, or `CHECKED_ROWS` spread evenly."""
     return range(0, length, -(-length // CHECKED_ROWS))
+
+
+def picked(length: int) -> list[int]:
+    """Numbers of up to `FINGERPRINT_ROWS` rows, spread evenly."""
+    return sorted({int(i) for i in np.linspace(0, length - 1, min(length, FINGERPRINT_ROWS))})
 
 
 def each_row(rows: Rows, chosen: Sequence[int], what: str, read: Callable[[int], T]) -> Iterator[T]:

@@ -48,7 +48,7 @@ class PairEvaluation:
         with progress_bar(f"evaluating {len(units):,} held-out units of {units.rows.name}", len(units)) as advance:
             for rows, unit in all_rows(units):
                 batch = self._complete(rows)
-                stats = self._stats(batch)
+                stats, batch = self._stats(batch), batch.without_images()
                 if self._whole:
                     parts.append((stats, batch))
                 else:

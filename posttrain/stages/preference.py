@@ -3,12 +3,13 @@ one, or a scalar head on the decoder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import jax
+import numpy as np
 
 from posttrain.batch import Batch
 from posttrain.cluster.reference import Reference
@@ -25,6 +26,7 @@ from posttrain.config import (
 )
 from posttrain.config.locator import FORMS, checked_settings
 from posttrain.config.other_names import meant_kind
+from posttrain.data.image_rows import most_patches, picture_note
 from posttrain.data.pair_examples import ComparisonBatches, PairExamples
 from posttrain.data.preference import is_paired, labelled_answers
 from posttrain.data.prefetch import Prefetch
@@ -88,7 +90,8 @@ class PairInputs:
     @property
     def epoch_sources(self) -> Sequence[EpochSource]:
         """Units over which `num_epochs` passes."""
-        return [EpochSource(self.section.dataset, self.units.rows, len(self.units), self.units.as_sequences)]
+        units = self.units
+        return [EpochSource(self.section.dataset, units.rows, len(units), units.as_sequences, units.most_patches)]
 
 
 def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[PairInputs, list[str]]:
@@ -97,12 +100,15 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
     if isinstance(section, PreferenceSection) and loss.needs.reference and section.reference != "live":
         cache_folder("reference")
     share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
+    most_patches(section, prepared.tokenizer)
     examples, ratios, notes = [], [], []
     for dataset in section.all_datasets:
         rows = rows_and_renderer(dataset, prepared.tokenizer)
         units = units_of(section, dataset, *rows, loss, share_prompts=share_prompts)
-        chosen = checked_rows(len(units))
-        ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
+        chosen, grids = checked_rows(len(units)), list[np.ndarray]()
+        ratio, lines = check_units(units, _left_out(units, chosen, grids))
+        what = "pairs" if units.kind == "pairs" else "answers"
+        lines += picture_note(grids, len(chosen), f"{what}{_checked(chosen, units)} of {units.rows.name}")
         examples.append(units)
         ratios.append(ratio)
         notes += [*lines, *_stop_notes(section, units), *units.rows.notes]
@@ -235,6 +241,17 @@ def units_of(
     )
 
 
+def _left_out(units: PairExamples, chosen: Sequence[int], grids: list[np.ndarray]) -> Iterator[bool]:
+    """Tell of each unit whether it is dropped; those of pictures are added to `grids`."""
+    for unit in each_row(units.rows, chosen, "rows", units):
+        grids += [] if unit is None or "grids" not in unit else [unit["grids"]]
+        yield unit is None
+
+
+def _checked(numbers: Sequence[Any], units: PairExamples) -> str:
+    return "" if len(numbers) == len(units) else " checked"
+
+
 def check_units(units: PairExamples, left_out: Iterable[bool]) -> tuple[float, list[str]]:
     """Share of dropped units, and a note about them. ConfigError if all are dropped."""
     drops = list(left_out)
@@ -245,7 +262,7 @@ def check_units(units: PairExamples, left_out: Iterable[bool]) -> tuple[float, l
             "answers that are equal in it; raise row_tokens, or use different answers"
         )
     what = "rows" if len(units) == len(units.rows) else "answers"
-    checked = "" if len(drops) == len(units) else " checked"
+    checked = _checked(drops, units)
     note = (
         f"{dropped:,} of {len(drops):,} {what}{checked} of {units.rows.name} are dropped: longer than "
         f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers "

@@ -13,7 +13,7 @@ from posttrain.config.locator import FORMS
 from posttrain.config.other_names import meant_kind
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import tokenize_example
-from posttrain.data.image_rows import most_patches
+from posttrain.data.image_rows import most_patches, picture_note
 from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer
 from posttrain.data.prefetch import MeasuredStream, Prefetch
 from posttrain.data.sources import Rows, checked_rows, each_row
@@ -58,7 +58,7 @@ class SequenceInputs:
         """Datasets over which `num_epochs` passes."""
         data = zip(self.section.datasets, [(self.rows, self.renderer), *self.mixed], strict=True)
         tokenizer = self.renderer.tokenizer
-        patches = most_patches(self.section, tokenizer) if tokenizer.has_images else 0
+        patches = most_patches(self.section, tokenizer)
         return [
             EpochSource(one, rows, len(rows), row_tokenizer(self.section, one, rows, r), patches)
             for one, (rows, r) in data
@@ -77,8 +77,7 @@ def prepare_sequences(
 
     `targets`: teacher targets of the rows. `has_completions`: whether rows are trained on, instead of being prompts.
     """
-    if section.row_patches is not None and not prepared.tokenizer.has_images:
-        raise ConfigError(f"row_patches={section.row_patches} has no effect: the model takes no images; remove it")
+    most_patches(section, prepared.tokenizer)
     notes: list[str] = []
     sources, dropped = [], []
     for dataset in section.all_datasets:
@@ -137,13 +136,7 @@ def _check_sequences(
     if dropped == total:
         require_one(rows, tokenize, section.row_tokens)
     checked = "" if len(chosen) == len(rows) else " checked"
-    notes = []
-    if grids:
-        sizes = np.concatenate(grids).prod(axis=1)
-        notes.append(
-            f"{len(sizes):,} pictures in {len(grids):,} of {total:,} sequences{checked} of {rows.name}: "
-            f"{sizes.min():,} to {sizes.max():,} tokens each, together {sizes.sum():,}"
-        )
+    notes = picture_note(grids, total, f"sequences{checked} of {rows.name}")
     if split:
         notes.append(
             f"{split:,} of {len(chosen):,} rows{checked} of {rows.name} are trained as a sequence for each assistant "

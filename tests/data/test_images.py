@@ -18,7 +18,7 @@ from posttrain.batch import Batch
 from posttrain.config import DatasetSection, ImageSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import TokenizedExample, prompt_messages, refuse_pictures, tokenize_example
-from posttrain.data.image_rows import bucket_sizes, with_images
+from posttrain.data.image_rows import bucket_sizes, image_arrays, with_images
 from posttrain.data.images import Grid, policy_of
 from posttrain.data.packing import LOOK_AHEAD, PackedBatches, fit_to_row
 from posttrain.data.pictures import MAX_PIXELS, Picture, picture_of, written
@@ -393,6 +393,11 @@ def test_processors_that_do_something_else_are_refused(field: dict[str, Any], re
         policy_of(MODEL, files, ImageSection(), "m")
 
 
+def beside(one: TokenizedExample, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    assert one.images is not None and one.grids is not None
+    return image_arrays(tokenizer.images, one.images, one.grids)
+
+
 def test_row_patches_bound_rows_and_batches_have_few_sizes(tokenizer: Tokenizer) -> None:
     def section(**fields: Any) -> SFTSection:
         return SFTSection(dataset={"path": "x.jsonl"}, row_tokens=512, row_patches=512, **fields)
@@ -401,7 +406,7 @@ def test_row_patches_bound_rows_and_batches_have_few_sizes(tokenizer: Tokenizer)
     lengths = []
     for row in (small, large, small, large):
         one = example(tokenizer, {"messages": CASES["two"], **row})
-        sized = with_images({"tokens": one.tokens}, one, section(), tokenizer)
+        sized = with_images({"tokens": one.tokens}, beside(one, tokenizer), section(), tokenizer)
         assert sized is not None
         lengths.append(sized)
     assert [len(one["patches"]) for one in lengths] == [128, 512, 128, 512]
@@ -413,8 +418,8 @@ def test_row_patches_bound_rows_and_batches_have_few_sizes(tokenizer: Tokenizer)
     with pytest.raises(
         ConfigError, match="its 3 pictures have 768 patches, and beside a row are 512; raise row_patches"
     ):
-        with_images({}, huge, section(), tokenizer)
-    assert with_images({}, huge, section(overlong="drop"), tokenizer) is None
+        with_images({}, beside(huge, tokenizer), section(), tokenizer)
+    assert with_images({}, beside(huge, tokenizer), section(overlong="drop"), tokenizer) is None
     made = [batch(tokenizer, [{"messages": CASES["two"], **row}]) for row in (plain, small, large)]
     assert [one.patches.shape[1] for one in made] == [512, 512, 512]
     assert bucket_sizes(tokenizer.images, 4096) == [1024, 2048, 3072, 4096]
@@ -426,5 +431,5 @@ def test_other_stages_refuse_pictures(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="the row has pictures, which only SFT reads yet"):
         refuse_pictures(row, section, Renderer(tokenizer, True))
     refuse_pictures(row, section, Renderer(replace(tokenizer, vision=None), True))
-    with pytest.raises(ConfigError, match="images are for users and tools, in SFT of models with images"):
+    with pytest.raises(ConfigError, match="images are for users and tools, in training of models with images"):
         prompt_messages({"prompt": [user(IMAGE)]}, section)

@@ -30,7 +30,7 @@ def answers(row: dict[str, Any], renderer: Renderer = PLAIN, **dataset: Any) -> 
     found = pair_answers(standard_row(row)[0], DATASET.model_copy(update=dataset), renderer)
     assert found is not None
     texts = []
-    for masked, role in found:
+    for masked, role, _ in found:
         first = masked.mask.index(True)
         answer = [token for token, kept in zip(masked.tokens, masked.mask, strict=True) if kept]
         parts = (masked.tokens[:first], answer)

@@ -1,4 +1,4 @@
-"""SFT on pictures: what is learnt is seen, and what is wrong is said before anything compiles."""
+"""Stages on pictures: what is learnt is seen, and what is wrong is said before anything compiles."""
 
 from __future__ import annotations
 
@@ -47,6 +47,27 @@ def test_what_stands_in_a_picture_is_learnt(tmp_path: Path, shared: Path, rows: 
     assert lines(tmp_path / "out")[-1]["nll"] < 0.2
     saved = tmp_path / "out" / "0-sft" / "model"
     assert {"chat_template.jinja", "preprocessor_config.json"} <= {file.name for file in saved.iterdir()}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_the_answer_that_fits_the_picture_is_preferred(tmp_path: Path, shared: Path, loss: str, rows: Path) -> None:
+    """Prompts and answers are the same for all colours: only pictures tell the chosen one."""
+    pairs = []
+    for number, row in enumerate(json.loads(line) for line in rows.read_text().splitlines()):
+        other = COLOURS[(number + 1) % 4][0].upper()
+        pairs.append({"images": [row["image"]] * bool(row["image"]), "prompt": row["prompt"]})
+        pairs[-1] |= {"chosen": row["completion"], "rejected": other}
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    stage = {"kind": "preference", "dataset": {"path": str(file)}, "eval_dataset": {"path": str(file)}, "loss": loss}
+    model = {"vision": "frozen", "lora": {"rank": 8}}
+    outcome = posttrain("run", run_file(tmp_path, shared, file, model, **stage))
+    assert outcome.code == 0, outcome.err
+    noted = "12 pictures in 12 of 13 pairs" if loss == "sigmoid" else "24 pictures in 24 of 26 answers"
+    assert noted in outcome.out
+    result = json.loads((tmp_path / "out" / "0-preference" / "result.json").read_text())
+    assert result["after"]["metrics"]["eval/preferred_ratio"] > 0.9
 
 
 @pytest.mark.thorough

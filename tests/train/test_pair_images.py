@@ -1,0 +1,237 @@
+"""Pairs and labelled answers on pictures: one encoding of a prompt's, shared prompts and rows without any effect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy.testing import assert_allclose
+from PIL import Image
+
+from posttrain.batch import Batch
+from posttrain.cluster.reference_cache import with_reference_of_all
+from posttrain.config import DatasetSection, ImageSection, PreferenceSection
+from posttrain.data.image_rows import Arrays
+from posttrain.data.pair_examples import ComparisonBatches, NumberedRows, PairExamples, all_rows
+from posttrain.data.pipeline import renderer_of
+from posttrain.data.sources import load_rows
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
+from posttrain.losses.preference import PreferenceLoss
+from posttrain.train.objective import TrainSettings
+from posttrain.train.trainer import Trainer
+from posttrain.weights.load import load_model
+
+IMAGE = {"type": "image"}
+
+
+def drawn(seed: int, size: tuple[int, int]) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8))
+
+
+def pair(*images: str, prompt: Any = "Which?", chosen: str = "The left.", rejected: str = "No.") -> dict[str, Any]:
+    return {"images": list(images), "prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+HOLES = [{"role": "user", "content": [IMAGE, {"type": "text", "text": " or "}, IMAGE]}]
+ROWS = [
+    pair("0.png"),
+    pair(),
+    pair("1.png", "0.png", prompt=HOLES),
+    pair("1.png", chosen="The right one."),
+    pair("0.png", "1.png", prompt=HOLES, rejected="Both."),
+]
+
+
+class Setting:
+    """A tiny checkpoint, a trainer of it, and rows beside their pictures."""
+
+    def __init__(self, folder: Path, checkpoint: Path):
+        self.folder, self.checkpoint = folder, checkpoint
+        for number, size in enumerate([(40, 50), (60, 30)]):
+            drawn(number, size).save(folder / f"{number}.png")
+        fields = json.loads((checkpoint / "config.json").read_text())
+        small = ImageSection(max_soft_tokens=70 if checkpoint.name == "gemma4" else None)
+        self.row_tokens = 512 if checkpoint.name == "gemma4" else 256
+        self.tokenizer: Tokenizer = load_tokenizer(str(checkpoint)).for_images(fields, str(checkpoint), small)
+        model = load_model(checkpoint, dtype=jnp.float32, vision="frozen")
+        self.trainer = Trainer(
+            model, PreferenceLoss(), optax.sgd(0.1), TrainSettings(temperature=1.0, max_grad_norm=1.0)
+        )
+
+    def units(
+        self, rows: Sequence[Mapping[str, Any]], *, kind: Any = "pairs", share: bool = False, **section: Any
+    ) -> PairExamples:
+        file = self.folder / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        dataset = DatasetSection(path=str(file))
+        loaded = load_rows(dataset)
+        fields = {"dataset": dataset, "row_tokens": self.row_tokens, "batch_rows": 4, **section}
+        return PairExamples(
+            section=PreferenceSection(**fields),
+            dataset=dataset,
+            rows=loaded,
+            renderer=renderer_of(loaded, dataset, self.tokenizer),
+            kind=kind,
+            share_prompts=share,
+        )
+
+    def logps(self, rows: NumberedRows) -> dict[int, np.ndarray]:
+        """Log-probabilities of each unit's tokens with loss."""
+        found = np.asarray(self.trainer.stats(rows.batch).logps)
+        weights = np.asarray(rows.batch.loss_weight)
+        numbers = np.unique(rows.units[weights > 0])
+        return {int(one): found[(rows.units == one) & (weights > 0)] for one in numbers}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gemma3",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen2_5_vl", "qwen3_vl", "mistral3", "gemma4")),
+    ],
+)
+def setting(request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    return Setting(tmp_path_factory.mktemp("pairs"), shared / "goldens" / "vision" / request.param)
+
+
+def patches_of(batch: Batch) -> int:
+    return int((np.asarray(batch.patch_images) > 0).sum())
+
+
+def test_shared_prompts_and_packing_change_nothing(setting: Setting) -> None:
+    """And a prompt's pictures are encoded once, for both answers and whether or not the prompt is shared."""
+    (apart,) = all_rows(setting.units(ROWS))
+    (together,) = all_rows(setting.units(ROWS, share=True))
+    alone = {}
+    for number, row in enumerate(ROWS):
+        if row["images"]:
+            (one,) = all_rows(setting.units([row], packing=False))
+            alone[number] = setting.logps(one)[0]
+    assert patches_of(apart.batch) == patches_of(together.batch)
+    counts = [len(unit.get("patches", ())) for unit in map(setting.units(ROWS), range(5)) if unit is not None]
+    assert counts[1] == 0 and sum(counts) == patches_of(apart.batch)
+    unshared, shared = setting.logps(apart), setting.logps(together)
+    for number in range(len(ROWS)):
+        assert_allclose(shared[number], unshared[number], atol=2e-4, err_msg=str(number))
+        assert_allclose(alone.get(number, unshared[number]), unshared[number], atol=2e-4, err_msg=str(number))
+
+
+def test_swapped_pictures_are_another_prompt(setting: Setting) -> None:
+    (rows,) = all_rows(setting.units(ROWS))
+    (swapped,) = all_rows(setting.units([*ROWS[:2], pair("0.png", "1.png", prompt=HOLES), *ROWS[3:]]))
+    before, after = setting.logps(rows), setting.logps(swapped)
+    assert np.abs(before[2] - after[2]).max() > 1e-3
+    assert_allclose(before[4], after[4], atol=2e-4)
+
+
+def test_answers_of_kto_keep_the_pictures_of_their_prompt(setting: Setting) -> None:
+    """Of prompts that differ in their pictures alone, one is another prompt of the other."""
+    labelled = [
+        {"image": name, "prompt": "Which?", "completion": text, "label": True}
+        for name, text in (("0.png", "One."), ("1.png", "Two of."))
+    ]
+    units = setting.units(labelled, kind="answers_and_others", share=True)
+    unit = units(0)
+    assert unit is not None and set(unit["roles"].tolist()) == {0, 1, 2} and len(unit["grids"]) == 1
+    assert units.prompt(0) != units.prompt(1)
+    (rows,) = all_rows(units)
+    (plain,) = all_rows(setting.units(labelled, kind="answers"))
+    first = setting.logps(plain)[0]
+    assert_allclose(setting.logps(rows)[0][: len(first)], first, atol=2e-4)
+
+
+def test_reference_values_are_of_their_pictures(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(setting.folder / "cache"))
+    known = with_reference_of_all(setting.units(ROWS, share=True), setting.trainer, {}, setting.folder)
+    (rows,) = all_rows(known)
+    expected = np.asarray(setting.trainer.stats(rows.batch).logps)
+    weighted = np.asarray(rows.batch.loss_weight) > 0
+    assert_allclose(np.asarray(rows.batch.ref_logps)[weighted], expected[weighted], atol=1e-5)
+    unit = known(0)
+    assert unit is not None and known.ref_logps is not None
+    with pytest.raises(ConfigError, match="of another text or picture"):
+        known.ref_logps(0, {**unit, "files": unit["files"] + 1})
+
+
+def test_a_changed_picture_is_another_dataset(setting: Setting) -> None:
+    state = ComparisonBatches(setting.units(ROWS), seed=0).state()
+    drawn(7, (40, 50)).save(setting.folder / "0.png")
+    changed = ComparisonBatches(setting.units(ROWS), seed=0)
+    drawn(0, (40, 50)).save(setting.folder / "0.png")
+    with pytest.raises(ConfigError, match="cannot resume: pictures was"):
+        changed.restore(state)
+
+
+def test_a_unit_is_never_cut_inside_a_picture(setting: Setting) -> None:
+    whole: Arrays | None = setting.units([pair("0.png", rejected="N" * 90)])(0)
+    assert whole is not None
+    shortest = int(np.flatnonzero(whole["images"])[0]) + 1
+    for tokens in (2 * shortest, 2 * shortest + 4):
+        cut = setting.units([pair("0.png", rejected="N" * 90)], row_tokens=tokens, overlong="truncate")
+        assert cut(0) is None
+    assert setting.units([pair("0.png", rejected="N" * 90)], row_tokens=len(whole["tokens"]) - 9, overlong="truncate")(
+        0
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {
+                "chosen": [
+                    {"role": "user", "content": [{**IMAGE, "path": "0.png"}]},
+                    {"role": "assistant", "content": "a"},
+                ],
+                "rejected": [
+                    {"role": "user", "content": [{**IMAGE, "path": "1.png"}]},
+                    {"role": "assistant", "content": "b"},
+                ],
+            },
+            "share no message",
+        ),
+        (pair("0.png", prompt=HOLES), "is image 2 of the messages, and the row has 1"),
+        (pair("0.png", "1.png", "0.png", prompt=HOLES), "the counts must be the same"),
+        (
+            pair(
+                chosen=[
+                    {"role": "assistant", "content": "a"},
+                    {"role": "user", "content": [{**IMAGE, "path": "0.png"}]},
+                    {"role": "assistant", "content": "c"},
+                ],
+                rejected=[{"role": "assistant", "content": "b"}],
+            ),
+            "an answer holds a picture in a later message",
+        ),
+    ],
+)
+def test_pictures_out_of_place_are_refused(setting: Setting, row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        setting.units([row])(0)
+
+
+def test_implicit_prompts_have_pictures(setting: Setting) -> None:
+    """The columns of TRL without a prompt: both sides hold it, with its holes."""
+    sides = {
+        name: [*HOLES, {"role": "assistant", "content": text}] for name, text in (("chosen", "a"), ("rejected", "b"))
+    }
+    implicit = setting.units([{"images": ["0.png", "1.png"], **sides}])(0)
+    explicit = setting.units([pair("0.png", "1.png", prompt=HOLES, chosen="a", rejected="b")])(0)
+    assert implicit is not None and explicit is not None
+    for name in ("tokens", "images", "image_rows"):
+        np.testing.assert_array_equal(implicit[name], explicit[name])
+
+
+def test_without_a_tower_pictures_are_refused(setting: Setting) -> None:
+    units = setting.units(ROWS)
+    blind = replace(units.renderer.tokenizer, tower=False)
+    with pytest.raises(ConfigError, match=r"model\.vision=none loads no tower"):
+        replace(units, renderer=renderer_of(units.rows, units.dataset, blind))(0)
