@@ -336,7 +336,7 @@ def test_another_text_is_not_taken_for_the_known_one(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     scored = reference_cache._Scored(0, np.uint64(1), np.zeros(3, np.float32))
     known = reference_cache.CachedLogps(reference_cache._write(tmp_path / "cache", [scored]).parent)
-    with pytest.raises(ConfigError, match="are of another text: the dataset has changed"):
+    with pytest.raises(ConfigError, match="are of another text or picture: the dataset has changed"):
         known(0, unit)
     assert np.isnan(known(1, unit)).all()
 
