@@ -24,13 +24,20 @@ from posttrain.data.messages import (
     strings_in,
     text_of,
 )
-from posttrain.data.templates import STAND_IN_TEXT, at_time, marks_generation, stand_in_turn
+from posttrain.data.templates import (
+    STAND_IN_TEXT,
+    after_turn,
+    end_at_stop,
+    marks_generation,
+    render,
+    stand_in_turn,
+)
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.user_code import import_transformers
 
 if TYPE_CHECKING:
     from posttrain.data.images import Grid
+    from posttrain.data.prompt_images import PromptImage, PromptImages
 
 Span = tuple[int, int]
 STAND_INS = range(0x100000, 0x10FFFE)
@@ -56,6 +63,13 @@ class Masked(NamedTuple):
     """Tokens of the images."""
 
 
+class Prompt(NamedTuple):
+    """Tokens to sample from, or between two sampled turns."""
+
+    tokens: list[int]
+    images: PromptImages | None
+
+
 @dataclass(frozen=True)
 class TemplateInput:
     """Messages and tool descriptions with stand-ins for the control tokens in their texts."""
@@ -66,7 +80,7 @@ class TemplateInput:
     """Text of a control token, or tokens of an image, by stand-in character."""
     silent: frozenset[int]
     """Numbers of the assistant messages without loss (`weight: 0`)."""
-    images: dict[str, Grid] = field(default_factory=dict)
+    images: dict[str, PromptImage] = field(default_factory=dict)
     """Images by stand-in character, in order."""
 
 
@@ -107,14 +121,19 @@ class Renderer:
         self._control_of_assistant = any_of(self._ends)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
-        """Prompt tokens from which a reply is sampled."""
+        """Prompt tokens from which a reply is sampled. ConfigError for messages with pictures."""
+        return _of_text(self.prompt_with_images(messages, tools))
+
+    def prompt_with_images(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
+        """Prompt tokens from which a reply is sampled, and the pictures of the messages."""
         if not self.chat:
-            return self.tokenizer.known(self.tokenizer.with_prefix(self.tokenizer.encode(plain_text(messages))))
+            plain = self.tokenizer.with_prefix(self.tokenizer.encode(plain_text(messages)))
+            return Prompt(self.tokenizer.known(plain), None)
         conversation = self._conversation(messages, tools)
         self._form(conversation.tools).check_written(conversation.messages)
         text, _ = self._render(conversation, len(conversation.messages), generation_prompt=True)
         check_tools_written(conversation.tools, text, self.tokenizer.name)
-        return self.tokenizer.known(self._tokenize(text, conversation.literals, ())[0])
+        return self._with_images(conversation, text, *self._tokenize(text, conversation.literals, ()))
 
     def rendered(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, *, reply: bool
@@ -147,39 +166,52 @@ class Renderer:
         *,
         last: int | None,
     ) -> list[int]:
-        """Tokens between a sampled turn and the next: the rest of its end, `messages`, and the beginning of a turn.
+        """Tokens of `between_with_images`. ConfigError for messages with pictures."""
+        return _of_text(self.between_with_images(before, messages, tools, last=last))
+
+    def between_with_images(
+        self,
+        before: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        last: int | None,
+    ) -> Prompt:
+        """Tokens between a sampled turn and the next: the rest of its end, `messages`, and the beginning of a turn;
+        and the pictures of `messages`.
 
         `before`: messages before the turn. `last`: last token of the turn; unless it is the end of turn that the
         template writes, that comes first. Raises `ConfigError` if the template hides the end of the turn.
         """
         if not self.chat:
-            return self.tokenizer.known(self.tokenizer.encode_spans(plain_text(messages), continues=True)[0])
+            plain = self.tokenizer.encode_spans(plain_text(messages), continues=True)[0]
+            return Prompt(self.tokenizer.known(plain), None)
         turn = stand_in_turn(messages)
         conversation = self._conversation([*before, turn, *messages], tools)
         text, _ = self._render(conversation, len(conversation.messages), generation_prompt=True)
-        delta = self._after_turn(text, calls="tool_calls" in turn)
-        tokens, _ = self._tokenize_pieces(delta, conversation.literals, (), continues=True)
-        if last in self.tokenizer.stop_ids and tokens[:1] == [last]:
-            tokens = tokens[1:]
-        return self.tokenizer.known(tokens)
-
-    def _after_turn(self, text: str, *, calls: bool) -> str:
-        """Text after a stand-in turn, from its end of turn on. `calls`: the turn has tool calls."""
-        at = text.rfind(STAND_IN_TEXT)
-        if at < 0:
-            raise ConfigError(f"chat template of {self.tokenizer.name} does not write the content of assistant turns")
-        rest = text[at + len(STAND_IN_TEXT) :]
         ends = self.tokenizer.hf.convert_ids_to_tokens(list(self.tokenizer.stop_ids))
-        if not calls:
-            stripped = rest.lstrip()
-            return stripped if stripped.startswith(tuple(ends)) else rest
-        places = [rest.find(end) for end in ends if end in rest]
-        if not places:
-            raise ConfigError(
-                f"chat template of {self.tokenizer.name} ends tool calls without a stop token ({', '.join(ends)}); "
-                "name its token in model.stop_tokens"
-            )
-        return rest[min(places) :]
+        delta = after_turn(text, ends, self.tokenizer.name, calls="tool_calls" in turn)
+        tokens, spans = self._tokenize_pieces(delta, conversation.literals, (), continues=True)
+        if last in self.tokenizer.stop_ids and tokens[:1] == [last]:
+            tokens, spans = tokens[1:], spans[1:]
+        return self._with_images(conversation, delta, tokens, spans)
+
+    def _with_images(self, conversation: TemplateInput, text: str, tokens: list[int], spans: list[Span]) -> Prompt:
+        """Tokens of a text, and its images among those of the conversation."""
+        stand_ins = [character for character in conversation.images if character in text]
+        if not stand_ins:
+            return Prompt(self.tokenizer.known(tokens), None)
+        from posttrain.data.prompt_images import PromptImages
+
+        images = [conversation.images[character] for character in stand_ins]
+        numbers = self._numbers(tokens, text, spans, stand_ins)
+        return Prompt(self.tokenizer.known(tokens), PromptImages.of(images, numbers))
+
+    def _numbers(self, tokens: list[int], text: str, spans: list[Span], stand_ins: Sequence[str]) -> list[int]:
+        """Number of the image whose feature stands at each token of a text, from 1; 0: text."""
+        numbers = self.tokenizer.images.numbers(text, spans, stand_ins)
+        numbers += [0] * (len(tokens) - len(numbers))
+        return [n if t == self.tokenizer.image_id else 0 for n, t in zip(numbers, tokens, strict=True)]
 
     def conversation(
         self, messages: Sequence[Message], *, first: int = 0, tools: Sequence[dict[str, Any]] | None = None
@@ -212,7 +244,7 @@ class Renderer:
         mask = [any(s < stop and start < e for start, stop in spans) for s, e in token_spans]
         if derived:
             begins = {start for start, _ in spans}
-            mask = self._end_at_stop(tokens, [s in begins for s, _ in token_spans], mask)
+            mask = end_at_stop(tokens, [s in begins for s, _ in token_spans], mask, self.tokenizer.stop_ids)
         tokens, mask = self._end_turns(tokens, mask, calls="tool_calls" in messages[-1])
         if all(mask) or not any(mask[1:]):
             which = "every token" if all(mask) else "no token"
@@ -224,10 +256,8 @@ class Renderer:
         masked = Masked(self.tokenizer.known(tokens), [False, *mask[1:]])
         if not conversation.images:
             return masked
-        numbers = self.tokenizer.images.numbers(text, token_spans, list(conversation.images))
-        numbers += [0] * (len(tokens) - len(numbers))
-        images = [n if t == self.tokenizer.image_id else 0 for n, t in zip(numbers, tokens, strict=True)]
-        return masked._replace(images=images, grids=tuple(conversation.images.values()))
+        numbers = self._numbers(tokens, text, token_spans, list(conversation.images))
+        return masked._replace(images=numbers, grids=tuple(one.grid for one in conversation.images.values()))
 
     def conversations(
         self, messages: Sequence[Message], *, first: int = 0, tools: Sequence[dict[str, Any]] | None = None
@@ -322,39 +352,28 @@ class Renderer:
             if controls and (token := next((t for text in strings_in(message) for t in pattern.findall(text)), None)):
                 self.remarks.add("control tokens", f"a message of role {message['role']} holds {token!r}; {LITERAL}")
         literals: dict[str, str | list[int]] = {character: text for text, character in stand_ins.items()}
-        images = {next(free): self.tokenizer.images.grid_of(picture) for picture in pictures}
-        literals |= {character: self.tokenizer.image_tokens(grid) for character, grid in images.items()}
+        images = {next(free): self.tokenizer.image_of(picture) for picture in pictures}
+        literals |= {character: self.tokenizer.image_tokens(image.grid) for character, image in images.items()}
         escaped_tools = replaced(passed, others, stand_ins) if passed else None
         return TemplateInput(escaped, escaped_tools, literals, silent, images)
 
     def _render(self, conversation: TemplateInput, length: int, *, generation_prompt: bool) -> tuple[str, list[Span]]:
         """Text of the first `length` messages, and the spans that the template marks as generated."""
-        import jinja2
-
         template = self._template(conversation.tools)
-        marks = marks_generation(template)
-        try:
-            texts, spans = import_transformers("utils.chat_template_utils").render_jinja_template(
-                [self._form(conversation.tools).joined(conversation.messages[:length])],
-                tools=conversation.tools,
-                chat_template=at_time(self.tokenizer.clock, template),
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=generation_prompt,
-                **self.tokenizer.hf.special_tokens_map,
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-            roles = [message["role"] for message in conversation.messages[:length]]
-            what = f"messages with roles {roles}" if roles else "a conversation that begins with an assistant message"
-            raise ConfigError(
-                f"chat template of {self.tokenizer.name} refuses {what}: "
-                f"{' '.join(str(error).split())}; change the messages, or set dataset.chat to false"
-            ) from error
-        marked = list(spans[0]) if marks else []
+        text, marked = render(
+            template,
+            self.tokenizer.clock,
+            self.tokenizer.name,
+            messages=self._form(conversation.tools).joined(conversation.messages[:length]),
+            tools=conversation.tools,
+            add_generation_prompt=generation_prompt,
+            **self.tokenizer.hf.special_tokens_map,
+        )
         if not conversation.images:
-            return texts[0], marked
+            return text, marked
         count = sum(part["type"] == "image" for one in conversation.messages[:length] for part in parts_of(one))
         stand_ins = list(conversation.images)[:count]
-        return self.tokenizer.images.placed(texts[0], marked, stand_ins, self.tokenizer.name)
+        return self.tokenizer.images.placed(text, marked, stand_ins, self.tokenizer.name)
 
     def _derive_spans(self, conversation: TemplateInput, text: str, first: int) -> tuple[str, list[Span]]:
         """Text, and the span of each assistant turn: what its rendering adds to the prompt before it."""
@@ -407,16 +426,6 @@ class Renderer:
                 "and the others as prompt, or set model.chat_template to one that keeps earlier turns"
             )
         return part
-
-    def _end_at_stop(self, tokens: list[int], begins: list[bool], mask: list[bool]) -> list[bool]:
-        """Remove loss after the first stop token of each derived turn: those tokens are never sampled. `begins`: tokens
-        that begin a turn."""
-        ended, weighted = False, []
-        for token, begin, loss in zip(tokens, begins, mask, strict=True):
-            ended = ended and not begin
-            weighted.append(loss and not ended)
-            ended = ended or (loss and token in self.tokenizer.stop_ids)
-        return weighted
 
     def _end_turns(self, tokens: list[int], mask: list[bool], *, calls: bool) -> tuple[list[int], list[bool]]:
         """Add loss to the stop token behind a turn that has none. `calls`: the last message calls tools."""
@@ -482,3 +491,10 @@ class Renderer:
             tokens += ids
             spans += [(begin, end)] * len(ids) if literal is not None else [(begin + s, begin + e) for s, e in piece]
         return tokens, spans
+
+
+def _of_text(prompt: Prompt) -> list[int]:
+    """Tokens of a prompt. ConfigError for one with pictures, which its reader would leave out."""
+    if prompt.images is not None:
+        raise ConfigError("messages have pictures, and are read as text alone here; remove the pictures")
+    return prompt.tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -87,3 +87,53 @@ def stand_in_turn(messages: Sequence[Message]) -> Message:
     ]
     turn: Message = {"role": "assistant", "content": STAND_IN_TEXT}
     return {**turn, "tool_calls": calls} if calls else turn
+
+
+def after_turn(text: str, ends: Sequence[str], name: str, *, calls: bool) -> str:
+    """Text after a stand-in turn, from its end of turn on, one of `ends`. `calls`: the turn has tool calls. `name`: the
+    tokenizer's, for errors."""
+    at = text.rfind(STAND_IN_TEXT)
+    if at < 0:
+        raise ConfigError(f"chat template of {name} does not write the content of assistant turns")
+    rest = text[at + len(STAND_IN_TEXT) :]
+    if not calls:
+        stripped = rest.lstrip()
+        return stripped if stripped.startswith(tuple(ends)) else rest
+    places = [rest.find(end) for end in ends if end in rest]
+    if not places:
+        raise ConfigError(
+            f"chat template of {name} ends tool calls without a stop token ({', '.join(ends)}); name its token in "
+            "model.stop_tokens"
+        )
+    return rest[min(places) :]
+
+
+def end_at_stop(tokens: list[int], begins: list[bool], mask: list[bool], stops: Collection[int]) -> list[bool]:
+    """Remove loss after the first stop token of each derived turn: those tokens are never sampled. `begins`: tokens
+    that begin a turn."""
+    ended, weighted = False, []
+    for token, begin, loss in zip(tokens, begins, mask, strict=True):
+        ended = ended and not begin
+        weighted.append(loss and not ended)
+        ended = ended or (loss and token in stops)
+    return weighted
+
+
+def render(template: str, clock: datetime | None, name: str, **given: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Text of messages in the form of a template, and the spans that it marks as generated. ConfigError for messages
+    that it refuses. `given`: its variables; `name`: the tokenizer's, for errors."""
+    import jinja2
+
+    messages, marks = given.pop("messages"), marks_generation(template)
+    try:
+        texts, spans = import_transformers("utils.chat_template_utils").render_jinja_template(
+            [messages], chat_template=at_time(clock, template), return_assistant_tokens_mask=marks, **given
+        )
+    except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        roles = [message["role"] for message in messages]
+        what = f"messages with roles {roles}" if roles else "a conversation that begins with an assistant message"
+        raise ConfigError(
+            f"chat template of {name} refuses {what}: {' '.join(str(error).split())}; change the messages, "
+            "or set dataset.chat to false"
+        ) from error
+    return texts[0], list(spans[0]) if marks else []

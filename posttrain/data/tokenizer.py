@@ -37,6 +37,8 @@ from posttrain.user_code import missing_path
 
 if TYPE_CHECKING:
     from posttrain.data.images import Grid, ImagePolicy
+    from posttrain.data.pictures import Picture
+    from posttrain.data.prompt_images import PromptImage
 
 CONTEXT_TOKENS = 4
 """Tokens before others that decide how these are decoded: one for the space between words, three for the bytes of a
@@ -179,6 +181,12 @@ class Tokenizer:
     def image_id(self) -> int:
         """Token whose embedding an image feature replaces."""
         return int(self.hf.get_vocab()[self.images.family.layout.token])
+
+    def image_of(self, picture: Picture) -> PromptImage:
+        """Image that a picture is to the model. PictureError for one that cannot be read or resized."""
+        from posttrain.data.prompt_images import PromptImage
+
+        return PromptImage.of(picture, self.images)
 
     def image_tokens(self, grid: Grid) -> list[int]:
         """Tokens of an image, without the texts around it."""

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.data.prompt_images import PromptImages
 from posttrain.errors import RunError
 from posttrain.reward.types import Rewards
 from posttrain.rl.collector import Queue, QueuedGroup, QueuedWave, RolloutCollector, Wave, new_wave
 from posttrain.rl.sampler import IssuedGroup, collect
 from posttrain.rollout.trajectory import Group
-from posttrain.rollout.types import Call, Completion, PausableEngine, RolloutEngine, SamplingParams
+from posttrain.rollout.types import Call, Completion, PausableEngine, RolloutEngine, SamplingParams, sampled
 
 
 @dataclass(kw_only=True)
@@ -318,7 +319,9 @@ class Rounds:
         self._live -= count
         self._release()
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None
+    ) -> Completion:
         if params.sample_key in self._order:
             loop = asyncio.get_running_loop()
             turn = loop.create_future()
@@ -330,7 +333,7 @@ class Rounds:
             finally:
                 if turn.cancelled():
                     self._forget(params.sample_key, turn)
-        return await self._engine.generate(prompt, params)
+        return await sampled(self._engine, prompt, params, images)
 
     def update_weights(self, model: Any, version: int) -> None:
         self._engine.update_weights(model, version)
@@ -366,10 +369,11 @@ class TurnRequest(NamedTuple):
     sample: Key
     key: Key
     prompt: tuple[int, ...]
+    """Tokens, those of pictures as `PromptImages.keys`."""
 
     @classmethod
-    def of(cls, prompt: Sequence[int], params: SamplingParams) -> TurnRequest:
-        return cls(params.sample_key, params.key, tuple(prompt))
+    def of(cls, prompt: Sequence[int], params: SamplingParams, images: PromptImages | None) -> TurnRequest:
+        return cls(params.sample_key, params.key, tuple(prompt if images is None else images.keys(prompt)))
 
 
 class Journal:
@@ -383,14 +387,16 @@ class Journal:
         self._engine = engine
         self._known: dict[TurnRequest, Completion] = {}
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        turn = TurnRequest.of(prompt, params)
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None
+    ) -> Completion:
+        turn = TurnRequest.of(prompt, params, images)
         known = self._known.get(turn)
         if known is None:
-            known = await self._engine.generate(prompt, params)
+            known = await sampled(self._engine, prompt, params, images)
         elif known.stop == "abort":
             assert isinstance(self._engine, PausableEngine), "others have no partial completions"
-            known = await self._engine.generate(prompt, params, partial=known)
+            known = await self._engine.generate(prompt, params, partial=known, images=images)
         self._known[turn] = known
         return known
 
@@ -408,7 +414,9 @@ class Journal:
     def state(self, under_way: Sequence[Call]) -> dict[str, Any]:
         """Completions, and those of `under_way` so far, as JSON and numpy arrays."""
         partial = {
-            TurnRequest.of(call.prompt, call.params): call.partial for call in under_way if call.partial is not None
+            TurnRequest.of(call.prompt, call.params, call.images): call.partial
+            for call in under_way
+            if call.partial is not None
         }
         turns = {**self._known, **partial}
         columns = {

@@ -16,11 +16,20 @@ from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.grammar import Grammar
 from posttrain.data.messages import Message
+from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError
 from posttrain.rollout.trajectory import Example, Group, Trajectory
-from posttrain.rollout.types import Completion, RolloutEngine, SamplingParams, grammar_of, reply_of, sample_key
+from posttrain.rollout.types import (
+    Completion,
+    RolloutEngine,
+    SamplingParams,
+    grammar_of,
+    reply_of,
+    sample_key,
+    sampled,
+)
 
 
 class RolloutAborted(RuntimeError):
@@ -76,7 +85,8 @@ class Sampler:
         completion."""
         pending = self.pending(group, sample)
         if self.conversations is None:
-            return pending.finish(await self.engine.generate(pending.prompt, pending.params))
+            done = await sampled(self.engine, pending.prompt, pending.params, group.example.images)
+            return pending.finish(done)
         return await self.conversations.converse(
             group.example,
             group=group.number,
@@ -87,8 +97,10 @@ class Sampler:
             generate=self._turn,
         )
 
-    async def _turn(self, tokens: Sequence[int], params: SamplingParams) -> Completion:
-        completion = await self.engine.generate(tokens, params)
+    async def _turn(
+        self, tokens: Sequence[int], params: SamplingParams, images: PromptImages | None = None
+    ) -> Completion:
+        completion = await sampled(self.engine, tokens, params, images)
         if completion.stop == "abort":
             raise RolloutAborted(completion)
         return completion
@@ -136,6 +148,7 @@ class PendingRollout:
             stop=completion.stop,
             versions=array("i", [-1] * before + list(completion.weights_versions)),
             experts=completion.experts,
+            images=self.group.example.images,
         )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from jax import Array
 
 from posttrain.config import CacheDtype, RolloutQuantize, RolloutSection, SamplerTensor
-from posttrain.config.locator import callable_of
 from posttrain.data.grammar import Constraint, GrammarCompiler
+from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
@@ -27,7 +27,7 @@ from posttrain.rollout.programs import Expected
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.scheduler import Counts, Plan, Scheduler
-from posttrain.rollout.types import Call, Completion, Decode, NewTokens, RolloutEngine, SamplingParams
+from posttrain.rollout.types import Call, Completion, Decode, EngineFactory, NewTokens, RolloutEngine, SamplingParams
 from posttrain.runtime.profiler import span
 from posttrain.runtime.xla import trim_host_memory
 from posttrain.tracking.console import progress_bar
@@ -177,16 +177,17 @@ class NativeEngine:
         prompt: Sequence[int],
         params: SamplingParams,
         *,
+        images: PromptImages | None = None,
         partial: Completion | None = None,
         on_tokens: Callable[[NewTokens], None] | None = None,
     ) -> Completion:
         """One completion, which goes on with what is `partial` of it. Cancelling it frees its slot and its blocks.
 
-        `on_tokens`: called in the event loop with the tokens of each dispatch, `partial`'s with the first; it must not
-        raise.
+        `images`: pictures of the prompt. `on_tokens`: called in the event loop with the tokens of each dispatch,
+        `partial`'s with the first; it must not raise.
         """
         self._check_loop()
-        request = self._submit(Call(prompt, params, partial))
+        request = self._submit(Call(prompt, params, partial, images))
         request.on_tokens = on_tokens
         self._start_driver()
         return await asyncio.wrap_future(request.future)
@@ -387,13 +388,15 @@ class NativeEngine:
         return weights if self._adapters is None else self._adapters.attached(*weights)
 
     def _submit(self, call: Call) -> Request:
-        prompt, params, partial = call
+        prompt, params, partial, images = call
         if self._closed:
             raise RuntimeError("the engine is closed")
         if len(prompt) == 0:
             raise ValueError("generate: the prompt is empty; it needs at least one token, for instance BOS")
         vocab_size = self._loaded.source.model.config.vocab_size
         params.check_vocabulary(vocab_size)
+        if images is not None:
+            raise ConfigError("generate: the prompt has pictures, and the model is loaded without a vision tower")
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise ValueError(
                 f"generate: the prompt's token ids go from {min(prompt)} to {max(prompt)}; "
@@ -464,22 +467,6 @@ def _check_sizes(model: Decoder, *, slots: int, max_length: int, decode_steps: i
         raise ValueError(
             f"rollout: max_length={max_length} must not exceed the model's max_positions={model.config.max_positions}"
         )
-
-
-EngineFactory = Callable[[Decoder, Tokenizer, RolloutSection], Any]
-"""Maker of a rollout engine that users write."""
-
-
-def engine_factory(section: RolloutSection) -> EngineFactory | None:
-    """Import the section's factory of engines; None: the built-in engine. ConfigError for an object that is none."""
-    if section.engine is None:
-        return None
-    factory: EngineFactory = callable_of(section.engine, "rollout.engine")
-    methods = ("generate", "update_weights", "close")
-    # A function may be a factory too; its result is checked when it is made.
-    if isinstance(factory, type) and (lacks := [name for name in methods if not hasattr(factory, name)]):
-        raise ConfigError(f"rollout.engine: {section.engine} has no method {', '.join(lacks)}; implement it")
-    return factory
 
 
 def make_engine(

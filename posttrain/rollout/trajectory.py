@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from posttrain.data.messages import Message
+from posttrain.data.prompt_images import PromptImages
 
 Stop = Literal["stop", "length", "abort", "max_turns", "env_error", "env_timeout"]
 """End of a sample: a stop token or the environment, the maximum of tokens or of turns, an abort, or a failure of its
@@ -29,6 +30,8 @@ class Example:
     plain: bool
     """True if the dataset's prompt is a string: reward functions then get completions as strings, else as message
     lists."""
+    images: PromptImages | None = None
+    """Pictures of `prompt_tokens`; None: text."""
 
 
 class Turn(NamedTuple):
@@ -76,6 +79,8 @@ class Trajectory:
     """Numbers that the environment reported, summed over turns."""
     error: str | None = None
     """Failure of the environment, for `stop` env_error and env_timeout."""
+    images: PromptImages | None = None
+    """Pictures of `tokens`; None: text."""
     more: Sequence[Trajectory] = ()
     """Later rows of the same sample: other turns, or other branches of its history."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import struct
 from array import array
@@ -14,9 +15,13 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from posttrain.config import RolloutSection
+from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
 from posttrain.data.grammar import Grammar, packed
+from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.rollout.trajectory import Turn
 
 StopReason = Literal["stop", "length", "abort"]
@@ -202,11 +207,17 @@ class Call(NamedTuple):
     params: SamplingParams
     partial: Completion | None = None
     """Aborted completion of the same request to resume: the result begins with it."""
+    images: PromptImages | None = None
+    """Pictures of the prompt; None: text."""
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
+    """Engine that samples. One of text has no `images` in `generate`, and is never called with it, see `sampled`."""
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None
+    ) -> Completion: ...
 
     def update_weights(self, model: Any, version: int) -> None: ...
 
@@ -218,7 +229,12 @@ class PausableEngine(RolloutEngine, Protocol):
     """Engine that can stand still between two dispatches, with samples under way that can be read and continued."""
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, partial: Completion | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        partial: Completion | None = None,
     ) -> Completion: ...
 
     async def pause(self) -> None:
@@ -232,6 +248,36 @@ class PausableEngine(RolloutEngine, Protocol):
     def under_way(self) -> Sequence[Call]:
         """Requests that are not finished, with what is sampled of them; None where nothing is."""
         ...
+
+
+EngineFactory = Callable[[Any, Tokenizer, RolloutSection], Any]
+"""Maker of a rollout engine that users write, from the model, its tokenizer and the section."""
+
+
+def engine_factory(section: RolloutSection) -> EngineFactory | None:
+    """Import the section's factory of engines; None: the built-in engine. ConfigError for an object that is none."""
+    if section.engine is None:
+        return None
+    factory: EngineFactory = callable_of(section.engine, "rollout.engine")
+    methods = ("generate", "update_weights", "close")
+    # A function may be a factory too; its result is checked when it is made.
+    if isinstance(factory, type) and (lacks := [name for name in methods if not hasattr(factory, name)]):
+        raise ConfigError(f"rollout.engine: {section.engine} has no method {', '.join(lacks)}; implement it")
+    return factory
+
+
+async def sampled(
+    engine: RolloutEngine, prompt: Sequence[int], params: SamplingParams, images: PromptImages | None
+) -> Completion:
+    """Completion of a prompt by any engine. ConfigError for pictures that it cannot take."""
+    if images is None:
+        return await engine.generate(prompt, params)
+    if "images" not in inspect.signature(engine.generate).parameters:
+        raise ConfigError(
+            f"rollout.engine: the prompt has pictures, and {type(engine).__name__}.generate has no parameter images; "
+            "use the built-in engine, or remove the pictures"
+        )
+    return await engine.generate(prompt, params, images=images)
 
 
 def sample_key(seed: int, stream: int, group: int, sample: int) -> tuple[int, int]:
@@ -259,9 +305,10 @@ class Requests:
         self._params_of, self._sample = params_of, params_of(0).sample_key
         self._asked: Counter[bytes] = Counter()
 
-    def __call__(self, prompt: Sequence[int]) -> SamplingParams:
+    def __call__(self, prompt: Sequence[int], images: PromptImages | None = None) -> SamplingParams:
         """Settings of the next request of this prompt."""
-        digest = hashlib.blake2b(np.asarray(prompt, "<i4").tobytes(), digest_size=16).digest()
+        content = np.asarray(prompt, "<i4") if images is None else np.asarray(images.keys(prompt), "<i8")
+        digest = hashlib.blake2b(content.tobytes(), digest_size=16).digest()
         params = self._params_of(self._asked[digest])
         self._asked[digest] += 1
         first, second = struct.unpack(
@@ -349,21 +396,25 @@ def first_completed(
 class Transcript:
     """Tokens of prompt, sampled turns and replies, with the records of the sampled ones."""
 
-    def __init__(self, prompt: Sequence[int]):
+    def __init__(self, prompt: Sequence[int], images: PromptImages | None = None):
         # Arrays: a list of numbers takes up to ten times their memory.
         self.tokens = array("i")
         self.sampled: list[bool] = []
         self.logps, self.kept_logps, self.versions = array("f"), array("f"), array("i")
         self.turns: list[Turn] = []
         self.experts: Int[np.ndarray, "T M k"] | None = None
-        self.add(prompt)
+        self.images: PromptImages | None = None
+        self.add(prompt, images)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens that were not sampled."""
+    def add(self, tokens: Sequence[int], images: PromptImages | None = None) -> None:
+        """Append tokens that were not sampled, with their pictures."""
         count = len(tokens)
+        if images is not None:
+            before = self.images
+            self.images = images.after(len(self)) if before is None else before.extended(len(self), images)
         self._append(tokens, False, [0.0] * count, [0.0] * count, [-1] * count)
 
     def add_turn(self, completion: Completion, time: int) -> None:
@@ -378,6 +429,7 @@ class Transcript:
         """Drop what was added after the first `length` tokens, which hold all turns."""
         for column in (self.tokens, self.sampled, self.logps, self.kept_logps, self.versions):
             del column[length:]
+        self.images = None if self.images is None else self.images.cut(length)
 
     def reward(self, value: float | None) -> None:
         """Set the reward of the last turn."""
@@ -385,7 +437,7 @@ class Transcript:
 
     def columns(self) -> dict[str, Any]:
         """Fields of a `Trajectory`."""
-        names = ("tokens", "sampled", "logps", "kept_logps", "versions", "experts", "turns")
+        names = ("tokens", "sampled", "logps", "kept_logps", "versions", "experts", "turns", "images")
         return {name: getattr(self, name) for name in names}
 
     def _append(

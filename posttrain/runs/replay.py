@@ -22,6 +22,7 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.sync import Shared
 from posttrain.config import RLSection, RunConfig
 from posttrain.config.yaml_file import load_config, load_recorded
+from posttrain.data.prompt_images import PromptImages
 from posttrain.errors import ConfigError
 from posttrain.losses.policy import PolicyLoss
 from posttrain.losses.reduce import Reduction
@@ -71,7 +72,9 @@ class Replayed:
 class NoEngine:
     """Engine of a cluster that does not sample."""
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None
+    ) -> Completion:
         raise RuntimeError("a replay does not sample")
 
     def update_weights(self, model: Decoder, version: int) -> None:

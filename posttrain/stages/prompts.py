@@ -37,8 +37,8 @@ from posttrain.rl.sampler import sampling_params
 from posttrain.rl.teachers import shares_of
 from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.rollout.drafting import check_drafts
-from posttrain.rollout.engine import EngineFactory, engine_factory
 from posttrain.rollout.trajectory import Example
+from posttrain.rollout.types import EngineFactory, engine_factory
 from posttrain.stages.inputs import Prepared, rows_and_renderer
 from posttrain.tools.prompts import ToolText
 from posttrain.tools.types import Tool
