@@ -224,6 +224,8 @@ class _ThreadCall(threading.Thread):
         super().__init__(daemon=True, name=name)
         self._loop, self._work = asyncio.get_running_loop(), work
         self.future: asyncio.Future[Any] = self._loop.create_future()
+        self._lock = threading.Lock()
+        self._waits = self._ended = False
         self._inner: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
 
     def run(self) -> None:
@@ -239,17 +241,30 @@ class _ThreadCall(threading.Thread):
         async def outcome() -> T:
             task = asyncio.current_task()
             assert task is not None
-            self._inner = asyncio.get_running_loop(), task
+            with self._lock:
+                self._inner = asyncio.get_running_loop(), task
+                if self._ended:
+                    task.cancel()
             return await made
 
+        try:
+            with self._lock:
+                self._waits = True  # an interrupt from before arrives here, none afterwards
+        except CallInterrupted:
+            if inspect.iscoroutine(made):
+                made.close()
+            raise
         return asyncio.run(outcome())
 
     def end(self) -> None:
-        """Cancel the coroutine that `wait` runs, else interrupt the function."""
-        if self._inner is None:
-            interrupt(self)
-            return
-        loop, task = self._inner
+        """Cancel the coroutine that `wait` runs, also before it begins, else interrupt the function."""
+        with self._lock:
+            self._ended = True
+            if not self._waits:
+                interrupt(self)
+            if self._inner is None:
+                return
+            loop, task = self._inner
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(task.cancel)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -126,6 +127,36 @@ def test_endless_python_code_is_interrupted() -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
+
+
+def test_a_coroutine_that_is_ended_before_it_begins_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No event loop, and no coroutine that was never awaited: warnings about them are errors here."""
+    reached: list[str] = []
+    calls, run = UserCalls("env.fn", timeout_s=5.0), asyncio.run
+
+    async def answer() -> None:
+        await asyncio.sleep(0)
+        reached.append("answer")
+
+    def ended(coroutine: Any) -> Any:
+        thread = threading.current_thread()
+        assert isinstance(thread, user_calls._ThreadCall)
+        other = threading.Thread(target=thread.end)
+        other.start()
+        other.join()
+        reached.append("loop")
+        return run(coroutine)
+
+    async def call() -> None:
+        task = asyncio.ensure_future(calls.call(lambda: user_calls.wait_here(answer())))
+        await asyncio.wait({task}, timeout=0.2)
+        task.cancel()
+
+    monkeypatch.setattr(asyncio, "run", ended)
+    run(call())
+    calls.close()
+    gc.collect()
+    assert reached == ["loop"]
 
 
 @pytest.mark.parametrize("kind", ["thread", "loop", "awaitable"])
