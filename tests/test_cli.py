@@ -142,6 +142,7 @@ def test_other_settings_in_the_same_folder(finished: tuple[Path, str]) -> None:
     assert posttrain("run", file, "tensorboard=true").code == 0
 
 
+@pytest.mark.thorough
 def test_other_text_of_a_function_in_the_same_folder(finished: tuple[Path, str]) -> None:
     file, _ = finished
     rewards = file.parent / "rewards_of_test.py"

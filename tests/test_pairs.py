@@ -24,7 +24,7 @@ from tests.pairs import BASE, PAGE, STAGES, Pair, Refusals, merged, page, pairs,
 from tests.stages.runs import lines, posttrain, weights
 
 KEPT: dict[str, list[Pair]] = {
-    "rl": [("ppo", "split_turns")],
+    "rl": [],
     "sft": [("truncate", "mix")],
     "preference": [],
     "distill": [],

@@ -178,6 +178,7 @@ def test_no_weight_travels_while_samples_run(place: str) -> None:
     assert not of_weights(arrays, world.replica.model, mesh.shape["tensor"])
 
 
+@pytest.mark.thorough
 def test_a_sync_that_moves_nothing_is_told_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("other", lora=False)
     world.step()

@@ -77,6 +77,7 @@ def test_kl_in_the_reward(tokenizer: Tokenizer) -> None:
     assert np.isnan(to_host(measured)["kl"]) and np.isnan(distances([], empty, None, 8)).all()
 
 
+@pytest.mark.thorough
 def test_only_tokens_of_high_entropy_have_an_advantage(tokenizer: Tokenizer) -> None:
     world = with_algorithm(World(tokenizer), "grpo", top_entropy=0.25)
     result = world.step()

@@ -17,7 +17,6 @@ from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.runs.check_loss import check_loss, prove
 from posttrain.tree import replace
 from tests.documents import ROOT, SHELL, blocks_of, write_folder
-from tests.often import often
 from tests.rl.helpers import make_algorithm
 from tests.stages.runs import posttrain, rl_stage, write_run
 from tests.test_readme import commands
@@ -32,11 +31,10 @@ LOSSES: dict[str, Any] = {name: make_algorithm(name, max_tokens=8).loss for name
     "dft": DFTLoss(),
     "dpo": PreferenceLoss(),
 }
-FEW = ("grpo", "dpo")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", often(LOSSES, *FEW))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_the_package(name: str) -> None:
     line = prove(LOSSES[name], name)
     assert line.startswith(f"{name}: equal value, gradient and metrics") and "over 40 splits" in line

@@ -43,6 +43,7 @@ def test_epochs_of_every_offline_kind(tmp_path: Path) -> None:
         assert f"0-{kind}: num_epochs=1.5 is num_steps={expected} of 4 rows {few}" in prepared.notes
 
 
+@pytest.mark.thorough
 def test_passes_are_counted_once_per_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = sft_stage(num_epochs=1, packing=False, optimizer={"learning_rate": 1e-2, "warmup_steps": 2})
     del stage["num_steps"]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.often import often
 from tests.stages.runs import posttrain, rl_stage, write_run
 
 ENGINE = """
@@ -48,7 +47,8 @@ class Bare:
 BARE = {"algorithm": {"kind": "grpo", "loss": "loss_of_test.py:Bare"}}
 
 
-@pytest.mark.parametrize("own", often(({}, BARE), BARE))
+@pytest.mark.thorough
+@pytest.mark.parametrize("own", [{}, BARE])
 def test_a_run_names_the_cause(tmp_path: Path, own: dict[str, Any]) -> None:
     """Also with a loss of the user's, which measures no gap."""
     file = write_run(tmp_path, rl_stage(rollout={"engine": "engine_of_test.py:Cooler"}, **own))

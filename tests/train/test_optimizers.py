@@ -284,6 +284,7 @@ def test_states_that_contradict_are_refused(transformation, moments, words):
         optimizer.init(parameters())
 
 
+@pytest.mark.thorough
 def test_an_elementwise_update_by_layers_is_that_of_the_tree():
     """In float32, and with moments in few bits, whose random numbers are of each layer: to their rounding."""
     params = parameters()
