@@ -119,7 +119,7 @@ class FrozenModel:
         def forward(weights: Weights, batch: Batch) -> Any:
             model = self._weights.bind(weights)
             tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
-            hidden, _ = model(tokens, positions, segments)
+            hidden, *_ = model.forward(tokens, positions, segments, images=model.images_of(batch))
             return read(model, hidden, batch)
 
         return jax.jit(traced_for(self._mesh, forward), compiler_options=compile_options(platform_of(self._mesh)))

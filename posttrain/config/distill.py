@@ -129,8 +129,6 @@ class DistillSection(SequenceSection):
         return with_lengths(data, build, default_row=row, prompts_in_row=1, fills_row=False)
 
     def _mistakes(self) -> Iterator[str]:
-        if self.row_patches is not None:
-            yield "row_patches has no effect: distillation takes no images"
         yield from self._passes()
         yield from self._samples()
         yield from self._live()

@@ -102,7 +102,7 @@ class ImageRows:
         """Maker of the image arrays of a stage's batches; None for a model without images."""
         return cls(tokenizer.images, most_patches(section, tokenizer), sources) if tokenizer.has_images else None
 
-    def __call__(self, rows: Sequence[Sequence[Arrays]], shape: tuple[int, int]) -> Arrays:
+    def __call__(self, rows: Sequence[Sequence[Mapping[str, np.ndarray]]], shape: tuple[int, int]) -> Arrays:
         """Arrays of a batch of this shape; none without a picture in it, which is then the same as one of text."""
         members = [one for of_row in rows for one in of_row if "images" in one]
         if not members:
@@ -126,7 +126,9 @@ class ImageRows:
             self._fill({name: array[row] for name, array in arrays.items()}, of_row, pixels)
         return arrays
 
-    def _fill(self, row: Arrays, members: Sequence[Arrays], pixels: dict[int, UInt8[np.ndarray, "P C"]]) -> None:
+    def _fill(
+        self, row: Arrays, members: Sequence[Mapping[str, np.ndarray]], pixels: dict[int, UInt8[np.ndarray, "P C"]]
+    ) -> None:
         """Write the sequences of a row, whose numbers of images and features go on from one to the next."""
         start = images = features = patches = 0
         for one in members:
@@ -149,7 +151,7 @@ class ImageRows:
             images, patches = images + int(one["images"].max()), beside.stop
             features += int(one["image_rows"].max())
 
-    def _patches(self, one: Arrays) -> UInt8[np.ndarray, "P C"]:
+    def _patches(self, one: Mapping[str, np.ndarray]) -> UInt8[np.ndarray, "P C"]:
         """Patches of a sequence. ConfigError for a picture whose file has another size now."""
         number, index = map(int, one["source"])
         patches = self.sources[number].patches(self.policy, index, len(one["grids"]))

@@ -205,6 +205,18 @@ class ImagePolicy:
         except PictureError as error:
             raise PictureError(f"{picture.name}: {error}") from error
 
+    def difference(self, other: ImagePolicy) -> str | None:
+        """Difference by which another model's images are not these, in tokens or patches; None without any."""
+        mine, its = self.settings, other.settings
+        pairs: dict[str, tuple[Any, Any]] = {
+            "image token": (self.family.layout.token, other.family.layout.token),
+            "patch size": (mine.patch, its.patch),
+            "patches that become a token": (mine.merge**2, its.merge**2),
+            "size of pictures": (mine.values.get("width"), its.values.get("width")),
+            "multimodal RoPE": (self.family.axes, other.family.axes),
+        }
+        return next((f"its {name} is {one}, not {two}" for name, (one, two) in pairs.items() if one != two), None)
+
     def num_patches(self, grid: Grid) -> int:
         return grid.rows * grid.columns * self.settings.merge**2
 

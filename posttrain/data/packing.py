@@ -159,6 +159,10 @@ def _spread(values: np.ndarray, where: Spans, shape: tuple[int, int], padding: i
     return flat.reshape(*shape, *values.shape[1:])
 
 
+BesideRows = Callable[[Sequence[Sequence[Mapping[str, np.ndarray]]], tuple[int, int]], Arrays]
+"""Function from the sequences of each row and the shape of their batch to arrays beside the rows."""
+
+
 class RowSpan(NamedTuple):
     """Row and tokens of a packed sequence."""
 
@@ -173,13 +177,20 @@ def pack(
     num_rows: int | None = None,
     like: Mapping[str, np.ndarray] | None = None,
     padding: Mapping[str, int] | None = None,
+    row_patches: int = 0,
+    images: BesideRows | None = None,
 ) -> tuple[Arrays, list[RowSpan]]:
     """Pack sequences, arrays of one length by name, into rows [num_rows, row_tokens] by best fit. Also where each lies.
 
-    `num_rows`: by default as many as are used. `like`: arrays that tell types, where there may be no sequence.
+    `num_rows`: by default as many as are used. `like`: arrays that tell names and types, by default the first sequence.
+    `row_patches`, `images`: as in `PackedBatches`.
     """
     lengths = [len(sequence["tokens"]) for sequence in sequences]
-    rows = best_fit(np.asarray(lengths, np.int64).reshape(-1, 1), np.asarray([row_tokens]))
+    lengths_ND, room_D = np.asarray(lengths, np.int64).reshape(-1, 1), np.asarray([row_tokens])
+    if images is not None and any("patches" in sequence for sequence in sequences):
+        counts = [len(sequence.get("patches", ())) for sequence in sequences]
+        lengths_ND, room_D = np.column_stack([lengths_ND, counts]), np.asarray([row_tokens, row_patches])
+    rows = best_fit(lengths_ND, room_D)
     spans_of: dict[int, RowSpan] = {}
     for row, members in enumerate(rows):
         start = 0
@@ -187,13 +198,16 @@ def pack(
             spans_of[member] = RowSpan(row, slice(start, start + lengths[member]))
             start += lengths[member]
     example = sequences[0] if like is None else like
+    packed = [[sequences[member] for member in members] for members in rows]
     arrays = fill_rows(
-        [[sequences[member] for member in members] for members in rows],
+        packed,
         dict.fromkeys(example, row_tokens),
         num_rows=len(rows) if num_rows is None else num_rows,
         like=example,
         padding=padding,
     )
+    if images is not None:
+        arrays |= images(packed, arrays["tokens"].shape)
     return arrays, [spans_of[member] for member in range(len(sequences))]
 
 
@@ -276,7 +290,7 @@ class PackedBatches:
         lengths: Mapping[str, int],
         numbered: Sequence[str] = ("tokens",),
         row_patches: int = 0,
-        images: Callable[[Sequence[Sequence[Arrays]], tuple[int, int]], Arrays] | None = None,
+        images: BesideRows | None = None,
     ) -> None:
         self._row_patches, self._images = row_patches, images
         self._epoch, self._window, self._batch_rows = epoch, window, batch_rows

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from posttrain.batch import Batch
-from posttrain.config import DatasetSection, Locator, OfflineSection, SequenceSection, SFTSection
+from posttrain.config import DatasetSection, DistillSection, Locator, OfflineSection, SequenceSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.files import check_rows, listed
 from posttrain.data.format import (
@@ -108,7 +108,7 @@ class SFTBatches(Stream):
             prints.append(fingerprint(dataset, source[0]))
             tokens.append(token_fingerprint(source[0], tokenize))
             if renderer.tokenizer.has_images:
-                pictures.append(_pictures(dataset, *source).fingerprint)
+                pictures.append(pictures_of(dataset, *source).fingerprint)
             streams.append(order(len(source[0]), shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
         self._targets = targets
         window = window_of(section, section.datasets)
@@ -127,7 +127,7 @@ class SFTBatches(Stream):
         weights = [dataset.weight for dataset in section.datasets]
         stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
         epoch = len(rows) + sum(len(others) for others, _ in mixed)
-        images = _images_of(section, {number: (one, *source) for number, (one, source) in enumerate(sources)})
+        images = images_of(section, {number: (one, *source) for number, (one, source) in enumerate(sources)})
         super().__init__(_packed(section, stream, epoch, window, targets, images), identity)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -233,7 +233,7 @@ def eval_batches(
     require_one(rows, tokenize, section.row_tokens)
     examples = grain.MapDataset.range(len(rows)).map(tokenize)
     window = Window.of(packing=section.packing, ordered=False, batch_rows=section.batch_rows)
-    images = _images_of(section, {len(section.datasets): (dataset, rows, renderer)})
+    images = images_of(section, {len(section.datasets): (dataset, rows, renderer)})
     for batch in _packed(section, examples, len(rows), window, targets, images):
         yield _finished(batch, targets)
 
@@ -298,15 +298,17 @@ def _packed(
     )
 
 
-def _images_of(
+def images_of(
     section: SequenceSection, sources: Mapping[int, tuple[DatasetSection, Rows, Renderer]]
 ) -> ImageRows | None:
     """Maker of the image arrays of batches. `sources`: datasets by their numbers in the array `source`."""
     tokenizer = next(iter(sources.values()))[2].tokenizer
-    return ImageRows.of(section, tokenizer, {number: _pictures(*source) for number, source in sources.items()})
+    return ImageRows.of(section, tokenizer, {number: pictures_of(*source) for number, source in sources.items()})
 
 
-def _pictures(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> PictureSource:
+def pictures_of(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> PictureSource:
+    """Pictures of training rows."""
+
     def pictures(row: Mapping[str, Any]) -> list[Picture]:
         prompt, answer = row_messages(row, dataset, renderer)
         return pictures_in([*prompt, *answer])
@@ -338,24 +340,35 @@ def row_tokenizer(
     def fitted_sequence(one: TokenizedExample) -> dict[str, np.ndarray] | None:
         if one.images is None or one.grids is None:
             return sequence(one)
-        if not isinstance(section, SFTSection):
-            raise ConfigError("distillation takes no pictures yet; remove them from the row")
         tokenizer = renderer.tokenizer
         return with_images(sequence(one), image_arrays(tokenizer.images, one.images, one.grids), section, tokenizer)
+
+    def sourced(index: int, sequences: Sequences) -> Sequences:
+        # Sequences are shared by readers that give the dataset other numbers.
+        beside = {"source": np.asarray([number, index])}
+        if isinstance(section, DistillSection) and section.cache is not None and _have_images(sequences):
+            with rows.named(index) as row:
+                files = pictures_of(dataset, rows, renderer).pictures(row)
+                beside["files"] = np.asarray([picture.num_bytes for picture in files])
+        return [one | beside if one is not None and "images" in one else one for one in sequences]
 
     key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong, section.row_patches)
     sequences = rows.sequences(key, make)
 
     def tokenize(index: int) -> Sequences:
         example = sequences(index)
+        example = sourced(index, example) if _have_images(example) else example
         if targets is None:
-            source = np.asarray([number, index])
-            return [one | {"source": source} if one is not None and "images" in one else one for one in example]
+            return example
         with rows.named(index) as row:
             more = targets.arrays(number, index, row, example)
         return [None if one is None else one | (added or {}) for one, added in zip(example, more, strict=True)]
 
     return tokenize
+
+
+def _have_images(sequences: Sequences) -> bool:
+    return any(one is not None and "images" in one for one in sequences)
 
 
 def require_one(rows: Rows, tokenize: Callable[[int], Sequences], row_tokens: int) -> None:

@@ -244,12 +244,14 @@ def row_digests(rows: Iterable[Row]) -> np.ndarray:
 
 
 def row_digest(row: Row) -> np.uint64:
-    """Hash the tokens of a row's sequences and their loss masks; 0 for a row without teacher targets."""
+    """Hash the tokens and loss masks of a row's sequences, and the sizes of their pictures' files; 0 for a row without
+    teacher targets."""
     hashed = hashlib.sha256()
     for sequence in row:
         if sequence is not None:
             hashed.update(np.ascontiguousarray(sequence["tokens"], "<i4").tobytes())
             hashed.update(np.packbits(sequence["loss_weight"] > 0).tobytes())
+            hashed.update(sequence["files"].astype("<i8").tobytes() if "files" in sequence else b"")
     return np.frombuffer(hashed.digest()[:8], "<u8")[0] if any(one is not None for one in row) else np.uint64(0)
 
 

@@ -22,7 +22,7 @@ class TeacherTargets:
 
     `column`: dataset column that assigns rows to teachers. `caches`: one per teacher; None: teachers are loaded.
     `outside`: top-k functions of the teachers outside the training step, which are the last ones. `aligners`: aligners
-    of the cross-tokenizer teachers, by teacher number.
+    of the cross-tokenizer teachers, by teacher number. `blind`: why each teacher reads no pictures; None: it does.
     """
 
     def __init__(
@@ -32,7 +32,9 @@ class TeacherTargets:
         caches: Sequence[TeacherCache] | None,
         outside: Sequence[Callable[[Batch], TopK]] = (),
         aligners: Mapping[int, Aligner] | None = None,
+        blind: Sequence[str | None] = (),
     ):
+        self._blind = blind
         self._outside, self._aligners = tuple(outside), aligners or {}
         self._titles, self._column, self._caches = titles, column, caches
         weighted = column is not None or self._aligners
@@ -59,6 +61,8 @@ class TeacherTargets:
         shares = np.ones(1, np.float32)
         if self._column is not None:
             shares = teacher_shares(row, self._column, self._titles)
+        if any(one is not None and "images" in one for one in sequences):
+            self._check_sight(shares)
         aligned = {n: aligner.align(dataset, row, sequences) for n, aligner in self._aligners.items()}
         nothing = [None if s is None else np.zeros(len(s["tokens"]), np.int64) for s in sequences]
         places = []
@@ -80,6 +84,15 @@ class TeacherTargets:
                 arrays[name] = at
             result.append(arrays)
         return result
+
+    def _check_sight(self, shares: Float[np.ndarray, " N"]) -> None:
+        """ConfigError for a row of pictures that a teacher with a share in it would not see."""
+        for n, reason in enumerate(self._blind):
+            if reason is not None and (self._column is None or shares[n] > 0):
+                raise ConfigError(
+                    f"the row has pictures, and teacher {self._titles[n]} reads none as the student does: {reason}; "
+                    "give a teacher of the same images, or remove the row"
+                )
 
     def _weights_of(
         self, shares: Float[np.ndarray, " N"], length: int, aligned: Mapping[int, Aligned]

@@ -14,14 +14,24 @@ from jax.sharding import Mesh
 from posttrain.batch import TopK, rows_per_pass
 from posttrain.cluster.http_teacher import ServedTeacher
 from posttrain.cluster.reference import FrozenModel
-from posttrain.config import DatasetSection, DistillSection, ModelSection, RLSection, TeacherSection
+from posttrain.config import (
+    DatasetSection,
+    DistillSection,
+    ImageSection,
+    ModelSection,
+    RLSection,
+    TeacherSection,
+    Vision,
+)
 from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, use_chat
+from posttrain.data.image_rows import ImageRows
+from posttrain.data.images import policy_of, takes_images
 from posttrain.data.packing import pack, to_batch
 from posttrain.data.pipeline import row_tokenizer
 from posttrain.data.sources import Arrays, Rows, Sequences, each_row
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.data.tokenizer_files import TOKENIZER_FILES
+from posttrain.data.tokenizer_files import TOKENIZER_FILES, processor_files
 from posttrain.distill.cross_tokenizer import Aligned, Aligner, SharedTokens, Vocabulary, VocabularyMap
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
@@ -39,6 +49,8 @@ DEFAULT_TOP_K = 64
 MAX_LOGPROBS_OF_VLLM = 20
 """Its default, docs.vllm.ai, vllm.config.model."""
 
+SERVED = "a server is sent tokens alone"
+"""Reason why a teacher reads no pictures."""
 OTHER_TOKENS = "distil from a model with the student's tokenizer, or set the teacher's tokenizer: align (or gold)"
 
 SAME_TOKENS = 0.99
@@ -51,6 +63,8 @@ class TeacherSource:
 
     section: TeacherSection
     files: ModelFiles
+    blind: str | None = None
+    """Reason why it reads no pictures, or not those of the student."""
 
     @property
     def path(self) -> str:
@@ -103,7 +117,7 @@ def find_teachers(
             if teacher.aligned:
                 sources.append(TeacherSource(section=teacher, files=_with_tokenizer(teacher, files, tokenizer)))
                 continue
-            sources.append(TeacherSource(section=teacher, files=files))
+            sources.append(TeacherSource(section=teacher, files=files, blind=None if cached else SERVED))
             what = "its cache alone is used" if cached else "not checked: whether its tokens are the student's"
             notes.append(f"teacher {teacher.title} is not there: {what}")
             continue
@@ -116,13 +130,31 @@ def find_teachers(
             raise ConfigError(f"teachers: {teacher.path} is a reward model, which cannot generate")
         if not cached and teacher.url is None and files.local is not None:
             check_weights(files.local)
+        blind = _blind(teacher, files, tokenizer)
+        if blind is None and not teacher.url:
+            files = read_model_files(path, vision="frozen")
         if teacher.aligned:
             files = _with_tokenizer(teacher, files, tokenizer)
         else:
             _check_model(section, teacher, config, tokenizer)
             notes += _check_tokens(teacher, files, config, tokenizer)
-        sources.append(TeacherSource(section=teacher, files=files))
+        sources.append(TeacherSource(section=teacher, files=files, blind=blind))
     return sources, notes
+
+
+def _blind(teacher: TeacherSection, files: ModelFiles, tokenizer: Tokenizer) -> str | None:
+    """Reason why a teacher cannot read pictures as the student does, by the same patches and tokens; None: it can."""
+    if not tokenizer.has_images or not tokenizer.tower:
+        return "the student reads none"
+    if teacher.url is not None:
+        return SERVED
+    if teacher.aligned:
+        return f"tokenizer: {teacher.tokenizer} aligns texts alone"
+    if files.hf_json is None or not takes_images(files.hf_json):
+        return "it has no vision tower of a known family"
+    assert files.path is not None
+    theirs = policy_of(files.hf_json, processor_files(files.path), ImageSection(), files.path)
+    return theirs.difference(tokenizer.images)
 
 
 def _check_limit(section: DistillSection | RLSection, teacher: TeacherSection) -> list[str]:
@@ -204,13 +236,15 @@ def num_ids(source: TeacherSource, tokenizer: Tokenizer) -> int:
 
 def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, mesh: Mesh) -> Decoder:
     """Load a teacher on the mesh; embedding rows without a token have probability 0, as for the student."""
-    files = source.files if source.files.config else read_model_files(source.path)
+    vision: Vision = "none" if source.blind else "frozen"
+    files = source.files if source.files.config else read_model_files(source.path, vision=vision)
     assert files.config is not None
     ids = num_ids(source, tokenizer)
     teacher = load_model(
         source.path,
         **computed_in(source.section, model),
         mesh=mesh,
+        vision="none" if files.config.vision is None else "frozen",
         attention=model.attention,
         grouped_matmul=model.grouped_matmul,
         num_tokens=ids if ids < files.config.vocab_size else None,
@@ -285,15 +319,25 @@ def teacher_mesh(teacher: TeacherSection, teachers: Sequence[TeacherSection], tr
 class TopKScorer:
     """Teacher top-k of sequences, packed into rows of one shape."""
 
-    def __init__(self, teacher: OutsideTeacher, section: DistillSection, shards: int, row_tokens: int):
-        self._teacher = teacher
+    def __init__(
+        self,
+        teacher: OutsideTeacher,
+        section: DistillSection,
+        shards: int,
+        row_tokens: int,
+        images: ImageRows | None = None,
+    ):
+        self._teacher, self._images = teacher, images
         self._rows = rows_per_pass(section.batch_rows, section.micro_batch_rows, shards)
         self._row_tokens = row_tokens
 
     def __call__(self, sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
         """Yield the top-k of each sequence's tokens with loss, arrays [N, k] and [N]."""
-        arrays = [{name: sequence[name] for name in ("tokens", "loss_weight")} for sequence in sequences]
-        rows, where = pack(arrays, self._row_tokens)
+        if not sequences:
+            return
+        like = {name: sequences[0][name] for name in ("tokens", "loss_weight")}
+        patches = 0 if self._images is None else self._images.row_patches
+        rows, where = pack(sequences, self._row_tokens, like=like, row_patches=patches, images=self._images)
         topk = self._teacher.top_k(to_batch(_whole_passes(rows, self._rows)))
         for sequence, (row, tokens) in zip(sequences, where, strict=True):
             at = tokens.start + np.flatnonzero(sequence["loss_weight"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain.cluster.reference import FrozenModel
 from posttrain.config import DistillSection, RunConfig
-from posttrain.data.pipeline import row_tokenizer
+from posttrain.data.pipeline import images_of, row_tokenizer
 from posttrain.data.sources import Rows, Sequences
 from posttrain.distill.cache import CacheFolder, write_shards
 from posttrain.distill.targets import teacher_shares
@@ -25,6 +25,7 @@ from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.stages.context import training_devices
 from posttrain.stages.distill import DatasetRows, DistillInputs, aligner_of, cache_folders
+from posttrain.stages.distill import sources as data_of
 from posttrain.tracking.console import console, progress_bar
 
 
@@ -73,7 +74,9 @@ def write_caches(config: RunConfig) -> None:
                     teacher = FrozenModel(model, mesh, temperature=section.temperature, k=k)
                 aligner = aligner_of(inputs, source)
                 length = section.row_tokens if aligner is None else aligner.row_tokens
-                _write(inputs, source, TopKScorer(teacher, section, row_shards(mesh), length), left)
+                # Teachers of other tokens read no pictures.
+                images = None if aligner is not None else images_of(section, dict(enumerate(data_of(inputs))))
+                _write(inputs, source, TopKScorer(teacher, section, row_shards(mesh), length, images), left)
             console().print(f"teacher {source.title}: its cache is whole", markup=False)
 
 
@@ -85,7 +88,7 @@ def _reader(inputs: DistillInputs, source: TeacherSource, number: int, data: Dat
     """Make the reader of the rows that a teacher scores."""
     section, aligner = inputs.section, aligner_of(inputs, source)
     if aligner is None:
-        tokenize: RowReader = row_tokenizer(section, *data)
+        tokenize: RowReader = row_tokenizer(section, *data, number=number)
     else:
         tokenize = aligned_tokenizer(section, aligner, number, data)
     return lambda row: tokenize(row) if _has_share(section, source, data[1], row) else []

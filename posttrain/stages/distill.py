@@ -15,7 +15,7 @@ from posttrain.batch import Batch, model_inputs, rows_per_pass
 from posttrain.cluster.reference import FrozenModel, Scorer
 from posttrain.config import DatasetSection, DistillSection, ModelSection, TeacherSection
 from posttrain.data.chat import Renderer
-from posttrain.data.pipeline import Prompts, fingerprint, row_tokenizer, token_fingerprint
+from posttrain.data.pipeline import Prompts, fingerprint, pictures_of, row_tokenizer, token_fingerprint
 from posttrain.data.prefetch import MAX_BATCHES, MeasuredStream, Prefetch
 from posttrain.data.sources import Rows, Sequences
 from posttrain.data.tokenizer import Tokenizer
@@ -94,12 +94,13 @@ def prepare(section: DistillSection, prepared: Prepared) -> tuple[DistillInputs,
     if section.on_policy:
         check_cache(section, prepared.config.mesh.row_shards or 1)
     teachers, notes = find_teachers(section, prepared.tokenizer)
-    titles = [teacher.title for teacher in section.teachers]
+    titles, reasons = [teacher.title for teacher in section.teachers], {one.title: one.blind for one in teachers}
+    blind = [reasons[title] for title in titles]
     sequences, more = prepare_sequences(
         section,
         prepared,
         distill_loss(section),
-        targets=TeacherTargets(titles, section.teacher_column, None),
+        targets=TeacherTargets(titles, section.teacher_column, None, blind=blind),
         has_completions=section.on_policy < 1,
     )
     notes += more
@@ -168,7 +169,12 @@ def run(stage: StageRun, inputs: DistillInputs) -> None:
         ]
     titles = [source.title for source in inputs.teachers]
     targets = TeacherTargets(
-        titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
+        titles,
+        section.teacher_column,
+        caches,
+        [teacher.top_k for teacher in outside],
+        inputs.aligners,
+        blind=[source.blind for source in inputs.teachers],
     )
     model, features = stage.load_model(), section.features
     settings = replace(
@@ -257,6 +263,7 @@ def cache_folders(
             "temperature": section.temperature,
             "teacher_column": section.teacher_column,
             **computed_in(source.section, model),
+            **({"pictures": pictures_of(dataset, rows, renderer).fingerprint} if tokenizer.has_images else {}),
         }
         aligner = aligner_of(inputs, source)
         if aligner is not None:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image, ImageDraw
 
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.weights.load import load_model
+from posttrain.weights.save import save_model
 from tests.runs.test_resume import finish, kill_at
 from tests.stages.runs import lines, posttrain, weights, write_run
 
@@ -68,6 +71,47 @@ def test_the_answer_that_fits_the_picture_is_preferred(tmp_path: Path, shared: P
     assert noted in outcome.out
     result = json.loads((tmp_path / "out" / "0-preference" / "result.json").read_text())
     assert result["after"]["metrics"]["eval/preferred_ratio"] > 0.9
+
+
+def taught(folder: Path, shared: Path, rows: Path, *teachers: dict[str, Any], **stage: Any) -> Path:
+    fields = {"kind": "distill", "num_steps": 2, "teachers": list(teachers), **stage}
+    return run_file(folder, shared, rows, {"vision": "frozen"}, **fields)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("where", ["step", "mesh", "cache"])
+def test_a_teacher_sees_what_its_student_does(tmp_path: Path, shared: Path, rows: Path, where: str) -> None:
+    """A teacher of the same weights teaches nothing: in the step, beside it with all its ids, and from a cache."""
+    teacher: dict[str, Any] = {"path": str(shared / "goldens" / "vision" / "gemma3")}
+    stage: dict[str, Any] = {} if where == "step" else {"top_k": 264}
+    if where == "mesh":
+        teacher |= {"mesh": {"fsdp": -1}, "devices": "shared"}
+    if where == "cache":
+        stage["cache"] = str(tmp_path / "cache")
+    file = taught(tmp_path, shared, rows, teacher, **stage)
+    if where == "cache":
+        written = posttrain("distill", "--cache", file)
+        assert written.code == 0, written.err
+    outcome = posttrain("run", file)
+    assert outcome.code == 0, outcome.err
+    first = lines(tmp_path / "out")[0]
+    assert abs(first["distill/kl"]) < 2e-3, first
+
+
+def test_teachers_that_see_other_pictures_are_refused(tmp_path: Path, shared: Path, rows: Path) -> None:
+    """A text teacher, and one of other tokens, before anything compiles."""
+    checkpoint = shared / "goldens" / "vision" / "gemma3"
+    blind = load_model(checkpoint, vision="none")
+    save_model(blind, tmp_path / "text", tokenizer=load_tokenizer(str(checkpoint)))
+    cases = [
+        ({"path": str(tmp_path / "text")}, {}, "it has no vision tower"),
+        ({"path": str(checkpoint), "tokenizer": "align"}, {}, "tokenizer: align aligns texts alone"),
+        ({"path": str(checkpoint), "url": "http://127.0.0.1:9"}, {"top_k": 4}, "a server is sent tokens alone"),
+    ]
+    for teacher, stage, reason in cases:
+        outcome = posttrain("check", taught(tmp_path, shared, rows, teacher, **stage))
+        assert outcome.code != 0 and "row 0: the row has pictures, and teacher" in outcome.err, outcome.err
+        assert reason in outcome.err
 
 
 @pytest.mark.thorough
