@@ -125,7 +125,9 @@ class ModelSection(Section):
     path: Locator | None = None
     """Folder in Hugging Face layout or hub id. Set `path` or `init`."""
     init: Arguments | None = None
-    """Random initialisation: the fields of a Hugging Face `config.json`, including `model_type`."""
+    """Random initialisation: the fields of a Hugging Face `config.json`, including `model_type`. With a vision tower,
+    of `gemma3`, `qwen2_5_vl` or `qwen3_vl`: its text model's fields are in `text_config`, the tower's in
+    `vision_config`, and image tokens that the tokenizer lacks are added to it."""
     family: Locator | None = None
     """Python file that defines a model family unknown to posttrain, named as the `model_type`; see the notebook
     add_a_model."""
@@ -176,7 +178,7 @@ class ModelSection(Section):
     vision: Vision = "none"
     """Vision tower of a multimodal checkpoint, for data with images. `none`: the text part is loaded and saved alone;
     `frozen`: the tower is loaded, computed and saved as it is; `projector`, `tower`: the projector, or both, are
-    trained beside the language model or its adapter. Only with `path`; not in stages that sample."""
+    trained beside the language model or its adapter. With `init` only `tower`; not in stages that sample."""
 
     def _mistakes(self) -> Iterator[str]:
         if (self.path is None) == (self.init is None):
@@ -187,14 +189,25 @@ class ModelSection(Section):
             yield "long_context chooses between the two sets of RoPE factors of a checkpoint; init has one"
         if self.vision == "none" and self.image != ImageSection():
             yield "image has no effect without a vision tower; set vision: frozen, or remove image"
-        if self.init is not None and self.vision != "none":
-            yield f"vision={self.vision} loads the tower of a checkpoint; set path, or vision to none"
+        yield from self._new_tower_mistakes()
         if self.adapter is not None and self.lora is not None:
             yield "adapter continues an existing adapter, lora starts a new one; set one of them"
         if self.adapter is not None and self.path is None:
             yield "adapter needs path: the model that it was trained on"
         if self.quantize != "none" and self.lora is None and self.adapter is None:
             yield f"quantize={self.quantize} needs lora or adapter: quantized weights cannot be trained"
+
+    def _new_tower_mistakes(self) -> Iterator[str]:
+        if self.init is None:
+            return
+        given = "vision_config" in self.init
+        if given and self.vision != "tower":
+            yield f"vision={self.vision}: a tower with random weights learns with the model; set vision to tower"
+        if self.vision != "none" and not given:
+            yield (
+                f"vision={self.vision} with init needs a multimodal model: model_type, text_config and vision_config "
+                "in init; or set path, or vision to none"
+            )
 
 
 GATHERED_AXES = ("data", "fsdp")

@@ -15,7 +15,7 @@ from jaxtyping import Int, UInt8
 from posttrain.config import ImageSection
 from posttrain.data.messages import parts_of
 from posttrain.data.pictures import Picture, PictureError
-from posttrain.data.tokenizer_files import PREPROCESSOR, PROCESSOR, json_bytes, processor_fields
+from posttrain.data.tokenizer_files import PREPROCESSOR, PROCESSOR, json_bytes, new_names, processor_fields
 from posttrain.errors import ConfigError
 
 BILINEAR, BICUBIC = 2, 3
@@ -54,6 +54,12 @@ class Layout:
     """Token after each row of the grid; no feature replaces it."""
     end: str | None = None
     """Token in place of the last `row_end`."""
+
+    @property
+    def written(self) -> str:
+        """Text that a template writes for an image."""
+        begin, end = self.others or ("", "")
+        return f"{begin}{self.marker}{end}"
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -347,6 +353,23 @@ IDLE = {
 def takes_images(model: Mapping[str, Any]) -> bool:
     """Tell whether a model takes images, by its `config.json`."""
     return model.get("model_type") in FAMILIES and bool(model.get("vision_config"))
+
+
+def new_processor(model: Mapping[str, Any]) -> dict[str, bytes]:
+    """Files of the processor of a new model, from its `config.json`; sizes are added by `ImagePolicy.saved`."""
+    names, family = new_names(model["model_type"]), FAMILIES[model["model_type"]]
+    fields: dict[str, Any] = {key: REQUIRED[key] for key in ("do_convert_rgb", "do_resize", "do_rescale")}
+    fields |= {"rescale_factor": REQUIRED["rescale_factor"], "do_normalize": True, "resample": family.resample}
+    fields |= {"image_mean": list(family.mean or ()), "image_std": list(family.std or ())}
+    fields["image_processor_type"] = names.image_processor
+    processor: dict[str, Any] = {"processor_class": names.processor}
+    settings = _settings(model["model_type"], model, {}, "model.init")
+    if "min_pixels" in settings.values:
+        fields |= {"patch_size": settings.patch, "merge_size": settings.merge, "temporal_patch_size": 2}
+    else:
+        processor["image_seq_length"] = model.get("mm_tokens_per_image", 256)
+    processor["image_processor"] = fields
+    return {PREPROCESSOR: json_bytes(fields), PROCESSOR: json_bytes(processor)}
 
 
 def policy_of(model: Mapping[str, Any], files: Mapping[str, bytes], section: ImageSection, name: str) -> ImagePolicy:

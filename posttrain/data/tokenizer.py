@@ -17,17 +17,20 @@ from posttrain.config import ImageSection
 from posttrain.data.templates import with_arguments
 from posttrain.data.tokenizer_files import (
     BYTE_GENERATION,
+    BYTE_TEMPLATE,
     CONFIG,
     COPIED,
     TEMPLATE,
     TOKENIZER_FILES,
     build_byte_tokenizer,
+    byte_template,
     config_of,
     end_files,
     end_ids,
     files_of,
     from_pretrained,
     json_bytes,
+    new_names,
     portable,
     processor_files,
 )
@@ -137,19 +140,44 @@ class Tokenizer:
         return replace(self, num_rows=num_rows)
 
     def for_images(
-        self, model: Mapping[str, Any], name: str, section: ImageSection, *, tower: bool = True
+        self, model: Mapping[str, Any], name: str | None, section: ImageSection, *, tower: bool = True
     ) -> Tokenizer:
         """Copy of the tokenizer for the images of a model, whose processor `save` writes too. ConfigError for what is
         not supported.
 
-        `model`: fields of its `config.json`; `name`: its folder or hub id; `tower`: it is loaded with its tower, else
-        rows with pictures are refused.
+        `model`: fields of its `config.json`; `name`: its folder or hub id, None: a new model; `tower`: it is loaded
+        with its tower, else rows with pictures are refused.
         """
+        from posttrain.data.images import new_processor
+
         sized = replace(self, vision=(model, section), tower=tower)
         if not tower:
             return sized
-        sized = replace(sized, files={**self.files, **processor_files(name)})
+        files = new_processor(model) if name is None else processor_files(name)
+        sized = replace(sized, files={**self.files, **files})
         return replace(sized, files=sized.images.saved(sized.files))
+
+    def for_new_images(self, model_type: str) -> Tokenizer:
+        """Copy of the tokenizer for a new model of a family that takes images, with its image tokens where they are
+        missing; the template of the byte tokenizer then writes images. ConfigError for other families."""
+        from posttrain.data.images import FAMILIES
+
+        names, layout = new_names(model_type), FAMILIES[model_type].layout
+        texts = dict.fromkeys([*layout.texts, *names.ids.values()])
+        missing = [text for text in texts if text not in self.hf.get_vocab()]
+        sized = self._with_special_tokens(missing) if missing else self
+        sized = replace(sized, files={**sized.files, CONFIG: json_bytes({**config_of(sized.files), **names.tokens})})
+        is_plain = self.hf.chat_template == BYTE_TEMPLATE
+        return sized._with_templates(byte_template(layout.written)) if is_plain else sized
+
+    def _with_special_tokens(self, texts: Sequence[str]) -> Tokenizer:
+        from tokenizers import AddedToken
+
+        hf = copy.deepcopy(self.hf)
+        hf.add_tokens([AddedToken(text, special=True, normalized=False) for text in texts], special_tokens=True)
+        with tempfile.TemporaryDirectory() as written:
+            hf.save_pretrained(written)
+            return replace(self, hf=hf, files=files_of(Path(written)))
 
     @cached_property
     def images(self) -> ImagePolicy:

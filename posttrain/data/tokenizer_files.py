@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,52 @@ TEMPLATES = Path(__file__).parent / "chat_templates"
 """Folder of the templates that posttrain brings."""
 ANY_CLASS = "PreTrainedTokenizerFast"
 """Tokenizer class that every version of transformers knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewNames:
+    """Names in the files of a new model that takes images."""
+
+    ids: Mapping[str, str]
+    """Fields of `config.json` -> tokens of which they hold the id."""
+    tokens: Mapping[str, str]
+    """Fields of `tokenizer_config.json` -> tokens."""
+    image_processor: str
+    processor: str
+
+
+_GEMMA = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+_QWEN = {
+    "image_token": "<|image_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "video_token": "<|video_pad|>",
+}
+_QWEN_IDS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
+_NEW_QWEN: dict[str, Any] = {
+    "ids": dict(zip(_QWEN_IDS, _QWEN.values(), strict=True)),
+    "tokens": _QWEN,
+    "image_processor": "Qwen2VLImageProcessor",
+}
+
+NEW: Mapping[str, NewNames] = {
+    "gemma3": NewNames(
+        ids={f"{name}_index": token for name, token in _GEMMA.items()},
+        tokens=_GEMMA,
+        image_processor="Gemma3ImageProcessor",
+        processor="Gemma3Processor",
+    ),
+    "qwen2_5_vl": NewNames(**_NEW_QWEN, processor="Qwen2_5_VLProcessor"),
+    "qwen3_vl": NewNames(**_NEW_QWEN, processor="Qwen3VLProcessor"),
+}
+"""By `model_type`; of other families there are no new models with a tower."""
+
+
+def new_names(model_type: str) -> NewNames:
+    """Names in the files of a new model. ConfigError for other families."""
+    if model_type not in NEW:
+        raise ConfigError(f"model_type={model_type!r}: a new model with a vision tower is one of {', '.join(NEW)}")
+    return NEW[model_type]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -192,6 +239,14 @@ BYTE_TEMPLATE = """\
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
+
+
+def byte_template(image: str) -> str:
+    """Chat template of the byte tokenizer for messages with images, each written as a text."""
+    content = "message['content']"
+    parts = f"{content} | map(attribute='text', default={json.dumps(image)}) | join"
+    before, between, after = BYTE_TEMPLATE.split(content)
+    return f"{before}{content}{between}({content} if {content} is string else {parts}){after}"
 
 
 def byte_characters() -> list[str]:

@@ -24,6 +24,8 @@ POSITIVE = frozenset(
         *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "max_position_embeddings"),
         *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok"),
         *("head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("depth", "num_heads", "patch_size", "spatial_merge_size", "window_size", "num_position_embeddings"),
+        *("image_size", "mm_tokens_per_image", "pooling_kernel_size", "position_embedding_size"),
         *("kv_lora_rank", "q_lora_rank", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"),
     )
 )
@@ -39,8 +41,11 @@ class Fields:
         self._long_context = long_context
         self.read: dict[str, Any] = {}
         """Fields read so far, with the value returned."""
+        self.required: dict[str, Any] = {}
+        """Absent fields of which one value is supported, with that value."""
         self._values = {key: value for key, value in values.items() if value is not None}
         self._nulls = values.keys() - self._values.keys()
+        self._sections: dict[str, Fields] = {}
 
     @property
     def long_context(self) -> bool:
@@ -77,17 +82,19 @@ class Fields:
         return None
 
     def section(self, key: str) -> Fields:
-        """Return the object under `key`; empty if absent."""
+        """Return the object under `key`, each time the same; empty if absent."""
         values = self._values.get(key, {})
         if not isinstance(values, dict):
             raise ConfigError(f"{key}: must be an object, got {values!r}")
         self.read[key] = values or None
-        return Fields(values, where=key)
+        return self._sections.setdefault(key, Fields(values, where=key))
 
     def refuse(self, key: str, *allowed: Any, why: str) -> None:
         """Raises ConfigError if `key` is present with a value other than `allowed`."""
         value = self._values.get(key)
         self.read[key] = value
+        if value is None and allowed:
+            self.required[key] = allowed[0]
         if value is not None and value not in allowed:
             raise ConfigError(f"{key}={value!r} is not supported: {why}")
 

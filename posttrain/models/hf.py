@@ -61,6 +61,9 @@ class Family(Protocol):
 class Wrapper(Protocol):
     """Interface of a multimodal model's file `vision/<model_type>.py`, of which the text part may be loaded alone."""
 
+    ARCHITECTURE: str
+    """Class name in transformers."""
+
     def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `config.json` of the text part."""
         ...
@@ -73,7 +76,7 @@ class Wrapper(Protocol):
         """Return the name under which transformers saves a tensor of the text part."""
         ...
 
-    def with_vision(self, config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
+    def with_vision(self, config: ModelConfig, hf: Fields) -> ModelConfig:
         """Add the vision tower of a `config.json` to the text model. Raises ConfigError for unsupported features."""
         ...
 
@@ -204,7 +207,7 @@ def _with_vision(config: ModelConfig, hf: Mapping[str, Any], wrapper: Wrapper | 
         raise ConfigError(f"model.vision={train}: this {config.model_type} has no vision tower; set it to none")
     if config.scalar_head:
         raise ConfigError(f"model.vision={train}: a reward model reads text alone; set it to none")
-    config = wrapper.with_vision(config, hf)
+    config = wrapper.with_vision(config, Fields(hf))
     assert config.vision is not None
     written = {key: hf[key] for key in hf if key not in NOT_WRITTEN}
     return replace(config, vision=replace(config.vision, train=train), hf_json=json.dumps(written))
@@ -273,20 +276,67 @@ def module_name(config: ModelConfig, name: str) -> str:
     return f"model.language_{name}" if inside else name
 
 
-def config_from_init(hf: Mapping[str, Any]) -> ModelConfig:
-    """Parse the configuration of a model initialized from scratch. Raises ConfigError for a field its family does not
-    read.
+def config_from_init(hf: Mapping[str, Any], *, vision: Vision = "none") -> ModelConfig:
+    """Parse the configuration of a model initialized from scratch; `vision`: with a tower, unless `none`. Raises
+    ConfigError for a field its family does not read.
 
     The resulting `config.json` has every field, so that other tools' defaults do not matter.
     """
+    if vision != "none":
+        return _multimodal_from_init(hf, vision)
     fields = Fields(hf)
     module = family(fields.get("model_type", str))
+    if isinstance(module, Wrapper):
+        model_type = fields.get("model_type", str)
+        raise ConfigError(f"model_type={model_type!r}: a new model of it has a vision tower; set model.vision to tower")
     config = module.config_from_hf(fields)
     fields.refuse_unread(allowed=NEUTRAL_KEYS)
     if config.further_layers:
         raise ConfigError(f"num_nextn_predict_layers={config.further_layers}: a new model has no such layers; use 0")
     defaults = {key: value for key, value in fields.read.items() if value is not None}
     return replace(config, hf_json=json.dumps({"architectures": [module.ARCHITECTURE], **dict(hf), **defaults}))
+
+
+PARTS = ("text_config", "vision_config")
+"""Fields of a multimodal model with those of its text model and of its tower."""
+TEXT_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+"""Sizes that a new text model does not take from the defaults of its family."""
+
+
+def _multimodal_from_init(hf: Mapping[str, Any], train: Vision) -> ModelConfig:
+    outer = Fields(hf)
+    if lacking := [part for part in PARTS if not isinstance(hf.get(part), dict)]:
+        raise ConfigError(
+            f"{' and '.join(lacking)}: missing; a new model with a tower has the fields of its text model in "
+            "text_config and those of the tower in vision_config"
+        )
+    text_sizes = outer.section("text_config")
+    for size in TEXT_SIZES:
+        text_sizes.get(size, int)
+    text, wrapper = text_part(hf)
+    if wrapper is None:
+        raise ConfigError(
+            f"model_type={hf['model_type']!r}: has no vision tower; these have: {', '.join(sorted(WRAPPERS))}"
+        )
+    fields = Fields(text, where="text_config")
+    config = family(fields.get("model_type", str)).config_from_hf(fields)
+    fields.refuse_unread(allowed=NEUTRAL_KEYS)
+    config = wrapper.with_vision(config, outer)
+    assert config.vision is not None
+    tower = outer.section("vision_config")
+    tower.refuse_unread(allowed=NEUTRAL_KEYS)
+    ids = [key for key in hf if key.endswith(("_token_id", "_token_index"))]
+    outer.refuse_unread(allowed=(*NEUTRAL_KEYS, *PARTS, *ids, "tie_word_embeddings"))
+    parts = {"text_config": _whole(hf["text_config"], fields), "vision_config": _whole(hf["vision_config"], tower)}
+    own = {"architectures": [wrapper.ARCHITECTURE], "tie_word_embeddings": config.tie_embeddings}
+    written = own | _whole({**hf, **parts}, outer)
+    return replace(config, vision=replace(config.vision, train=train), hf_json=json.dumps(written))
+
+
+def _whole(given: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+    """Fields as given, with the values of those that were left out."""
+    read = {key: value for key, value in fields.read.items() if value is not None and not isinstance(value, dict)}
+    return {**{key: value for key, value in read.items() if key != "model_type"}, **fields.required, **given}
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:

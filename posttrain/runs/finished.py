@@ -33,6 +33,7 @@ from posttrain.weights.locate import (
     read_model_files,
     run_tokenizer,
     tokenizer_name,
+    trained_model_files,
 )
 from posttrain.weights.state import ModelWeights
 
@@ -66,6 +67,8 @@ def tokenizer_of(output: Path, name: str, config: RunConfig) -> Tokenizer:
 
 
 def _with_images(tokenizer: Tokenizer, path: str, section: ModelSection) -> Tokenizer:
+    if section.init is not None:
+        return trained_model_files(section, tokenizer).tokenizer or tokenizer
     fields = None if section.vision == "none" else read_model_files(path).hf_json
     return tokenizer if fields is None else tokenizer.for_images(fields, path, section.image)
 

@@ -59,7 +59,7 @@ from posttrain.stages.table import check_row_tokens, stage_names
 from posttrain.tracking.history import read_metrics
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.load import random_weights
-from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
+from posttrain.weights.locate import ModelFiles, is_sized, tokenizer_name, trained_model_files
 from posttrain.weights.state import ModelWeights
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -145,7 +145,7 @@ def _loading(config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine)
 
 def _model_files(config: RunConfig) -> ModelFiles:
     section = config.model
-    sized = section.init is None or "vocab_size" in section.init
+    sized = section.init is None or is_sized(section.init)
     files = trained_model_files(section, None if sized else load_tokenizer(tokenizer_name(section)))
     if files.config is None:
         raise ConfigError(f"plan: no network to read the config.json of model.path={section.path}; give a folder")

@@ -46,9 +46,9 @@ from posttrain.train.loop import Every, Resumable, StopRequest, TrainingLoop, ch
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.train.transformations import make_optimizer, make_schedule
+from posttrain.weights import locate
 from posttrain.weights.files import find_folder
 from posttrain.weights.load import init_model, load_model, vocabulary_of
-from posttrain.weights.locate import RANDOM_WEIGHTS, Origin, origin_of_adapter, origin_of_folder, origin_of_init
 from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.weights.save import SavedTokenizer, save_model
 
@@ -121,18 +121,14 @@ class StageRun:
             "decode_attention": m.decode_attention,
             "grouped_matmul": m.grouped_matmul,
             "seed": self.seed,
+            "vision": m.vision,
         }
         if self.path is None:
             model = init_model(self._init, **common)
         else:
             num_tokens = self._num_tokens(vocabulary_of(self.path, self.adapter))
-            own: dict[str, Any] = {
-                "long_context": m.long_context,
-                "num_tokens": num_tokens,
-                "vision": m.vision,
-                "adapter": _relative(self.adapter),
-            }
-            model = load_model(self.path, **own, **common)
+            own: dict[str, Any] = {"long_context": m.long_context, "adapter": _relative(self.adapter)}
+            model = load_model(self.path, num_tokens=num_tokens, **own, **common)
             if self.sampled:
                 # The trainer's model would differ from the sampler's.
                 without_dropout(model)
@@ -174,17 +170,18 @@ class StageRun:
     @property
     def _init(self) -> dict[str, Any]:
         assert self.model.init is not None
-        return {"vocab_size": self.tokenizer.vocab_size, **self.model.init}
+        return locate.init_fields(self.model.init, self.tokenizer)
 
     @cached_property
-    def origin(self) -> Origin:
+    def origin(self) -> locate.Origin:
         """Origin of the weights from which the stage's checkpoints continue."""
         if self.path is None:
-            return origin_of_init(self._init, self.seed)
-        origin = origin_of_folder(str(self.path), find_folder(self.path))
+            return locate.origin_of_init(self._init, self.seed)
+        origin = locate.origin_of_folder(str(self.path), find_folder(self.path))
         if self.adapter is None:
             return origin
-        parts = {f"adapter/{file}": digest for file, digest in origin_of_adapter(find_folder(self.adapter)).items()}
+        adapter = locate.origin_of_adapter(find_folder(self.adapter))
+        parts = {f"adapter/{file}": digest for file, digest in adapter.items()}
         return replace(origin, parts={**origin.parts, **parts})
 
     @contextmanager
@@ -366,7 +363,7 @@ def read_source(folder: Path) -> tuple[str | None, str | None]:
     stage never started."""
     file = folder / "source.json"
     source = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"name": None}
-    return None if source["name"] == RANDOM_WEIGHTS else source["name"], source.get("adapter")
+    return None if source["name"] == locate.RANDOM_WEIGHTS else source["name"], source.get("adapter")
 
 
 def print_parameters(model: Decoder) -> None:

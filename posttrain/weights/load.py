@@ -204,11 +204,12 @@ def init_model(
     grouped_matmul: GroupedKernel = "auto",
     num_tokens: int | None = None,
     quantize: Quantize = "none",
+    vision: Vision = "none",
 ) -> Decoder:
     """Initialize a model with random weights from the fields of a `config.json`; each device draws only its own
-    shard."""
+    shard. `vision`: unless `none`, with a vision tower."""
     dtype = jnp.dtype(dtype)
-    config = with_tokens(hf.config_from_init(hf_config), num_tokens)
+    config = with_tokens(hf.config_from_init(hf_config, vision=vision), num_tokens)
     compute = Compute(
         dtype=jnp.dtype(dtype if compute_dtype is None else compute_dtype),
         remat=remat,

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.config import Locator, ModelSection, Vision
 from posttrain.data.files import file_kind
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.data.tokenizer_files import TOKENIZER_FILES, end_ids, model_end_ids, shipped_templates
+from posttrain.data.tokenizer_files import TOKENIZER_FILES, end_ids, model_end_ids, new_names, shipped_templates
 from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
@@ -88,13 +88,45 @@ def trained_model_files(section: ModelSection, tokenizer: Tokenizer | None) -> M
         tower = section.vision != "none"
         return replace(files, tokenizer=tokenizer.for_images(files.hf_json, path, section.image, tower=tower))
     assert section.init is not None
-    if tokenizer is None and "vocab_size" not in section.init:
-        return ModelFiles(path=None, hf_json=section.init, config=None)
-    fields = section.init if tokenizer is None else {"vocab_size": tokenizer.vocab_size, **section.init}
     try:
-        return ModelFiles(path=None, hf_json=fields, config=hf.config_from_init(fields), tokenizer=tokenizer)
+        return _new_model_files(section, section.init, tokenizer)
     except ConfigError as error:
         raise ConfigError(f"model.init: {error}") from error
+
+
+def _new_model_files(section: ModelSection, init: Mapping[str, Any], tokenizer: Tokenizer | None) -> ModelFiles:
+    if tokenizer is None and not is_sized(init):
+        return ModelFiles(path=None, hf_json=init, config=None)
+    if section.vision == "none" or tokenizer is None:
+        fields = init if tokenizer is None else init_fields(init, tokenizer)
+        config = hf.config_from_init(fields, vision=section.vision)
+        return ModelFiles(path=None, hf_json=fields, config=config, tokenizer=tokenizer)
+    tokenizer = tokenizer.for_new_images(str(init.get("model_type")))
+    config = hf.config_from_init(init_fields(init, tokenizer), vision=section.vision)
+    whole = hf.config_to_hf(config)
+    return ModelFiles(
+        path=None, hf_json=whole, config=config, tokenizer=tokenizer.for_images(whole, None, section.image)
+    )
+
+
+def is_sized(init: Mapping[str, Any]) -> bool:
+    """Tell whether the fields of a new model give its vocabulary a size, which is else the tokenizer's."""
+    return "vocab_size" in init or "vocab_size" in (init.get("text_config") or {})
+
+
+def init_fields(init: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Fields of a new model with those that its tokenizer decides. ConfigError for ids of other tokens."""
+    if "vision_config" not in init:
+        return {"vocab_size": tokenizer.vocab_size, **init}
+    own = {key: tokenizer.hf.get_vocab()[text] for key, text in new_names(str(init.get("model_type"))).ids.items()}
+    for key, number in own.items():
+        if init.get(key, number) != number:
+            raise ConfigError(f"{key}={init[key]}: the tokenizer has {number}; remove the field")
+    text = init.get("text_config")
+    if not isinstance(text, Mapping):
+        return {**init, **own}
+    ids = {key: getattr(tokenizer.hf, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {**init, **own, "text_config": {"vocab_size": tokenizer.vocab_size, **ids, **text}}
 
 
 def unreachable(name: str) -> bool:

@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.weights.load import load_model
 from posttrain.weights.save import save_model
+from tests.models.test_new_tower import INITS
 from tests.runs.test_resume import finish, kill_at
 from tests.stages.runs import lines, posttrain, weights, write_run
 
@@ -115,19 +116,29 @@ def test_teachers_that_see_other_pictures_are_refused(tmp_path: Path, shared: Pa
 
 
 @pytest.mark.thorough
-def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows: Path) -> None:
-    """With a tower that is trained, whose patches come anew from the files."""
+@pytest.mark.parametrize("new", [False, True])
+def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows: Path, new: bool) -> None:
+    """With a tower that is trained, whose patches come anew from the files; and with one of random weights."""
+    model: dict[str, Any] = {"vision": "tower"}
+    if new:
+        model |= {"path": None, "tokenizer": "bytes", "stop_tokens": [], "image": {"max_pixels": 2304}}
+        model["init"] = {"model_type": "qwen3_vl", **INITS["qwen3_vl"]}
     ends = []
     for name in ("whole", "killed"):
         folder = tmp_path / name
         folder.mkdir()
         stage = {"num_steps": 40, "checkpoint_every": 2}
-        file, output = run_file(folder, shared, rows, {"vision": "tower"}, **stage), folder / "out"
+        file, output = run_file(folder, shared, rows, model, **stage), folder / "out"
         if name == "killed":
             kill_at(file, output, "0-sft", 5)
         assert ("resuming after step" in finish(file)) == (name == "killed")
         ends.append(weights(output, "0-sft"))
     assert ends[0] == ends[1]
+    exported = tmp_path / "exported"
+    outcome = posttrain("export", tmp_path / "whole" / "out", exported, "--to", "hf")
+    assert outcome.code == 0, outcome.err
+    saved = tmp_path / "whole" / "out" / "0-sft" / "model"
+    assert (exported / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from posttrain.models.fields import Fields
 from posttrain.models.vision.tower import (
     Params,
     blocks,
+    check_heads,
     gelu,
     heads,
     layer_norm,
@@ -38,6 +39,8 @@ from posttrain.models.vision.tower import (
     table,
     within_images,
 )
+
+ARCHITECTURE = "Gemma3ForConditionalGeneration"
 
 DEFAULTS = {
     "model_type": "gemma3_text",
@@ -127,13 +130,13 @@ class Siglip(VisionConfig):
         return Encoded(normed @ params["projector.mm_input_projection_weight"].astype(normed.dtype)[None])
 
 
-def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
+def with_vision(config: ModelConfig, hf: Fields) -> ModelConfig:
     """Add the tower to a text model, in which tokens of an image see one another. Raises ConfigError."""
-    whole = Fields(hf)
-    fields, tokens = whole.section("vision_config"), whole.get("mm_tokens_per_image", int, 256)
+    fields, tokens = hf.section("vision_config"), hf.get("mm_tokens_per_image", int, 256)
     fields.refuse("model_type", "siglip_vision_model", why="the tower is a SigLIP")
     fields.refuse("hidden_act", "gelu_pytorch_tanh", why="the tower's activation is gelu_pytorch_tanh")
     fields.refuse("num_channels", 3, why="images have three channels")
+    fields.refuse("vision_use_head", False, True, why="must be true or false; a pooling head is not loaded")
     size, patch = fields.get("image_size", int, 224), fields.get("patch_size", int, 16)
     side, merged = size // patch, math.isqrt(tokens)
     if size % patch or merged**2 != tokens or side % merged:
@@ -141,12 +144,14 @@ def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
             f"mm_tokens_per_image={tokens}: {side} x {side} patches (image_size={size}, patch_size={patch}) cannot be "
             "pooled to a square of that many tokens"
         )
+    width, num_heads = fields.get("hidden_size", int, 768), fields.get("num_attention_heads", int, 12)
+    check_heads(width, num_heads, 1)
     vision = Siglip(
         model_type="gemma3",
         embed_dim=config.embed_dim,
         depth=fields.get("num_hidden_layers", int, 12),
-        width=fields.get("hidden_size", int, 768),
-        num_heads=fields.get("num_attention_heads", int, 12),
+        width=width,
+        num_heads=num_heads,
         mlp_dim=fields.get("intermediate_size", int, 3072),
         patch_size=patch,
         merge=side // merged,

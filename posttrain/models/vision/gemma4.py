@@ -31,6 +31,8 @@ from posttrain.models.vision.tower import (
     within_images,
 )
 
+ARCHITECTURE = "Gemma4ForConditionalGeneration"
+
 MAX_TOKENS = 1120
 """Greatest number of tokens of an image."""
 
@@ -121,11 +123,10 @@ class Gemma4Vision(VisionConfig):
         return Encoded(linear(params, "projector.embedding_projection", normed))
 
 
-def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
+def with_vision(config: ModelConfig, hf: Fields) -> ModelConfig:
     """Add the encoder to a text model; in its window layers tokens of an image may see one another. Raises
     ConfigError."""
-    whole = Fields(hf)
-    fields, text = whole.section("vision_config"), whole.section("text_config")
+    fields, text = hf.section("vision_config"), hf.section("text_config")
     fields.refuse("model_type", "gemma4_vision", why="the encoder is that of Gemma 4")
     fields.refuse("hidden_activation", "gelu_pytorch_tanh", why="the encoder's activation is gelu_pytorch_tanh")
     fields.refuse("use_clipped_linears", False, why="clipped linear layers are not supported")

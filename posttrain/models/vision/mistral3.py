@@ -32,6 +32,8 @@ from posttrain.models.vision.tower import (
     within_images,
 )
 
+ARCHITECTURE = "Mistral3ForConditionalGeneration"
+
 text_name, stored_name = gemma3.text_name, gemma3.stored_name
 
 
@@ -92,14 +94,13 @@ class Pixtral(VisionConfig):
         return Encoded(linear(params, "projector.linear_2", gelu(linear(params, "projector.linear_1", h), tanh=False)))
 
 
-def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
+def with_vision(config: ModelConfig, hf: Fields) -> ModelConfig:
     """Add the tower to a text model. Raises ConfigError."""
-    whole = Fields(hf)
-    fields = whole.section("vision_config")
+    fields = hf.section("vision_config")
     fields.refuse("model_type", "pixtral", why="the tower is a Pixtral")
     fields.refuse("num_channels", 3, why="images have three channels")
-    whole.refuse("projector_hidden_act", "gelu", why="the projector's activation is gelu")
-    depth, layer = fields.get("num_hidden_layers", int, 24), whole.get("vision_feature_layer", int, -1)
+    hf.refuse("projector_hidden_act", "gelu", why="the projector's activation is gelu")
+    depth, layer = fields.get("num_hidden_layers", int, 24), hf.get("vision_feature_layer", int, -1)
     if not -depth <= layer < 0:
         raise ConfigError(f"vision_feature_layer={layer}: must be from {-depth} to -1, counted from the last layer")
     width, num_heads = fields.get("hidden_size", int, 1024), fields.get("num_attention_heads", int, 16)
@@ -112,7 +113,7 @@ def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         mlp_dim=fields.get("intermediate_size", int, 4096),
         patch_size=fields.get("patch_size", int, 16),
-        merge=whole.get("spatial_merge_size", int, 2),
+        merge=hf.get("spatial_merge_size", int, 2),
         eps=1e-5,
         mean=CLIP_MEAN,
         std=CLIP_STD,
@@ -121,6 +122,6 @@ def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
         activation=activation(fields, default="gelu"),
         used=depth + 1 + layer,
         text_eps=config.norm_eps,
-        bias=whole.get("multimodal_projector_bias", bool, False),
+        bias=hf.get("multimodal_projector_bias", bool, False),
     )
     return replace(config, vision=vision)

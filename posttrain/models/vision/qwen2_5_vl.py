@@ -26,6 +26,7 @@ from posttrain.models.vision.gemma3 import part_config, part_name
 from posttrain.models.vision.tower import (
     Params,
     blocks,
+    check_heads,
     gelu,
     heads,
     linear,
@@ -38,6 +39,8 @@ from posttrain.models.vision.tower import (
     turned,
     within_images,
 )
+
+ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -88,17 +91,19 @@ def stored_name(name: str) -> str:
 
 
 def multimodal_rope(
-    config: ModelConfig, hf: Mapping[str, Any], axes_of: Callable[[Sequence[int]], list[int]]
+    config: ModelConfig, hf: Fields, axes_of: Callable[[Sequence[int]], list[int]], *, interleaved: bool
 ) -> ModelConfig:
     """Turn pairs by time, row and column as the sections say. Raises ConfigError if they are not those of a head."""
-    inner = _text_fields(hf)
-    rope = inner.get("rope_scaling") or inner.get("rope_parameters") or {}
-    sections = rope.get("mrope_section")
+    inner = hf.section("text_config") or hf
+    rope = inner.section("rope_scaling") or inner.section("rope_parameters")
+    why = f"pairs of this family's sections {'alternate' if interleaved else 'follow one another'}"
+    rope.refuse("mrope_interleaved", interleaved, why=why)
+    sections = rope.optional("mrope_section", list)
     changed = []
     for block in config.blocks:
         assert isinstance(block.attention, AttentionConfig) and block.attention.rope is not None
         pairs = len(block.attention.rope.frequencies)
-        if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != pairs:
+        if sections is None or len(sections) != 3 or sum(sections) != pairs:
             raise ConfigError(f"mrope_section={sections}: must be three numbers of pairs that add up to {pairs}")
         turning = replace(block.attention.rope, axes=tuple(axes_of(sections)))
         changed.append(replace(block, attention=replace(block.attention, rope=turning)))
@@ -167,9 +172,9 @@ def attended(own: Params, h: Array, config: VisionConfig, tables: Any, segments:
     return linear(own, "attn.proj", out)
 
 
-def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
+def with_vision(config: ModelConfig, hf: Fields) -> ModelConfig:
     """Add the tower and multimodal RoPE to a text model. Raises ConfigError."""
-    fields = Fields(hf).section("vision_config")
+    fields = hf.section("vision_config")
     common = qwen_fields(config, fields, model_type="qwen2_5_vl")
     fields.refuse("hidden_act", "silu", why="the tower's activation is silu")
     size, merge = fields.get("window_size", int, 112), common["merge"]
@@ -177,8 +182,10 @@ def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
     if window < merge:
         raise ConfigError(f"window_size={size}: must be at least patch_size x spatial_merge_size")
     whole = fields.get("fullatt_block_indexes", list, [7, 15, 23, 31])
+    if not set(whole) <= set(range(common["depth"])):
+        raise ConfigError(f"fullatt_block_indexes={whole}: must be layers of {common['depth']}, from 0")
     vision = QwenVision(**common, mean=CLIP_MEAN, std=CLIP_STD, window=window, whole=tuple(whole))
-    return replace(multimodal_rope(config, hf, in_sections), vision=vision)
+    return replace(multimodal_rope(config, hf, in_sections, interleaved=False), vision=vision)
 
 
 def qwen_fields(config: ModelConfig, fields: Fields, *, model_type: str) -> dict[str, Any]:
@@ -192,12 +199,14 @@ def qwen_fields(config: ModelConfig, fields: Fields, *, model_type: str) -> dict
     theta = fields.section("rope_parameters").get("rope_theta", float, 10_000.0)
     if theta != 10_000.0:
         raise ConfigError(f"vision_config.rope_parameters: rope_theta={theta} is not supported, only 10000")
+    width, num_heads = fields.get("hidden_size", int), fields.get("num_heads", int)
+    check_heads(width, num_heads, 4)
     return {
         "model_type": model_type,
         "embed_dim": config.embed_dim,
         "depth": fields.get("depth", int),
-        "width": fields.get("hidden_size", int),
-        "num_heads": fields.get("num_heads", int),
+        "width": width,
+        "num_heads": num_heads,
         "mlp_dim": fields.get("intermediate_size", int),
         "patch_size": fields.get("patch_size", int),
         "merge": fields.get("spatial_merge_size", int, 2),

@@ -29,6 +29,8 @@ from posttrain.models.vision.tower import (
     table,
 )
 
+ARCHITECTURE = "Qwen3VLForConditionalGeneration"
+
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     return plain_text(hf, model_type="qwen3", architecture="Qwen3ForCausalLM")
@@ -123,9 +125,9 @@ def interleaved(sections: Sequence[int]) -> list[int]:
     return [axis if (axis := j % 3) and j < 3 * sections[axis] else 0 for j in range(sum(sections))]
 
 
-def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
+def with_vision(config: ModelConfig, hf: Fields) -> ModelConfig:
     """Add the tower, multimodal RoPE and the features of the first layers to a text model. Raises ConfigError."""
-    fields = Fields(hf).section("vision_config")
+    fields = hf.section("vision_config")
     common = qwen_fields(config, fields, model_type="qwen3_vl")
     fields.refuse("hidden_act", "gelu_pytorch_tanh", why="the tower's activation is gelu_pytorch_tanh")
     positions = fields.get("num_position_embeddings", int, 2304)
@@ -139,6 +141,6 @@ def with_vision(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"deepstack_visual_indexes: more than the {config.num_layers} layers of the text model")
     half = (0.5, 0.5, 0.5)
     vision = Qwen3Vision(**common, mean=half, std=half, side=side, deepstack=deepstack)
-    config = multimodal_rope(config, hf, interleaved)
+    config = multimodal_rope(config, hf, interleaved, interleaved=True)
     changed = [replace(block, deepstack=layer < len(deepstack)) for layer, block in enumerate(config.blocks)]
     return replace(config, stages=stages_of(tuple(changed)), vision=vision)

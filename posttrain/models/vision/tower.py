@@ -266,6 +266,15 @@ def run_layers(
     return x
 
 
+def check_heads(width: int, num_heads: int, parts: int) -> None:
+    """Raises ConfigError unless heads divide the width, and `parts` divide a head."""
+    if width % (num_heads * parts):
+        raise ConfigError(
+            f"vision_config: the tower's hidden_size={width} must be a multiple of {parts * num_heads}, for "
+            f"{num_heads} heads" + (f" of a multiple of {parts}" if parts > 1 else "")
+        )
+
+
 def blocks(x: Float[Array, "B P D"], merge: int) -> Float[Array, "B N m D"]:
     """Patches of each block that a feature merges."""
     return x.reshape(x.shape[0], -1, merge**2, x.shape[-1])
