@@ -1,5 +1,5 @@
 """Command line: `posttrain run | launch | check | reward | plan | replay | view | schema | fields | env | distill |
-generate | chat | serve | evaluate | compare | export | upcycle | prune`."""
+generate | chat | serve | evaluate | compare | export | upcycle | upscale | prune`."""
 
 from __future__ import annotations
 
@@ -385,12 +385,24 @@ def upcycle(
     seed: Annotated[int, typer.Option(help="Random seed of router and noise.")] = 0,
 ) -> None:
     """Convert a dense model into an equivalent MoE model, and verify it."""
+    from posttrain.export.resize import upcycle as recipe
     from posttrain.weights.upcycle import Upcycling
 
-    plan = Upcycling(experts=experts, top_k=top_k, mode=mode, noise=noise)
-    from posttrain.export.resize import upcycle as recipe
+    print(recipe(source, out, Upcycling(experts=experts, top_k=top_k, mode=mode, noise=noise), seed=seed))
 
-    print(recipe(source, out, plan, seed=seed))
+
+@app.command()
+def upscale(
+    source: Annotated[str, typer.Argument(help="A model: a folder in Hugging Face layout or a hub id.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for the deeper model.")],
+    layers: Annotated[tuple[int, int], typer.Option(help="First layer of the band, from 0, and the one after it.")],
+    start: Annotated[Literal["identity", "copy"], typer.Option(help="What copies add: nothing, or all.")] = "identity",
+) -> None:
+    """Write a model with a copy of a band of its layers behind it, and verify it; see also `model.upscale`."""
+    from posttrain.config import Upscale
+    from posttrain.export.resize import upscale as recipe
+
+    print(recipe(source, out, Upscale(layers=layers, start=start)))
 
 
 @app.command()
@@ -405,13 +417,12 @@ def prune(
     text: Annotated[str | None, typer.Option(help="Dataset on which the usage of experts is counted.")] = None,
 ) -> None:
     """Prune a smaller model from a large one, as the initial student for distillation."""
+    from posttrain.export.resize import prune as recipe
     from posttrain.weights.prune import Pruning
 
     plan = Pruning(
         layers=tuple(layer) if layer else None, mlp_dim=mlp_dim, embed_dim=embed_dim, kv_heads=kv_heads, experts=experts
     )
-    from posttrain.export.resize import prune as recipe
-
     print(recipe(source, out, plan, text=text))
 
 

@@ -53,6 +53,7 @@ from posttrain.config.model import (
     ModelSection,
     Remat,
     SavedActivations,
+    Upscale,
 )
 from posttrain.config.optimizer import (
     Adafactor,
@@ -183,6 +184,7 @@ __all__ = [
     "Text",
     "ToolSection",
     "TrainSection",
+    "Upscale",
     "UserObject",
     "UserOptimizer",
     "Vision",

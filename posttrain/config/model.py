@@ -119,6 +119,23 @@ class ImageSection(Section):
     """Most tokens of a picture, for Gemma 4. Pictures of Gemma 3 have one size."""
 
 
+class Upscale(Section):
+    """Depth upscaling, arXiv:2312.15166: a copy of a band of layers, put in behind it. `{layers: [8, 24]}` makes 48
+    layers of 32, as SOLAR did."""
+
+    layers: Annotated[ListOf[NonNegativeInt], Field(min_length=2, max_length=2)]
+    """First layer of the band, and the first one after it, from 0."""
+    start: Literal["identity", "copy"] = "identity"
+    """Beginning of the copies. `identity`: the matrices through which a copy adds to the residual stream are zeros (the
+    scales of the norms behind them, in families that have those), so that the model computes what it did before;
+    `copy`: all is copied, as in SOLAR, and the first loss is higher."""
+
+    def _mistakes(self) -> Iterator[str]:
+        first, end = self.layers
+        if first >= end:
+            yield f"layers=[{first}, {end}] is no band; give its first layer and the first one after it"
+
+
 class ModelSection(Section):
     """Model to train: a checkpoint or random weights, tokenizer, precision, adapter, quantization, kernels."""
 
@@ -173,6 +190,9 @@ class ModelSection(Section):
     long_context: Flag = False
     """Use the long-context RoPE factors of a model that has two sets (LongRoPE, as in phi3): rows may then be longer
     than its original context. Only with `path`."""
+    upscale: Upscale | None = None
+    """Depth upscaling of the model in `path` before the first stage; later stages continue the deeper model. `posttrain
+    upscale` writes it without training."""
     image: ImageSection = ImageSection()
     """Sizes of pictures; they are saved with the model."""
     vision: Vision = "none"
@@ -187,6 +207,13 @@ class ModelSection(Section):
             yield "init needs tokenizer: a folder, a hub id or bytes"
         if self.init is not None and self.long_context:
             yield "long_context chooses between the two sets of RoPE factors of a checkpoint; init has one"
+        if self.upscale is not None:
+            if self.path is None:
+                yield "upscale copies layers of a checkpoint; give init as many layers as you want"
+            if self.adapter is not None:
+                yield "adapter is of a model with fewer layers; merge it, and upscale the merged model"
+            if self.vision != "none":
+                yield f"upscale copies layers of the text part alone; set vision to none, not {self.vision}"
         if self.vision == "none" and self.image != ImageSection():
             yield "image has no effect without a vision tower; set vision: frozen, or remove image"
         yield from self._new_tower_mistakes()
@@ -208,6 +235,11 @@ class ModelSection(Section):
                 f"vision={self.vision} with init needs a multimodal model: model_type, text_config and vision_config "
                 "in init; or set path, or vision to none"
             )
+
+    @property
+    def grown(self) -> ModelSection:
+        """Section for a model that has its copied layers already, such as that of the stage before."""
+        return self.model_copy(update={"upscale": None})
 
 
 GATHERED_AXES = ("data", "fsdp")

@@ -70,6 +70,11 @@ def export(
         raise ConfigError(
             "export: the run begins with random weights, so an adapter alone has no base; give --to merged"
         )
+    if to == "peft" and stage.model.upscale is not None:
+        raise ConfigError(
+            f"export: the adapter's base has layers that {stage.path} lacks (model.upscale); give --to merged, or "
+            "train on what posttrain upscale writes"
+        )
     if pythons and base is not None:
         raise ConfigError("export: --also-read-with has no effect on an adapter, which has no tokenizer; remove it")
     with proved_folder(out) as unproved:
@@ -80,7 +85,9 @@ def export(
             if model.config.resized:
                 tokenizer.save(unproved)
         proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
-        if base is None and stage.path is not None:
+        if base is None and stage.model.upscale is not None:
+            proof = replace(proof, tensors="not compared with the source, which has fewer layers")
+        elif base is None and stage.path is not None:
             proof = replace(proof, tensors=_compare_tensors(model, unproved, find_folder(stage.path)))
         elif quantized != "none":
             proof = replace(proof, tensors=f"both beside the base in full precision, not in {quantized} as in training")

@@ -1,4 +1,4 @@
-"""Models of another size in Hugging Face layout, pruned or upcycled, and verified before they get their names."""
+"""Models of another size in Hugging Face layout, pruned, upcycled or upscaled, and verified before they get names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.config import DatasetSection, Locator
+from posttrain.config import DatasetSection, Locator, Upscale
 from posttrain.data.format import tokenize_example
 from posttrain.data.packing import fill_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -29,6 +29,7 @@ from posttrain.weights.lora import count_parameters
 from posttrain.weights.prune import Pruning, pruned, pruned_config
 from posttrain.weights.save import save_model
 from posttrain.weights.upcycle import Upcycling, upcycled, upcycled_config
+from posttrain.weights.upscale import upscaled_config
 
 TEXT_ROWS = 64
 TEXT_TOKENS = 256
@@ -125,6 +126,28 @@ def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reade
         active_parameters=_active(model),
         proof=proof,
     )
+
+
+def upscale(source: str, out: Path, plan: Upscale, *, reader: Reader | None = None) -> str:
+    """Write the deeper model in Hugging Face layout, with the tokenizer where `source` has one; returns a description.
+
+    With `start: identity` the proof is that its log-probabilities are those of the source. ConfigError for what cannot
+    be upscaled; ProofError if the written model differs; it then stays beside `out` as `.unproved`.
+    """
+    out = Path(check_local(out)).expanduser()
+    if out.exists():
+        raise ConfigError(f"upscale: {out} exists; give a new folder")
+    folder = find_folder(source)
+    upscaled_config(config_from_hf(read_json(folder / "config.json")), plan)
+    plain, model = load_model(folder), load_model(folder, upscale=plan)
+    tokenizer = load_tokenizer(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+    with proved_folder(out) as unproved:
+        save_model(model, unproved, tokenizer=tokenizer)
+        proved = plain if plan.start == "identity" else model
+        proof = prove(proved, unproved, tokenizer, reader or default_reader(adapter=False))
+    counts = " of ".join(f"{count_parameters(one).total:,}" for one in (model, plain))
+    layers = " of ".join(str(one.config.num_layers) for one in (model, plain))
+    return f"{model.config.model_type}: {layers} layers, {counts} parameters\n{proof}"
 
 
 def _active(model: Decoder) -> int:

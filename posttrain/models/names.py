@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.models.config import ModelConfig
@@ -71,6 +71,8 @@ class ParamSlice:
     """Index into the parameter's leading dimensions: (), (repeat,) or (repeat, expert)."""
     columns: slice
     """Columns of the tensor's output dimension."""
+    fill: float | None = None
+    """Value of all its elements in place of the tensor's; None: the tensor's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +98,21 @@ _BLOCK_PATH = re.compile(r"stages\.(\d+)\.blocks\.(\d+)\.(.+)")
 
 
 def tensors(
-    config: ModelConfig, names: Names, params: Iterable[tuple[str, tuple[str, ...], tuple[int, ...]]]
+    config: ModelConfig,
+    names: Names,
+    params: Iterable[tuple[str, tuple[str, ...], tuple[int, ...]]],
+    sources: Sequence[int] | None = None,
 ) -> list[CheckpointTensor]:
-    """List the checkpoint tensors of our parameters (path, dimension names, shape), in the same order."""
+    """List the checkpoint tensors of our parameters (path, dimension names, shape), in the same order.
+
+    `sources`: layer of the checkpoint from which each layer is read; by default its own.
+    """
     shapes = {path: shape for path, _, shape in params}
     tower = {} if config.vision is None else {f"{TOWER}{key}": t for key, t in config.vision.tensors().items()}
     by_name: dict[str, CheckpointTensor] = {}
     for path, dims, shape in params:
-        prefix, key, layers = _layers(config, path)
+        prefix, key, stacked = layers_of(config, path)
+        layers = [sources[layer] for layer in stacked] if sources is not None and prefix else stacked
         name = Name(tower[path].name) if path in tower else names[key]
         fused = [prefix + other for other in name.fused or (key,)]
         stop = sum(shapes[other][-1] for other in fused)
@@ -134,7 +143,7 @@ def _lead(dims: tuple[str, ...], name: Name) -> tuple[str, ...]:
 
 
 def _indices(
-    layers: range, sizes: tuple[int, ...], lead: tuple[str, ...]
+    layers: Sequence[int], sizes: tuple[int, ...], lead: tuple[str, ...]
 ) -> Iterable[tuple[tuple[int, ...], dict[str, int]]]:
     """Indices into the leading dimensions with the values to format into the name."""
     if not lead:
@@ -148,7 +157,7 @@ def _indices(
     ]
 
 
-def _layers(config: ModelConfig, path: str) -> tuple[str, str, range]:
+def layers_of(config: ModelConfig, path: str) -> tuple[str, str, range]:
     """Split a path into its block prefix and the rest, with the layers that the parameter stacks."""
     match = _BLOCK_PATH.fullmatch(path)
     if match is None:

@@ -148,7 +148,9 @@ def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:
         model = _check_adapter(prepared, model)
     sized = None if tokenizer is None else tokenizer.for_model(model.vocab_size)
     prepared.files = replace(files, config=model, tokenizer=sized)
-    if config.model.lora is not None and (reason := check_lora(model, config.model.lora, config.model.quantize)):
+    if config.model.lora is not None and (
+        reason := check_lora(model, config.model.lora, config.model.quantize, config.model.upscale)
+    ):
         prepared.notes.append(f"model.lora: {reason}; of this adapter there is only export --to merged")
     if config.model.tokenizer is not None and tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(

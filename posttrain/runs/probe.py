@@ -72,7 +72,7 @@ def _stage(prepared: Prepared, index: int, source: Path | None, mesh: Mesh) -> S
         sampled=trains_on_samples(section),
         folder=Path(config.output) / name,
         output=Path(config.output),
-        model=config.model,
+        model=config.model if source is None else config.model.grown,
         source=source,
         source_name=prepared.files.path,
         adapter=None if config.model.adapter is None else config.model.adapter.resolved,

@@ -194,7 +194,8 @@ def _use_model(trainer: Trainer, stage: StageRun, path: str) -> None:
     """Give the trainer the parameters of another model of the same kind."""
     if has_lora(trainer.model):
         raise ConfigError("replay: the run trains an adapter, which another model does not have; replay a checkpoint")
-    given = ModelWeights(replace(stage, source=None, source_name=path).load_model()).read()
+    own = replace(stage, source=None, source_name=path, model=stage.model.grown)
+    given = ModelWeights(own.load_model()).read()
     state = trainer.state()
     if lacking := sorted(state["params"].keys() - given.keys()):
         raise ConfigError(f"replay: {path} is a model of another kind: it has no {lacking[0]}")

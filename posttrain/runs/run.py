@@ -89,7 +89,7 @@ def _train_stages(
             sampled=trains_on_samples(inputs.section),
             folder=folder,
             output=output,
-            model=config.model,
+            model=config.model if source is None else config.model.grown,
             source=source,
             source_name=prepared.files.path,
             adapter=None if config.model.adapter is None else config.model.adapter.resolved,

@@ -156,7 +156,10 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
     devices, settings = stage.devices.critic, section.algorithm.critic
     mesh = stage.mesh if devices is None else make_mesh(MeshSection(fsdp=-1), devices)
     whole = stage.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
-    start: dict[str, Any] = {} if settings.path is None else {"source": None, "source_name": settings.path.resolved}
+    start: dict[str, Any] = {}
+    if settings.path is not None:
+        start = {"source": None, "source_name": settings.path.resolved}
+        whole = whole.grown
     model = replace(stage, mesh=mesh, model=whole, adapter=None, **start).load_model()
     ids, rows = stage.tokenizer.num_ids, model.config.vocab_size
     if rows < min(ids, stage.tokenizer.num_rows or ids):

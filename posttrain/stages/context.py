@@ -128,7 +128,7 @@ class StageRun:
         else:
             num_tokens = self._num_tokens(vocabulary_of(self.path, self.adapter))
             own: dict[str, Any] = {"long_context": m.long_context, "adapter": _relative(self.adapter)}
-            model = load_model(self.path, num_tokens=num_tokens, **own, **common)
+            model = load_model(self.path, num_tokens=num_tokens, upscale=m.upscale, **own, **common)
             if self.sampled:
                 # The trainer's model would differ from the sampler's.
                 without_dropout(model)
@@ -177,7 +177,7 @@ class StageRun:
         """Origin of the weights from which the stage's checkpoints continue."""
         if self.path is None:
             return locate.origin_of_init(self._init, self.seed)
-        origin = locate.origin_of_folder(str(self.path), find_folder(self.path))
+        origin = locate.origin_of_folder(str(self.path), find_folder(self.path), self.model.upscale)
         if self.adapter is None:
             return origin
         adapter = locate.origin_of_adapter(find_folder(self.adapter))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.stages import Wrapped
 from jax.typing import DTypeLike
 
-from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat, Vision
+from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat, Upscale, Vision
 from posttrain.data.tokenizer import ADD_ROWS
 from posttrain.data.tokenizer_files import PREPROCESSOR, processor_fields, processor_files
 from posttrain.errors import ConfigError
@@ -46,6 +46,7 @@ from posttrain.weights.quantize import (
     read_quantized,
 )
 from posttrain.weights.state import ModelWeights, Weights
+from posttrain.weights.upscale import check_adapted, stored_tensors, upscaled_config
 
 
 def load_model(
@@ -64,6 +65,7 @@ def load_model(
     num_tokens: int | None = None,
     quantize: Quantize = "none",
     vision: Vision = "none",
+    upscale: Upscale | None = None,
     seed: int | None = None,
 ) -> Decoder:
     """Load a model from a folder in Hugging Face layout or a hub id, with a new adapter (`lora`) or a PEFT adapter
@@ -72,18 +74,21 @@ def load_model(
     `dtype`: of the parameters, by default as stored (float32 for float16). `compute_dtype`: of activations, by default
     `dtype`. `long_context`: use the long factors of LongRoPE. `num_tokens`: of the tokenizer; ids from there on get
     probability 0. `quantize`: store the layers' matrices in 8 or 4 bits (frozen base of an adapter); at most one layer
-    of one matrix is in `dtype` at a time. `vision`: load the vision tower too, and train what of it. `seed`: of a new
-    adapter's weights, by default from the system. Raises ConfigError for unusable files, and if the tokenizer has more
-    ids than the embedding has rows.
+    of one matrix is in `dtype` at a time. `vision`: load the vision tower too, and train what of it. `upscale`:
+    copy a band of layers. `seed`: of a new adapter's weights, by default from the system. Raises ConfigError for
+    unusable files, and if the tokenizer has more ids than the embedding has rows.
     """
     if lora is not None and adapter is not None:
         raise ConfigError("load_model: lora creates an adapter, adapter loads one; set only one of them")
+    if adapter is not None and upscale is not None:
+        raise ConfigError("load_model: adapter is of a model without the layers of upscale; set only one of them")
     folder = find_folder(path)
     check_digests(folder)
     config, wrapper = _described(folder, long_context=long_context, vision=vision)
     if (folder / GENERATION).is_file():
         config = replace(config, generation_json=json.dumps(read_json(folder / GENERATION)))
     wanted = with_tokens(with_adapter(config, adapter, wrapper), num_tokens)
+    grown = config if upscale is None else upscaled_config(config, upscale)
     names = hf.family(config.model_type).NAMES
     with ExitStack() as stack:
         checkpoint = Checkpoint(folder, stack, *_own_names(config, wrapper))
@@ -96,10 +101,10 @@ def load_model(
             grouped_matmul=grouped_matmul,
             mesh=mesh,
         )
-        outline = outline_of(config, compute, dtype)
+        outline = outline_of(grown, compute, dtype)
         shardings = _shardings(outline, mesh)
         target = outline if quantize == "none" else quantized_outline(outline, quantize)
-        stored = tensors(config, names, ModelWeights(outline).shapes())
+        stored = stored_tensors(config, outline, upscale)
         checkpoint.check(stored, config, names)
         weights, errors = _read_weights(checkpoint, stored, outline, target, shardings, f"loading {path} (MB)")
     model = ModelWeights(target).bind(weights)
@@ -247,12 +252,17 @@ def random_weights(
     return outline, jax.jit(draw, out_shardings=(_shardings(outline, compute.mesh), None))
 
 
-def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> str | None:
-    """Raises ConfigError if the adapter does not fit the model, or quantization its sizes; no weights are needed.
+def check_lora(
+    config: ModelConfig, lora: LoRA, quantize: Quantize = "none", upscale: Upscale | None = None
+) -> str | None:
+    """Raises ConfigError if the adapter does not fit the model, or quantization its sizes, or if it leaves layers of
+    `upscale` without effect; no weights are needed.
 
     Returns the reason if PEFT cannot represent the adapter, which can then only be merged; None if it can.
     """
     outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
+    if upscale is not None:
+        check_adapted(outline, upscale, planned_scales(outline, lora))
     if quantize != "none":
         outline = quantized_outline(outline, quantize)
     nnx.eval_shape(lambda model: attach_lora(model, lora, seed=0), outline)

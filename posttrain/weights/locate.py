@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Locator, ModelSection, Vision
+from posttrain.config import Locator, ModelSection, Upscale, Vision
 from posttrain.data.files import file_kind
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.tokenizer_files import TOKENIZER_FILES, end_ids, model_end_ids, new_names, shipped_templates
@@ -19,6 +19,7 @@ from posttrain.runtime.files import typed_text
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.user_code import is_object_spec
 from posttrain.weights.files import find_folder, read_json
+from posttrain.weights.upscale import upscaled_config
 
 SAMPLED_BLOCKS = 256
 BLOCK_BYTES = 4096
@@ -83,6 +84,11 @@ def trained_model_files(section: ModelSection, tokenizer: Tokenizer | None) -> M
             raise ConfigError(f"model.path: {error}") from error
         options: dict[str, Any] = {"long_context": section.long_context, "vision": section.vision}
         files = read_model_files(path, **options)
+        if section.upscale is not None and files.config is not None:
+            try:
+                files = replace(files, config=upscaled_config(files.config, section.upscale))
+            except ConfigError as error:
+                raise ConfigError(f"model.{error}") from error
         if tokenizer is None or files.hf_json is None:
             return replace(files, tokenizer=tokenizer)
         tower = section.vision != "none"
@@ -270,11 +276,12 @@ class Origin:
     """Digest or value per part, such as files."""
 
 
-def origin_of_folder(name: str, folder: Path) -> Origin:
-    """Origin of a checkpoint folder: digests of its `config.json` and weights files."""
+def origin_of_folder(name: str, folder: Path, upscale: Upscale | None = None) -> Origin:
+    """Origin of a checkpoint folder: digests of its `config.json` and weights files, and what is made of it."""
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     files = [folder / "config.json", *sorted(weights)]
-    return Origin(name=name, parts={file.name: _digest(file) for file in files})
+    grown = {} if upscale is None else {"model.upscale": str(upscale)}
+    return Origin(name=name, parts={**{file.name: _digest(file) for file in files}, **grown})
 
 
 def origin_of_adapter(folder: Path) -> dict[str, str]:

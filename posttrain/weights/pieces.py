@@ -100,6 +100,9 @@ def stored_blocks(
         for place in product(*places):
             tensor, part = sources[tuple(at for _, at in place)]
             view = piece[tuple(to for to, _ in place)][tuple(to for to, _ in bands[lead:])]
+            if part.fill is not None:
+                view[...] = part.fill
+                continue
             region = [at for _, at in bands[lead:]]
             region[-1] = _within(part.columns, region[-1])
             if tensor.transpose:

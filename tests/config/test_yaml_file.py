@@ -159,7 +159,7 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
          "run.yaml:6: model.zzz: unknown field; known here: path, init, family, tokenizer, chat_template, "
          "chat_template_args, stop_tokens, dtype, "
          "compute_dtype, lora, adapter, quantize, remat, attention, decode_attention, grouped_matmul, "
-         "long_context, image, vision"),
+         "long_context, upscale, image, vision"),
         ("seed: 0\n", "",
          "run.yaml: seed: required, but missing: Random seed of data order, sampling and initial weights."),
         ("num_steps: 10", "num_steps: many", "run.yaml:9: stages.0.num_steps: must be a whole number; got 'many'"),
