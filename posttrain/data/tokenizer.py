@@ -203,12 +203,12 @@ class Tokenizer:
     @cached_property
     def image_ids(self) -> list[int]:
         """Special tokens of and around images, which never have loss."""
-        return [self.hf.get_vocab()[text] for text in self.images.family.layout.texts]
+        return list(self.hf.convert_tokens_to_ids(list(self.images.family.layout.texts)))
 
-    @property
+    @cached_property
     def image_id(self) -> int:
         """Token whose embedding an image feature replaces."""
-        return int(self.hf.get_vocab()[self.images.family.layout.token])
+        return int(self.hf.convert_tokens_to_ids(self.images.family.layout.token))
 
     def image_of(self, picture: Picture) -> PromptImage:
         """Image that a picture is to the model. PictureError for one that cannot be read or resized."""
@@ -218,7 +218,7 @@ class Tokenizer:
 
     def image_tokens(self, grid: Grid) -> list[int]:
         """Tokens of an image, without the texts around it."""
-        return [self.hf.get_vocab()[text] for text in self.images.family.layout.tokens(grid)]
+        return list(self.hf.convert_tokens_to_ids(self.images.family.layout.tokens(grid)))
 
     def known(self, tokens: list[int]) -> list[int]:
         """Return `tokens`. Raises `ConfigError` for tokens without a row in the model's embedding."""
