@@ -111,7 +111,8 @@ class Batch:
     """Image patches beside each row, image after image: resized pixels before normalization, ordered [channel, y, x] in
     every family; merged blocks of m x m patches in raster order, within a block the patches too. Padding is 0."""
     patch_images: Int[Array | HostArray, "B P"] | None = None
-    """Number of each patch's image, as in `images`; 0: padding."""
+    """Number of each patch's picture within the row, from 1; 0: padding. Images of several sequences may be of one
+    picture."""
     patch_places: Int[Array | HostArray, "B P 2"] | None = None
     """Row and column of each patch in its image's grid of patches; 0 for padding."""
 

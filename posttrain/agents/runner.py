@@ -22,6 +22,7 @@ from posttrain.agents.session import Branch, FormatOf, Session
 from posttrain.config import RLSection
 from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
+from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import check_turns
 from posttrain.environments.conversation import (
@@ -112,6 +113,10 @@ class Agents:
         check_installed("agents", "agent")
         if callable(self.run):
             check_keywords(self.run, self.args, list(examples[0].row), GIVEN, "agent")
+        if pictured := next((one for one in examples if one.images is not None), None):
+            raise ConfigError(
+                f"agent: row {pictured.index} has pictures, and requests of agents are text; use env, or remove them"
+            )
         if not self.split_turns:
             check_turns(renderer, role_patterns(examples), ("user",), tools=None, keep_thinking=keep_thinking)
 
@@ -129,9 +134,9 @@ class Agents:
         """Run the agent of one sample. Its failure ends the sample with that `stop`; one of the engine is raised."""
         failures: list[BaseException] = []
 
-        async def watched(tokens: Sequence[int], wanted: SamplingParams) -> Any:
+        async def watched(tokens: Sequence[int], wanted: SamplingParams, images: PromptImages | None) -> Any:
             try:
-                return await generate(tokens, wanted)
+                return await generate(tokens, wanted, images)
             except Exception as error:
                 failures.append(error)
                 raise

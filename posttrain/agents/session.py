@@ -130,7 +130,7 @@ class Session:
         grammar = self._grammar(forced, tool_format, asked) or params.grammar
         params = replace(params.stopped_at(stop, self.renderer.tokenizer), max_tokens=room, grammar=grammar)
         try:
-            completion = await self.generate(asked, params)
+            completion = await self.generate(asked, params, None)
         except BaseException:
             if branch.marks:
                 branch.take_back()

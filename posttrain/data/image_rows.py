@@ -62,16 +62,21 @@ def sharing_arrays(
     return {**joined, "grids": there, "patches": whole["patches"]}
 
 
+def keys_of(grids: Int[np.ndarray, "I 2"], *place: int) -> Int[np.ndarray, "I K"]:
+    """Array `source` of the pictures of a sequence: the place of their row, and their numbers in it."""
+    return np.asarray([[*place, number] for number in range(len(grids))])
+
+
 class PictureSource(NamedTuple):
     """Rows, and the pictures of one."""
 
     rows: Rows
     pictures: Callable[[Mapping[str, Any]], Sequence[Picture]]
 
-    def patches(self, policy: ImagePolicy, index: int, count: int) -> UInt8[np.ndarray, "P C"]:
-        """Patches of a row's first pictures. ConfigError with the row."""
+    def patches(self, policy: ImagePolicy, index: int, number: int) -> UInt8[np.ndarray, "P C"]:
+        """Patches of a picture of a row. ConfigError with the row."""
         with self.rows.named(index) as row:
-            return np.concatenate([policy.patches(picture.pixels()) for picture in self.pictures(row)[:count]])
+            return policy.patches(self.pictures(row)[number].pixels())
 
     @property
     def fingerprint(self) -> str:
@@ -83,34 +88,42 @@ class PictureSource(NamedTuple):
         return digest(" ".join(contents))
 
 
+Key = tuple[int, ...]
+"""Row of the array `source`, which tells where a picture is."""
+
+
 @dataclass(frozen=True)
 class ImageRows:
-    """Arrays of batches of packed rows with pictures.
+    """Arrays of batches of packed rows with pictures. Pictures of one key are in a row, and go through the tower, once.
 
-    `row_patches`: size of the largest bucket; `sources`: rows of pictures by the first number of the array `source`,
-    whose second is the row's.
+    `row_patches`: size of the largest bucket; `decode`: patches by the key of a picture.
     """
 
     policy: ImagePolicy
     row_patches: int
-    sources: Mapping[int, PictureSource]
+    decode: Callable[[Key], UInt8[np.ndarray, "P C"]]
 
     @classmethod
     def of(
         cls, section: OfflineSection, tokenizer: Tokenizer, sources: Mapping[int, PictureSource]
     ) -> ImageRows | None:
-        """Maker of the image arrays of a stage's batches; None for a model without images."""
-        return cls(tokenizer.images, most_patches(section, tokenizer), sources) if tokenizer.has_images else None
+        """Maker of the image arrays of a stage's batches; None for a model without images. `sources`: rows of pictures
+        by the first number of a key; the others are the row's, and the picture's in it."""
+        if not tokenizer.has_images:
+            return None
+        policy = tokenizer.images
+        return cls(policy, most_patches(section, tokenizer), lambda key: sources[key[0]].patches(policy, *key[1:]))
 
     def __call__(self, rows: Sequence[Sequence[Mapping[str, np.ndarray]]], shape: tuple[int, int]) -> Arrays:
         """Arrays of a batch of this shape; none without a picture in it, which is then the same as one of text."""
-        members = [one for of_row in rows for one in of_row if "images" in one]
-        if not members:
+        held = [[one for one in of_row if "images" in one] for of_row in rows]
+        grids_of = [{key: grid for one in of_row for key, grid in _pictures(one)} for of_row in held]
+        keys = list(dict.fromkeys(key for grids in grids_of for key in grids))
+        if not keys:
             return {}
-        workers = min(len(members), os.cpu_count() or 1)
-        with ThreadPoolExecutor(workers) as pool:
-            pixels = dict(zip(map(id, members), pool.map(self._patches, members), strict=True))
-        counts = [sum(len(one.get("patches", ())) for one in of_row) for of_row in rows]
+        with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1)) as pool:
+            patches_of = dict(zip(keys, pool.map(self.decode, keys), strict=True))
+        counts = [sum(map(self.policy.num_patches, grids.values())) for grids in grids_of]
         size = next(size for size in bucket_sizes(self.policy, self.row_patches) if size >= max(counts))
         width = 3 * self.policy.settings.patch**2
         arrays: Arrays = {
@@ -123,14 +136,32 @@ class ImageRows:
         if self.policy.family.axes:
             arrays["rope_positions"] = np.zeros((*shape, 3), np.int32)
         for row, of_row in enumerate(rows):
-            self._fill({name: array[row] for name, array in arrays.items()}, of_row, pixels)
+            here = {name: array[row] for name, array in arrays.items()}
+            self._fill_tokens(here, of_row, self._fill_patches(here, grids_of[row], patches_of))
         return arrays
 
-    def _fill(
-        self, row: Arrays, members: Sequence[Mapping[str, np.ndarray]], pixels: dict[int, UInt8[np.ndarray, "P C"]]
-    ) -> None:
-        """Write the sequences of a row, whose numbers of images and features go on from one to the next."""
-        start = images = features = patches = 0
+    def _fill_patches(
+        self, row: Arrays, grids: Mapping[Key, Grid], patches_of: Mapping[Key, UInt8[np.ndarray, "P C"]]
+    ) -> dict[Key, int]:
+        """Write the patches of a row's pictures. Returns the number of features before each."""
+        before: dict[Key, int] = {}
+        patches = features = 0
+        for number, (key, grid) in enumerate(grids.items(), start=1):
+            beside, found = slice(patches, patches + self.policy.num_patches(grid)), patches_of[key]
+            if len(found) != beside.stop - beside.start:
+                raise ConfigError(
+                    f"a picture ({', '.join(map(str, key))}) has another size than before; restore its file"
+                )
+            row["patches"][beside] = found
+            row["patch_images"][beside] = number
+            row["patch_places"][beside] = self.policy.places(grid)
+            before[key] = features
+            patches, features = beside.stop, features + grid.rows * grid.columns
+        return before
+
+    def _fill_tokens(self, row: Arrays, members: Sequence[Mapping[str, np.ndarray]], before: Mapping[Key, int]) -> None:
+        """Write images, features and positions of a row's sequences, whose numbers of images go on."""
+        start = images = 0
         for one in members:
             tokens = slice(start, start + len(one["tokens"]))
             start = tokens.stop
@@ -139,25 +170,19 @@ class ImageRows:
                 row["rope_positions"][tokens] = one.get("rope_positions", plain[:, None])
             if "images" not in one:
                 continue
-            there = one["images"] > 0
+            there, places = one["images"] > 0, list[np.ndarray]()
+            for key, grid in _pictures(one):
+                places.append(before[key] + np.arange(grid.rows * grid.columns))
+            places_F = np.concatenate(places)
             row["images"][tokens] = np.where(there, one["images"] + images, 0)
-            row["image_rows"][tokens] = np.where(there, one["image_rows"] + features, 0)
-            beside = slice(patches, patches + len(one["patches"]))
-            grids = [Grid(*map(int, grid)) for grid in one["grids"]]
-            numbers = np.arange(images + 1, images + 1 + len(grids), dtype=np.int32)
-            row["patches"][beside] = pixels[id(one)]
-            row["patch_images"][beside] = np.repeat(numbers, [self.policy.num_patches(grid) for grid in grids])
-            row["patch_places"][beside] = np.concatenate([self.policy.places(grid) for grid in grids])
-            images, patches = images + int(one["images"].max()), beside.stop
-            features += int(one["image_rows"].max())
+            row["image_rows"][tokens] = np.where(there, places_F[np.maximum(one["image_rows"] - 1, 0)] + 1, 0)
+            images += int(one["images"].max())
 
-    def _patches(self, one: Mapping[str, np.ndarray]) -> UInt8[np.ndarray, "P C"]:
-        """Patches of a sequence. ConfigError for a picture whose file has another size now."""
-        number, index = map(int, one["source"])
-        patches = self.sources[number].patches(self.policy, index, len(one["grids"]))
-        if len(patches) != len(one["patches"]):
-            raise ConfigError(f"a picture of row {index} has another size than before; restore its file")
-        return patches
+
+def _pictures(one: Mapping[str, np.ndarray]) -> list[tuple[Key, Grid]]:
+    """Keys and grids of a sequence's pictures, in order."""
+    keys, grids = ((tuple(map(int, row)) for row in one[name]) for name in ("source", "grids"))
+    return [(key, Grid(*grid)) for key, grid in zip(keys, grids, strict=True)]
 
 
 def bucket_sizes(policy: ImagePolicy, wanted: int) -> list[int]:

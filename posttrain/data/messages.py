@@ -121,6 +121,12 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
+def shown_text(message: Mapping[str, Any]) -> str:
+    """Text of a message as people read it, with a mark in place of each picture."""
+    parts = parts_of(message)
+    return "".join("[image]" if part["type"] == "image" else part["text"] for part in parts) or text_of(message)
+
+
 def said_calls(message: Message) -> list[tuple[Any, ...]]:
     """Identifier, name and arguments of each tool call."""
     calls = message.get("tool_calls", ())

@@ -208,6 +208,27 @@ def _named(text: str, name: str, folder: Path) -> Picture:
     return Picture(f"{name} ({text})", path)
 
 
+class Pictures(Sequence[Any]):
+    """Pictures as images of Pillow, upright, RGB and over white, each decoded when it is asked for."""
+
+    def __init__(self, pictures: Sequence[Picture]):
+        self._pictures, self._decoded = tuple(pictures), dict[int, Any]()
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Pictures(self._pictures[index])
+        number = range(len(self))[index]
+        if number not in self._decoded:
+            self._decoded[number] = self._pictures[number].pixels()
+        return self._decoded[number]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pictures, (self._pictures,)
+
+
 def written(value: Any, *, is_picture: bool = False) -> Any:
     """Row in memory as JSON can hold it: pictures are `data:` URLs, and paths of theirs do not depend on the current
     folder; other values are unchanged."""
@@ -217,6 +238,8 @@ def written(value: Any, *, is_picture: bool = False) -> Any:
         return {name: written(item, is_picture=name in names) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [written(item, is_picture=is_picture) for item in value]
+    if isinstance(value, Picture):
+        return written(value.source, is_picture=True)
     if not is_picture:
         return value
     if isinstance(value, str | Path):

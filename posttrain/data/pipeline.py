@@ -23,11 +23,11 @@ from posttrain.data.format import (
     tokenize_example,
     use_chat,
 )
-from posttrain.data.image_rows import ImageRows, PictureSource, image_arrays, with_images
+from posttrain.data.image_rows import ImageRows, PictureSource, image_arrays, keys_of, with_images
 from posttrain.data.messages import pictures_in
 from posttrain.data.packing import Overlong, PackedBatches, Window, fit_to_row, sequence, to_batch
 from posttrain.data.pictures import Picture
-from posttrain.data.sources import Rows, Sequences, load_rows, picked, with_all_columns
+from posttrain.data.sources import Arrays, Rows, Sequences, load_rows, picked, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest, typed_text
@@ -345,12 +345,17 @@ def row_tokenizer(
 
     def sourced(index: int, sequences: Sequences) -> Sequences:
         # Sequences are shared by readers that give the dataset other numbers.
-        beside = {"source": np.asarray([number, index])}
+        files: Arrays = {}
         if isinstance(section, DistillSection) and section.cache is not None and _have_images(sequences):
             with rows.named(index) as row:
-                files = pictures_of(dataset, rows, renderer).pictures(row)
-                beside["files"] = np.asarray([picture.num_bytes for picture in files])
-        return [one | beside if one is not None and "images" in one else one for one in sequences]
+                pictures = pictures_of(dataset, rows, renderer).pictures(row)
+                files["files"] = np.asarray([picture.num_bytes for picture in pictures])
+        return [
+            one | files | {"source": keys_of(one["grids"], number, index)}
+            if one is not None and "images" in one
+            else one
+            for one in sequences
+        ]
 
     key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong, section.row_patches)
     sequences = rows.sequences(key, make)

@@ -32,6 +32,13 @@ class PromptImage:
         """Image of a picture, whose header is read. PictureError for one that cannot be read or resized."""
         return cls(policy, picture, policy.grid_of(picture))
 
+    @classmethod
+    def known(cls, picture: Picture, policy: ImagePolicy, digest: bytes) -> PromptImage:
+        """Image of a picture whose digest is known: another one is a PictureError when it is decoded."""
+        image = cls.of(picture, policy)
+        vars(image)["digest"] = digest
+        return image
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens with a feature of the image."""

@@ -41,7 +41,7 @@ def check_turns(
     if not renderer.chat:
         return
     for prompt in prompts:
-        renderer.prompt(prompt, tools)  # which checks that tools and messages are in it
+        renderer.prompt_with_images(prompt, tools)  # which checks that tools and messages are in it
         for role in roles:
             _check(renderer, list(prompt), role, tools, keep_thinking)
 

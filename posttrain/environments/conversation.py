@@ -8,12 +8,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from posttrain.config import RLSection, ToolSection
 from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message, checked_messages
+from posttrain.data.pictures import RowPictures
+from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import ReplyRole, check_turns
 from posttrain.environments.tool_env import ToolEnv, by_name
@@ -31,8 +34,8 @@ from posttrain.user_code import describe_error, number_of
 
 MAX_SHAPES = 8
 """Maximum number of sequences of roles among the prompts that the chat template is checked on."""
-Generate = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
-"""Sampler of one turn: a completion of the tokens so far."""
+Generate = Callable[[Sequence[int], SamplingParams, PromptImages | None], Awaitable[Completion]]
+"""Sampler of one turn: a completion of the tokens so far, and of their pictures."""
 
 
 class EnvError(Exception):
@@ -189,7 +192,7 @@ class EnvConversation:
         self._tools: Sequence[Tool] = ()
         self._format: ToolFormat | None = None
         self._messages: list[Message] = list(example.messages)
-        self._rows = [Transcript(example.prompt_tokens)]
+        self._rows = [Transcript(example.prompt_tokens, example.images)]
         self._text = ""
         self._metrics: dict[str, float] = {}
 
@@ -201,7 +204,8 @@ class EnvConversation:
             room = min(self._params.max_tokens, self._all.row_tokens - len(row))
             if room < 1:
                 return self._unfinished("row_tokens")
-            completion = await self._generate(row.tokens, replace(self._requests(row.tokens), max_tokens=room))
+            params = replace(self._requests(row.tokens, row.images), max_tokens=room)
+            completion = await self._generate(row.tokens, params, row.images)
             row.add_turn(completion, time)
             message = self._message(row.tokens[: row.turns[-1].start], completion)
             reply = await self._reply(message)
@@ -268,11 +272,11 @@ class EnvConversation:
         if messages is not None:
             self._messages = self._checked("start", messages)
         try:
-            tokens = self._renderer.prompt(self._messages, self._schemas)
+            tokens, images = self._renderer.prompt_with_images(self._messages, self._schemas)
         except ConfigError as failure:
             raise EnvError("env_error", f"start: {failure}") from failure
-        self._example = replace(self._example, messages=list(self._messages), prompt_tokens=tokens)
-        self._rows = [Transcript(tokens)]
+        self._example = replace(self._example, messages=list(self._messages), prompt_tokens=tokens, images=images)
+        self._rows = [Transcript(tokens, images)]
 
     async def _reply(self, message: Message) -> Reply:
         assert self._env is not None
@@ -299,15 +303,17 @@ class EnvConversation:
         self._messages += messages
         try:
             if self._all.split_turns:
-                row = Transcript(self._renderer.prompt(self._messages, self._schemas))
+                row = Transcript(*self._renderer.prompt_with_images(self._messages, self._schemas))
                 fits = len(row) < self._all.row_tokens
                 self._rows += [row] if fits else []
                 return fits
-            delta = self._renderer.between(before, messages, self._schemas, last=completion.tokens[-1])
+            last = completion.tokens[-1]
+            delta = self._renderer.between_with_images(before, messages, self._schemas, last=last)
         except ConfigError as failure:
             raise EnvError("env_error", f"reply: {failure}") from failure
-        fits = len(self._rows[-1]) + len(delta) < self._all.row_tokens
-        self._rows[-1].add(delta if fits else ())
+        fits = len(self._rows[-1]) + len(delta.tokens) < self._all.row_tokens
+        if fits:
+            self._rows[-1].add(*delta)
         return fits
 
     @property
@@ -326,7 +332,9 @@ class EnvConversation:
 
     def _checked(self, name: str, messages: Any) -> list[Message]:
         try:
-            return checked_messages(messages, f"{name}: messages")
+            tokenizer = self._renderer.tokenizer
+            pictures = RowPictures({}, Path()) if tokenizer.has_images and tokenizer.tower else None
+            return checked_messages(messages, f"{name}: messages", pictures)
         except ConfigError as failure:
             raise EnvError("env_error", str(failure)) from failure
 

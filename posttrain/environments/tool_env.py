@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from posttrain.data.messages import Message
 from posttrain.environments.types import Reply
@@ -47,7 +47,7 @@ class ToolEnv:
             },
         )
 
-    async def _call(self, function: Mapping[str, Any]) -> str:
+    async def _call(self, function: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         name = function["name"]
         if name not in self._by_name:
             near = did_you_mean(name, self._by_name)
@@ -65,9 +65,10 @@ def by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     return index
 
 
-def tool_message(call_id: str, name: str, text: str) -> Message:
-    """Message with the result of a call."""
-    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
+def tool_message(call_id: str, name: str, result: str | list[dict[str, Any]]) -> Message:
+    """Message with the result of a call: its text, or its parts."""
+    message = {"role": "tool", "tool_call_id": call_id, "name": name, "content": result}
+    return cast(Message, message)
 
 
 def malformed_message(index: int, line: str) -> Message:

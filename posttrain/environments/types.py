@@ -8,6 +8,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
+from posttrain.data.prompt_images import PromptImages
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import Completion, SamplingParams
 
@@ -58,7 +59,7 @@ class Conversations(Protocol):
         seed: int,
         renderer: Renderer,
         params_of: Callable[[int], SamplingParams],
-        generate: Callable[[Sequence[int], SamplingParams], Awaitable[Completion]],
+        generate: Callable[[Sequence[int], SamplingParams, PromptImages | None], Awaitable[Completion]],
     ) -> Trajectory:
         """Hold the conversation of one sample. `seed`: the same for all samples of a group. `params_of`: settings of
         the n-th request of the same tokens. `generate`: sampler of a turn; its failures are raised."""

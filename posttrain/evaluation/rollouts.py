@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.config import EvaluateSection
+from posttrain.data.messages import shown_text
 from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import Record, intervals_at_k, prefix_of, prompt_means, values_at_k
 from posttrain.reward.rubric import Rubric
@@ -133,7 +134,7 @@ def _of_set(found: RolloutEvaluation) -> Record:
     values_P = prompt_means(values_PG)
     samples = [
         {
-            "prompt": "".join(str(message["content"]) for message in group[0].answer.example.messages),
+            "prompt": "".join(shown_text(message) for message in group[0].answer.example.messages),
             "completion": group[0].shown,
             measure: value,
         }

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from posttrain.config import Locator, RewardSection
 from posttrain.config.locator import callable_of
+from posttrain.data.messages import text_of
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.reward.call import LOGGERS, Convention, TrainerState, annotates_text, convention_of
 from posttrain.reward.model import ModelReward, classifier_path
@@ -177,7 +178,7 @@ class RewardCache:
 def prompt_argument(sample: Trajectory, *, text: bool) -> Any:
     """Prompt as reward functions get it: a message list for chat rows, unless `text`, then the last message."""
     example = sample.answer.example
-    return example.messages[-1]["content"] if example.plain or text else list(example.messages)
+    return text_of(example.messages[-1]) if example.plain or text else list(example.messages)
 
 
 def completion_argument(sample: Trajectory, *, text: bool) -> Any:

@@ -26,6 +26,7 @@ from posttrain.models.rope import default_frequencies
 from posttrain.rl.assemble import sample_rows
 from posttrain.rl.sampler import Sampler
 from posttrain.rollout.trajectory import Group, Trajectory
+from posttrain.rollout.types import sampled
 from posttrain.train.trainer import Trainer
 from posttrain.tree import Max, Mean
 from posttrain.weights.state import ModelWeights
@@ -308,7 +309,7 @@ async def _scored_again(case: Disagreement) -> Float[np.ndarray, " N"]:
     scores = []
     for sample in case.samples:
         params = replace(case.sampler.params(sample.group, sample.sample), max_tokens=1, prompt_logps=True)
-        found = (await case.sampler.engine.generate(sample.tokens[:-1], params)).prompt_logps
+        found = (await sampled(case.sampler.engine, sample.tokens[:-1], params, sample.images)).prompt_logps
         known = [np.nan] * (len(sample.tokens) - 1) if found is None else found
         scores.append(np.asarray([*known, np.nan]))
     return case.of(scores, 0)
@@ -325,7 +326,8 @@ def _forward(actor: Trainer, theta: float | None) -> Forward:
             _set_theta(model, theta)
         experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
         tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
-        hidden, _, _ = model.forward(tokens, positions, segments, experts=experts)
+        images = model.images_of(batch)
+        hidden, _, _ = model.forward(tokens, positions, segments, experts=experts, images=images)
         return model.logits(hidden[rows_N, places_N][None])[0]
 
     def run(batch: Batch, rows_N: np.ndarray, places_N: np.ndarray) -> np.ndarray:
@@ -386,6 +388,8 @@ def _fitted_temperature(case: Disagreement, logits: Float[np.ndarray, "N V"]) ->
 
 def _prompts(case: Disagreement) -> Iterator[tuple[str, list[Trajectory]]]:
     """Samples behind other prompts that an engine may have read, where they fit the rows."""
+    if any(sample.images is not None for sample in case.samples):
+        return  # images would be at other tokens
     render = case.sampler.renderer.prompt
     variants = {
         "rendered again from its messages": lambda sample: render(sample.example.messages),

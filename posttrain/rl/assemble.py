@@ -9,7 +9,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch
-from posttrain.data.packing import Arrays, RowSpan, common_prefix, pack
+from posttrain.data.image_rows import ImageRows, bucket_sizes, image_arrays, sharing_arrays
+from posttrain.data.packing import Arrays, RowSpan, common_prefix, image_start, pack
+from posttrain.data.prompt_images import PromptImage, PromptImages
 from posttrain.rollout.trajectory import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]
@@ -52,7 +54,7 @@ def assemble(
             policies = [_policy(row, of_row, version) for row, of_row in zip(sample.rows, values, strict=True)]
             weights = _of_sample(sample, p * len(groups_P[p]) + g + 1, chained=chained)
             parts = zip(sample.rows, policies, weights, strict=True)
-            sequences += [_sample(row, shares) | policy | weight for row, policy, weight in parts]
+            sequences += [_sample(row, shares) | _images(row) | policy | weight for row, policy, weight in parts]
     empty = _sample(like, shares) | _policy(like, 0.0, version) | _of_sample(like, 0, chained=chained)[0]
     rows, _ = _rows(sequences, empty, row_tokens, num_rows, [like, *(t for group in groups_P for t in group)])
     return _to_batch(rows)
@@ -74,8 +76,8 @@ def sample_rows(
     samples: Sequence[Trajectory], *, row_tokens: int, num_rows: int, shares: Shares | None = None
 ) -> tuple[Batch, list[RowSpan]]:
     """Pack all samples into rows [num_rows, row_tokens], without advantages. Also where each sample lies."""
-    sequences = [_sample(trajectory, shares) for trajectory in samples]
-    rows, where = _rows(sequences, sequences[0], row_tokens, num_rows, samples)
+    sequences = [_sample(trajectory, shares) | _images(trajectory) for trajectory in samples]
+    rows, where = _rows(sequences, _sample(samples[0], shares), row_tokens, num_rows, samples)
     return _to_batch(rows), where
 
 
@@ -101,7 +103,8 @@ def assemble_pairs(
     `groups_P`: all samples of the step, which tell what is recorded even without any pair. `share_prompts`: the common
     prefix of a pair is in its row once, as the parent sequence of both.
     """
-    sequences = [_pair(pair, share_prompts=share_prompts) for pair in pairs]
+    share: dict[str, bool] = {"share_prompts": share_prompts}
+    sequences = [_pair(pair, **share) | _pair_images(pair, **share) for pair in pairs]
     first = groups_P[0][0]
     like = _pair((first, first), share_prompts=False)
     rows, _ = _rows(sequences, like, row_tokens, num_rows, [t for group in groups_P for t in group])
@@ -162,10 +165,51 @@ def _pair(pair: Pair, *, share_prompts: bool) -> Arrays:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
+def _pair_images(pair: Pair, *, share_prompts: bool) -> Arrays:
+    """Arrays of the pictures of a pair's prompt, which are encoded once; none of text."""
+    images = pair[0].images
+    if images is None:
+        return {}
+    shared, numbers = _shared_tokens(pair) if share_prompts else 0, [images.padded(len(one.tokens)) for one in pair]
+    pieces = [(numbers[0], slice(0, shared))] if shared else []
+    pieces += [(one, slice(shared, len(one))) for one in numbers]
+    return sharing_arrays(images.policy, pieces, np.asarray(images.grids, np.int32)) | _source(images)
+
+
+def _images(trajectory: Trajectory) -> Arrays:
+    """Arrays of a sample's pictures; none of text."""
+    images = trajectory.images
+    if images is None:
+        return {}
+    numbers, grids = images.padded(len(trajectory.tokens)), np.asarray(images.grids, np.int32)
+    return image_arrays(images.policy, numbers, grids) | _source(images)
+
+
+def _source(images: PromptImages) -> Arrays:
+    """Keys of pictures by what is in them, so that those of a group are encoded once in a row."""
+    return {"source": np.asarray([[_key(image)] for image in images.images])}
+
+
+def _key(image: PromptImage) -> int:
+    return int.from_bytes(image.digest[:8], "little") >> 1
+
+
+def _image_rows(samples: Sequence[Trajectory], row_tokens: int) -> ImageRows | None:
+    """Maker of the image arrays of a batch of these samples; None if all are text."""
+    held = [row.images for sample in samples for row in sample.rows if row.images is not None]
+    if not held:
+        return None
+    policy, by_key = held[0].policy, {_key(image): image for images in held for image in images.images}
+    most = bucket_sizes(policy, row_tokens * policy.settings.merge**2)[-1]
+    return ImageRows(policy, most, lambda key: by_key[key[0]].patches())
+
+
 def _shared_tokens(pair: Pair) -> int:
     """Length of the common prompt prefix, without the last prompt token, which precedes each answer."""
     first = [max(int(np.argmax(trajectory.sampled)) - 1, 0) for trajectory in pair]
-    return common_prefix(*(np.asarray(t.tokens[:length], np.int64) for t, length in zip(pair, first, strict=True)))
+    shared = common_prefix(*(np.asarray(t.tokens[:length], np.int64) for t, length in zip(pair, first, strict=True)))
+    images = pair[0].images
+    return shared if images is None else image_start(images.padded(len(pair[0].tokens)), shared)
 
 
 def _rows(
@@ -176,7 +220,9 @@ def _rows(
     recorded = [trajectory.experts is not None for trajectory in samples]
     assert all(recorded) or not any(recorded), "either every trajectory has recorded experts, or none"
     assert len(sequences) <= num_rows, "num_rows must hold one sequence per row"
-    rows, where = pack(sequences, row_tokens, num_rows=num_rows, like=like, padding=NOT_RECORDED)
+    images = _image_rows(samples, row_tokens)
+    beside: dict[str, Any] = {} if images is None else {"images": images, "row_patches": images.row_patches}
+    rows, where = pack(sequences, row_tokens, num_rows=num_rows, like=like, padding=NOT_RECORDED, **beside)
     if any(recorded):
         least = 1 + max((span.row for span in where), default=0)
         sizes = [-(-num_rows // part) for part in (8, 4, 2)]

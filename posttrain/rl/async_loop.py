@@ -144,7 +144,9 @@ class AsyncLoop:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue with the groups of a state, before the first step."""
-        self._restored = unpacked(state["queue"], self._collector.source.example)
+        self._restored = unpacked(
+            state["queue"], self._collector.source.example, self._collector.sampler.renderer.tokenizer
+        )
         self._tasks.journal.restore(state["turns"])
 
     async def _begin(self) -> None:

@@ -12,7 +12,7 @@ from posttrain.batch import Batch
 from posttrain.config import DatasetSection, SamplingSection
 from posttrain.config.locator import Locator
 from posttrain.data.chat import Renderer
-from posttrain.data.format import prompt_is_text, prompt_messages, use_chat
+from posttrain.data.format import prompt_is_text, prompt_messages, row_pictures, use_chat
 from posttrain.data.sources import with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.reward.function import Reward
@@ -38,10 +38,12 @@ def make_examples(
     renderer = Renderer(tokenizer, chat=use_chat(section, tokenizer, tuple(rows[0])))
 
     def example(index: int, row: Mapping[str, Any], filled: Mapping[str, Any]) -> Example:
-        messages = prompt_messages(dict(row), section)
-        tokens = renderer.prompt(messages)
+        pictures = row_pictures(row, section, renderer)
+        messages = prompt_messages(dict(row), section, pictures)
+        messages = messages if pictures is None else pictures.placed(messages)
+        tokens, images = renderer.prompt_with_images(messages)
         plain = prompt_is_text(dict(row), section)
-        return Example(index=index, row=filled, messages=messages, prompt_tokens=tokens, plain=plain)
+        return Example(index=index, row=filled, messages=messages, prompt_tokens=tokens, plain=plain, images=images)
 
     return [example(*one) for one in zip(range(len(rows)), rows, with_all_columns(rows), strict=True)]
 

@@ -4,14 +4,20 @@ in checkpoints of what is ahead."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
 
 from posttrain.config import RLSection
+from posttrain.data.messages import parts_of
+from posttrain.data.pictures import Picture, picture_of, written
+from posttrain.data.prompt_images import PromptImage, PromptImages
+from posttrain.data.tokenizer import Tokenizer
 from posttrain.metrics import Timer
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import RewardError, Rewards
@@ -203,7 +209,8 @@ def fields_of(sample: Trajectory) -> dict[str, Any]:
     values = {field.name: getattr(sample, field.name) for field in fields(sample) if field.name != "example"}
     prompt = None
     if sample.turns or sample.error is not None:
-        prompt = {"messages": sample.example.messages, "prompt_tokens": sample.example.prompt_tokens}
+        example = sample.example
+        prompt = {"messages": example.messages, "prompt_tokens": example.prompt_tokens, "images": example.images}
     more = [fields_of(row) for row in sample.more]
     return values | {"messages": sample.completion_messages, "prompt": prompt, "more": more}
 
@@ -223,10 +230,13 @@ State = dict[str, Any]
 
 
 def packed(queue: Queue) -> State:
-    """State of a queue; numpy arrays stand among JSON. Of groups that are not sampled only their beginning."""
+    """State of a queue; numpy arrays stand among JSON. Of groups that are not sampled only their beginning. Pictures
+    stand once each, by the digests of their pixels."""
     rows: list[Trajectory] = []
+    pictures: dict[str, str] = {}
     steps = [
-        {"step": step, "waves": [_wave_state(wave, rows) for wave in waves]} for step, waves in sorted(queue.items())
+        {"step": step, "waves": [_wave_state(wave, rows, pictures) for wave in waves]}
+        for step, waves in sorted(queue.items())
     ]
     arrays: dict[str, np.ndarray] = {}
     if rows:
@@ -234,20 +244,36 @@ def packed(queue: Queue) -> State:
             arrays[name] = np.concatenate([np.asarray(getattr(row, name), dtype) for row in rows])
         if rows[0].experts is not None:
             arrays["experts"] = np.concatenate([row.experts for row in rows if row.experts is not None])
-    return {"steps": steps, "tokens": arrays}
+    return {"steps": steps, "tokens": arrays, **({"pictures": pictures} if pictures else {})}
 
 
-def unpacked(state: State, example: Callable[[int], Example]) -> Queue:
-    """Queue of a state. `example`: that of a row of the dataset."""
-    rows = TokenRows(state["tokens"])
+def unpacked(state: State, example: Callable[[int], Example], tokenizer: Tokenizer) -> Queue:
+    """Queue of a state. `example`: that of a row of the dataset. A picture that is another now is a PictureError when
+    it is read."""
+    known = {
+        digest: PromptImage.known(
+            picture_of(source, f"picture {digest}", Path()), tokenizer.images, bytes.fromhex(digest)
+        )
+        for digest, source in state.get("pictures", {}).items()
+    }
+    rows = TokenRows(state["tokens"], known)
     return {step["step"]: [_wave(wave, rows, example) for wave in step["waves"]] for step in state["steps"]}
 
 
 class TokenRows:
     """Token sequences, one after the other."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
-        self._arrays, self._start = arrays, 0
+    def __init__(self, arrays: Mapping[str, np.ndarray], pictures: Mapping[str, PromptImage]):
+        self._arrays, self._start, self._pictures = arrays, 0, pictures
+
+    def images(self, state: State | None) -> PromptImages | None:
+        """Pictures of a sequence from `_images_state`."""
+        if state is None:
+            return None
+        numbers = np.zeros(max(stop for _, stop, _ in state["runs"]), np.int32)
+        for start, stop, number in state["runs"]:
+            numbers[start:stop] = number
+        return PromptImages.of([self._pictures[digest] for digest in state["digests"]], numbers)
 
     def take(self, length: int) -> State:
         """Columns of the next sequence."""
@@ -257,8 +283,8 @@ class TokenRows:
         return {**columns, "experts": None if experts is None else experts[start : self._start]}
 
 
-def _wave_state(wave: QueuedWave, rows: list[Trajectory]) -> State:
-    groups = [_group(one, rows) for one in wave.groups]
+def _wave_state(wave: QueuedWave, rows: list[Trajectory], pictures: dict[str, str]) -> State:
+    groups = [_group(one, rows, pictures) for one in wave.groups]
     rewards = None if wave.rewards is None else _rewards_state(wave.rewards)
     return {"groups": groups, "rewards": rewards, "observed": wave.observed}
 
@@ -273,11 +299,11 @@ def _wave(state: State, rows: TokenRows, example: Callable[[int], Example]) -> Q
     return QueuedWave(groups=groups, rewards=rewards, observed=state["observed"])
 
 
-def _group(one: QueuedGroup, rows: list[Trajectory]) -> State:
-    """JSON of a group, whose token sequences are added to `rows`."""
+def _group(one: QueuedGroup, rows: list[Trajectory], pictures: dict[str, str]) -> State:
+    """JSON of a group, whose token sequences are added to `rows`, and whose pictures to `pictures`."""
     samples = None
     if one.group is not None:
-        samples = [_without_columns(fields_of(sample)) for sample in one.group]
+        samples = [_without_columns(fields_of(sample), pictures) for sample in one.group]
         rows += [row for sample in one.group for row in sample.rows]
     return {
         "number": one.issued.number,
@@ -287,20 +313,62 @@ def _group(one: QueuedGroup, rows: list[Trajectory]) -> State:
     }
 
 
-def _without_columns(fields: State) -> State:
+def _without_columns(fields: State, pictures: dict[str, str]) -> State:
     plain = {name: value for name, value in fields.items() if name not in (*TOKENS, "experts")}
+    plain["images"] = _images_state(fields["images"], pictures)
     prompt = fields["prompt"]
     if prompt is not None:
-        plain["prompt"] = {"messages": list(prompt["messages"]), "prompt_tokens": list(prompt["prompt_tokens"])}
-    more = [_without_columns(row) for row in fields["more"]]
-    return {**plain, "more": more, "messages": list(fields["messages"]), "length": len(fields["tokens"])}
+        images = _images_state(prompt["images"], pictures)
+        tokens = list(prompt["prompt_tokens"])
+        plain["prompt"] = {
+            "messages": _with_parts(prompt["messages"], written),
+            "prompt_tokens": tokens,
+            "images": images,
+        }
+    more = [_without_columns(row, pictures) for row in fields["more"]]
+    return {
+        **plain,
+        "more": more,
+        "messages": _with_parts(fields["messages"], written),
+        "length": len(fields["tokens"]),
+    }
+
+
+def _images_state(images: PromptImages | None, pictures: dict[str, str]) -> State | None:
+    """JSON of the pictures of a sequence: their digests, and runs of tokens [start, stop, number]."""
+    if images is None:
+        return None
+    digests = [digest.hex() for digest in images.digests]
+    for digest, image in zip(digests, images.images, strict=True):
+        if digest not in pictures:
+            pictures[digest] = written(image.picture)
+    edges = np.flatnonzero(np.diff(images.numbers, prepend=0, append=0)).tolist()
+    runs = [[start, stop, int(images.numbers[start])] for start, stop in itertools.pairwise(edges)]
+    return {"digests": digests, "runs": [run for run in runs if run[2]]}
 
 
 def _with_columns(fields: State, rows: TokenRows) -> State:
     # The first row of a sample, then its others.
     own = {**fields, **rows.take(fields["length"]), "turns": [Turn(*turn) for turn in fields["turns"]]}
+    own |= {"messages": _with_parts(fields["messages"], _picture), "images": rows.images(fields.get("images"))}
+    if (prompt := fields["prompt"]) is not None:
+        images = rows.images(prompt.get("images"))
+        own["prompt"] = {**prompt, "messages": _with_parts(prompt["messages"], _picture), "images": images}
     del own["length"]
     return {**own, "more": [_with_columns(row, rows) for row in fields["more"]]}
+
+
+def _with_parts(messages: Sequence[Mapping[str, Any]], convert: Callable[[Any], Any]) -> list[Any]:
+    """Messages with each picture converted."""
+
+    def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**one, "image": convert(one["image"])} if one["type"] == "image" else one
+
+    return [{**one, "content": [*map(part, parts)]} if (parts := parts_of(one)) else one for one in messages]
+
+
+def _picture(value: str) -> Picture:
+    return picture_of(value, "image", Path())
 
 
 def _sample(fields: State, issued: IssuedGroup, rows: TokenRows) -> Trajectory:

@@ -37,10 +37,21 @@ def sample_metrics(groups_P: Sequence[Group], version: int) -> dict[str, float]:
         "completions/clipped_ratio": float(clipped.mean()),
         "completions/mean_terminated_length": float(ended.mean()) if ended.size else float("nan"),
         "completions/num_tokens": float(lengths.sum()),
+        **_image_metrics(samples),
         "sampling/kept_mass/mean": _kept_mass(samples),
         **_staleness(samples, version),
         **_env_metrics(samples),
     }
+
+
+def _image_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean numbers of pictures and of their tokens in a sample; none of text."""
+    images = [row.images for sample in samples for row in sample.rows if row.images is not None]
+    if not images:
+        return {}
+    grids = [grid for one in images for grid in one.grids]
+    tokens = sum(grid.rows * grid.columns for grid in grids)
+    return {"images/mean_count": len(grids) / len(samples), "images/mean_tokens": tokens / len(samples)}
 
 
 def _reward_metrics(rewards: Rewards) -> dict[str, Mean | float]:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.config import OnlineSection
+from posttrain.data.messages import shown_text
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.reward.function import Reward, accepted
 from posttrain.reward.lab.cases import ANSWER_COLUMNS
@@ -403,7 +404,7 @@ class TellingPrompts:
         if example.index not in self._known:
             answer = answer_text(example.row)
             fits = answer is not None and LEAST_ANSWER <= len(answer) <= LONGEST_ANSWER
-            prompt = " ".join(str(message["content"]) for message in example.messages)
+            prompt = " ".join(shown_text(message) for message in example.messages)
             self._known[example.index] = fits and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prompt) is not None  # type: ignore[type-var]
         return self._known[example.index]
 

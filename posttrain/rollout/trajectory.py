@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from posttrain.data.messages import Message
+from posttrain.data.messages import Message, shown_text
 from posttrain.data.prompt_images import PromptImages
 
 Stop = Literal["stop", "length", "abort", "max_turns", "env_error", "env_timeout"]
@@ -141,7 +141,7 @@ class Trajectory:
 
 def _content(message: Message) -> str:
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls", ())]
-    return " ".join([str(message.get("content") or ""), *calls]).strip()
+    return " ".join([shown_text(message), *calls]).strip()
 
 
 Group = Sequence[Trajectory]

@@ -16,6 +16,7 @@ from posttrain.batch import TokenLoss
 from posttrain.cluster.cluster import Cluster, Critic
 from posttrain.cluster.reference import Scorer
 from posttrain.config import OnlineSection, RLSection
+from posttrain.data.messages import shown_text
 from posttrain.data.pipeline import Prompts
 from posttrain.errors import RunError
 from posttrain.evaluation.at_k import Record, prompt_differences
@@ -363,7 +364,7 @@ def _sample(outcome: StepResult, p: int, g: int) -> Sample:
     if outcome.roles_PG is not None:
         extra["role"] = int(outcome.roles_PG[p, g])
     return Sample(
-        prompt="".join(str(m["content"]) for m in trajectory.answer.example.messages),
+        prompt="".join(shown_text(m) for m in trajectory.answer.example.messages),
         completion=trajectory.shown,
         reward=_number(rewards.total_PG[p, g]),
         rewards={name: _number(part[p, g]) for name, part in rewards.parts_PG.items()},

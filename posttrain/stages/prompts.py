@@ -19,7 +19,9 @@ from posttrain.config import (
     SamplingSection,
 )
 from posttrain.data.chat import Renderer
-from posttrain.data.format import prompt_is_text, prompt_messages, refuse_pictures
+from posttrain.data.format import prompt_is_text, prompt_messages, row_pictures
+from posttrain.data.messages import Message, pictures_in
+from posttrain.data.pictures import Pictures
 from posttrain.data.sources import Rows, each_row, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import sampled_stop_notes
@@ -117,13 +119,13 @@ def prepare_scored(
         raise ConfigError(f"max_prompt_tokens={limit} + sampling.max_tokens={answer} must fit {_room(section, room)}")
     tools, schemas = _tools_and_schemas(section)
     rows, renderer = _rows_with_tools(section, section.dataset, tokenizer)
-    _check_columns(rubric, rows.columns)
+    _check_columns(rubric, (*rows.columns, *_seen([], renderer)))
     examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong, schemas)
     notes += reward_notes(rubric.rewards) + sampled_stop_notes(renderer, examples[0].messages, schemas)
     eval_sets: list[EvalSet] = []
     for dataset in section.all_datasets[1:]:
         eval_rows, eval_renderer = _rows_with_tools(section, dataset, tokenizer)
-        _check_columns(rubric, eval_rows.columns)
+        _check_columns(rubric, (*eval_rows.columns, *_seen([], eval_renderer)))
         held_out, more = examples_of(
             eval_rows, dataset, eval_renderer, limit, rubric, shares, section.overlong, schemas
         )
@@ -235,21 +237,31 @@ def examples_of(
 
     ConfigError if all are dropped, or if one is too long and `overlong` is `error`.
     """
+    given = tuple(_seen([], renderer))
     complete = {rows.columns}  # as they stand in the source: a parameter without a default needs all rows
 
     def example(index: int) -> Example:
         with rows.named(index) as row:
             if tuple(row) not in complete:
-                _check_columns(rubric, tuple(row))
+                _check_columns(rubric, (*row, *given))
                 complete.add(tuple(row))
-            refuse_pictures(row, section, renderer)
-            messages = prompt_messages(row, section)
+            pictures = row_pictures(row, section, renderer)
+            messages = prompt_messages(row, section, pictures)
+            messages = messages if pictures is None else pictures.placed(messages)
             if row.get("tools"):
                 rows.remarks.add("tools", "the column tools is no part of prompts here: those of the stage are")
             # Four bytes per token; a list of numbers takes eight or more.
-            tokens = array("i", renderer.prompt(messages, tools))
-            plain = prompt_is_text(row, section)
-            prompt = Example(index=index, row=row, messages=messages, prompt_tokens=tokens, plain=plain)
+            tokens, images = renderer.prompt_with_images(messages, tools)
+            if images is not None and not renderer.tokenizer.tower:
+                raise ConfigError("the row has pictures, and model.vision=none loads no tower; set it to frozen")
+            prompt = Example(
+                index=index,
+                row={**row, **_seen(messages, renderer)},
+                messages=messages,
+                prompt_tokens=array("i", tokens),
+                plain=prompt_is_text(row, section),
+                images=images,
+            )
             if shares is not None:
                 shares(prompt)
             return prompt
@@ -274,6 +286,12 @@ def examples_of(
         remedy = ", or set overlong to drop" if fitting else ""
         raise ConfigError(f"{note}; raise row_tokens and max_prompt_tokens{remedy}")
     return fitting, [f"{note}; they are dropped (overlong: drop)", *rows.notes]
+
+
+def _seen(messages: Sequence[Message], renderer: Renderer) -> dict[str, Pictures]:
+    """Column `images` of rewards and environments, for a model that sees: the pictures of the prompt."""
+    tokenizer = renderer.tokenizer
+    return {"images": Pictures(pictures_in(messages))} if tokenizer.has_images and tokenizer.tower else {}
 
 
 def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:

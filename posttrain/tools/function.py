@@ -11,7 +11,7 @@ from posttrain.config.locator import callable_of
 from posttrain.data.sources import with_paths
 from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
-from posttrain.tools.types import argument_error, failed, result_text
+from posttrain.tools.types import argument_error, failed, has_pictures, result_text
 from posttrain.user_code import import_transformers
 
 
@@ -47,7 +47,7 @@ class FunctionTool:
     def schema(self) -> Mapping[str, Any]:
         return self._schema
 
-    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+    async def __call__(self, arguments: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         """Call the function. Invalid arguments, exceptions, a result that is no JSON and a passed deadline give a
         `FailedCall`. RunError if too many calls have hung."""
         fault = argument_error(arguments, self._schema["function"]["parameters"])
@@ -55,6 +55,11 @@ class FunctionTool:
             return failed(fault, self._max_chars)
         try:
             result = await self._calls.call(self._function, **arguments, **self._args)
+            if has_pictures(result):
+                return [
+                    {**part, "text": result_text(part["text"], self._max_chars)} if part["type"] == "text" else part
+                    for part in result
+                ]
             return result_text(result, self._max_chars)
         except CallTimeout:
             return failed(f"{self.name} took longer than {self._timeout_s:g} seconds", self._max_chars)

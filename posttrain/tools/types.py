@@ -42,9 +42,9 @@ class Tool(Protocol):
         """JSON schema as chat templates take it: {"type": "function", "function": {...}}."""
         ...
 
-    async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        """Text of the result, within deadline and size limit; errors of the function are text as well, a
-        `posttrain.tools.types.FailedCall`."""
+    async def __call__(self, arguments: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        """Result, within deadline and size limit: its text, or its parts if it has pictures. Errors of the function are
+        text as well, a `posttrain.tools.types.FailedCall`."""
         ...
 
     def close(self) -> None:
@@ -84,6 +84,13 @@ def result_text(value: Any, max_chars: int) -> str:
     if isinstance(value, str):
         return truncate(value, max_chars)
     return truncate(json.dumps(value, ensure_ascii=False, allow_nan=False), max_chars)
+
+
+def has_pictures(value: Any) -> bool:
+    """Tell whether a result is a list of parts with `{type: image, ...}` among them."""
+    parts = value if isinstance(value, list) else []
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+    return {"image", "image_url"} & {*kinds} != set() and {*kinds} <= {"text", "image", "image_url"}
 
 
 def truncate(text: str, max_chars: int) -> str:

@@ -226,7 +226,7 @@ class Trainer:
         parts = []
         for batch in batches:
             stats = self._stats(batch, self.weights, self._teacher_weights)
-            parts.append((stats, replace(batch, teachers=None, experts=None)))
+            parts.append((stats, replace(batch, teachers=None, experts=None).without_images()))
             if each is not None:
                 each(batch, stats)
         output = self._programs.loss_of_all(*concatenated(parts))
