@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import itertools
 from array import array
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
@@ -60,6 +62,12 @@ class PromptImage:
         if vars(self).setdefault("digest", new.digest()) != new.digest():
             raise PictureError(f"{self.picture.name} has other pixels than before; restore its file")
         return patches
+
+    def png(self) -> bytes:
+        """Picture as the model sees it, resized, as a PNG file."""
+        image, file = self.picture.pixels(), io.BytesIO()
+        image.resize(self.policy.resized(image.size), self.policy.family.resample).save(file, "PNG")
+        return file.getvalue()
 
     @cached_property
     def digest(self) -> bytes:
@@ -139,6 +147,13 @@ class PromptImages:
         """Place of the first token of each image, and that after its last."""
         places = [np.flatnonzero(self.numbers == number) for number in range(1, len(self.images) + 1)]
         return tuple((int(at[0]), int(at[-1]) + 1) for at in places)
+
+    @property
+    def runs(self) -> list[list[int]]:
+        """Runs of tokens of one image: start, stop and number."""
+        edges = np.flatnonzero(np.diff(self.numbers, prepend=0, append=0)).tolist()
+        runs = [[start, stop, int(self.numbers[start])] for start, stop in itertools.pairwise(edges)]
+        return [run for run in runs if run[2]]
 
     @property
     def turns_by_axes(self) -> bool:

@@ -4,7 +4,6 @@ in checkpoints of what is ahead."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -342,9 +341,7 @@ def _images_state(images: PromptImages | None, pictures: dict[str, str]) -> Stat
     for digest, image in zip(digests, images.images, strict=True):
         if digest not in pictures:
             pictures[digest] = written(image.picture)
-    edges = np.flatnonzero(np.diff(images.numbers, prepend=0, append=0)).tolist()
-    runs = [[start, stop, int(images.numbers[start])] for start, stop in itertools.pairwise(edges)]
-    return {"digests": digests, "runs": [run for run in runs if run[2]]}
+    return {"digests": digests, "runs": images.runs}
 
 
 def _with_columns(fields: State, rows: TokenRows) -> State:

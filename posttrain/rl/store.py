@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from posttrain.data.prompt_images import PromptImages
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.types import RewardError, Rewards
 from posttrain.rl.assemble import rows_of
 from posttrain.rollout.trajectory import Example, Group, Trajectory, Turn
+from posttrain.runtime.files import write_whole
 from posttrain.tree import Mean
 
 FORMAT = 3
@@ -25,6 +27,8 @@ META = "posttrain"
 """Key of the description of the step in a file's metadata."""
 TOKENS = {"tokens": np.int32, "sampled": np.bool_, "logps": np.float32, "kept_logps": np.float32, "versions": np.int32}
 """Columns with a value for each token: 17 bytes before compression."""
+PICTURES = "pictures"
+"""Folder of the samples' pictures, beside the records."""
 REWARD = "rewards."
 """Prefix of the columns of single reward functions."""
 
@@ -92,12 +96,23 @@ class TrajectoryStore:
 
     def _write(self, recorded: Recorded) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        _write_pictures(recorded.groups_P, self._folder / PICTURES)
         file = file_of(self._folder, recorded.step)
         partial = file.with_suffix(".tmp")
         write_record(recorded, partial)
         partial.rename(file)
         for step in recorded_steps(self._folder)[: -self._keep]:
             file_of(self._folder, step).unlink()
+
+
+def _write_pictures(groups_P: Sequence[Group], folder: Path) -> None:
+    """Write the pictures of samples as the model sees them, once each, by the digests of their pixels."""
+    rows, _ = rows_of(groups_P)
+    for image in (image for row in rows if row.images is not None for image in row.images.images):
+        file = folder / f"{image.digest.hex()}.png"
+        if not file.exists():
+            folder.mkdir(exist_ok=True)
+            write_whole(file, image.png())
 
 
 def file_of(folder: Path, step: int) -> Path:
@@ -148,6 +163,8 @@ def _columns(recorded: Recorded) -> tuple[dict[str, Any], dict[str, Any]]:
         first = np.flatnonzero(np.diff(owners, prepend=-1))
         columns["part"] = (np.arange(len(rows)) - first[owners]).astype(np.int32)
         columns["turns"] = [[turn._asdict() for turn in row.turns] for row in rows]
+    if any(row.images is not None for row in rows):
+        columns["images"] = [None if row.images is None else _images_of(row.images) for row in rows]
     meta: dict[str, Any] = {
         "format": FORMAT,
         "before": recorded.before,
@@ -161,6 +178,12 @@ def _columns(recorded: Recorded) -> tuple[dict[str, Any], dict[str, Any]]:
         columns["experts"] = [_bytes_of_experts(row) for row in rows]
         meta["experts"] = list(rows[0].experts.shape[1:])
     return columns, meta
+
+
+def _images_of(images: PromptImages) -> str:
+    """JSON of the runs of tokens of a row's pictures: start, stop and digest."""
+    digests = [digest.hex() for digest in images.digests]
+    return json.dumps([[start, stop, digests[number - 1]] for start, stop, number in images.runs])
 
 
 def _bytes_of_experts(sample: Trajectory) -> bytes:
@@ -186,6 +209,8 @@ def read_record(folder: Path, step: int) -> Recorded:
         raise ConfigError(f"{file}: has format {meta.get('format')}, this version reads {FORMAT}")
     size = meta["group_size"]
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+    if "images" in columns:
+        raise ConfigError(f"{file}: its samples have pictures, which only the run itself and view read")
     parts_of = columns["part"].to_numpy() if "part" in columns else np.zeros(len(table), np.int32)
 
     def by_group(name: str) -> np.ndarray:

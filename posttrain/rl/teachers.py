@@ -16,11 +16,11 @@ from posttrain.config import DistillSection, RLSection
 from posttrain.data.packing import to_batch
 from posttrain.distill.cross_tokenizer import Aligner, teacher_rows
 from posttrain.distill.targets import teacher_shares
-from posttrain.distill.teachers import in_order
-from posttrain.errors import RunError
+from posttrain.distill.teachers import TeacherSource, in_order
+from posttrain.errors import ConfigError, RunError
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import Shares, sample_rows, sampled_rows
-from posttrain.rollout.trajectory import Group
+from posttrain.rollout.trajectory import Example, Group
 from posttrain.statistics import Interval, mean_interval
 from posttrain.tree import Mean, replace
 
@@ -100,6 +100,17 @@ def interval_of(distances_PG: Float[np.ndarray, "P G"]) -> Interval:
     prompts = np.broadcast_to(np.arange(len(distances_PG))[:, None], distances_PG.shape)
     known = ~np.isnan(distances_PG)
     return mean_interval(distances_PG[known], prompts[known])
+
+
+def refuse_blind(teachers: Sequence[TeacherSource], shares: Shares | None, examples: Sequence[Example]) -> None:
+    """ConfigError for a prompt with pictures that a teacher with a share in it does not see as the student does."""
+    for number, teacher in enumerate(teachers):
+        for example in examples if teacher.blind is not None else ():
+            if example.images is not None and (shares is None or shares(example)[number] > 0):
+                raise ConfigError(
+                    f"row {example.index} has pictures, and teacher {teacher.title} reads none as the student does: "
+                    f"{teacher.blind}; give a teacher of the same images, or remove the row"
+                )
 
 
 def shares_of(section: DistillSection | RLSection) -> Shares | None:

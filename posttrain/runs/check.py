@@ -176,7 +176,7 @@ def critic_size(section: CriticSection, config: RunConfig, files: ModelFiles, me
     alone = config.model_copy(update={"model": whole})
 
     def scored(decoder: Decoder) -> Decoder:
-        add_scalar_head(decoder, seed=0)
+        add_scalar_head(decoder, seed=0, saved=False)
         return decoder
 
     outline = nnx.eval_shape(scored, model_outline(alone, files))

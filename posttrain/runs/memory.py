@@ -143,7 +143,7 @@ class StageSetup:
 
 
 def _with_score(model: Decoder, seed: int) -> Decoder:
-    add_scalar_head(model, seed=seed)
+    add_scalar_head(model, seed=seed, saved=False)
     return model
 
 

@@ -167,7 +167,7 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
             f"critic: its model has {rows:,} rows for tokens, and the actor's tokens need more; set critic.path to a "
             "model with the actor's tokenizer"
         )
-    add_scalar_head(model, seed=stage.seed, mesh=mesh)
+    add_scalar_head(model, seed=stage.seed, mesh=mesh, saved=False)
     trainer = Trainer(
         model,
         loss,

@@ -50,7 +50,7 @@ from posttrain.rl.agreement import GAP, check_agreement
 from posttrain.rl.assemble import sample_rows
 from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.sampler import Sampler, Source, collect
-from posttrain.rl.teachers import distances, merged_distances, shares_of
+from posttrain.rl.teachers import distances, merged_distances, refuse_blind, shares_of
 from posttrain.rollout.engine import make_engine
 from posttrain.runtime.event_loop import run_async
 from posttrain.stages.cluster import sampler_gate, warm_up
@@ -111,6 +111,7 @@ def prepare(section: DistillSection, prepared: Prepared) -> tuple[DistillInputs,
     if section.on_policy:
         prompts, more = prepare_prompts(section, sources(inputs), prepared.tokenizer)
         inputs = replace(inputs, prompts=prompts)
+        refuse_blind(teachers, shares_of(section), [*prompts.examples, *prompts.eval_examples])
         notes += more
     return inputs, notes + check_features(section, teachers, prepared.files.config)
 

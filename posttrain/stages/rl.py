@@ -19,7 +19,7 @@ from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
 from posttrain.rl.collector import Refill, RolloutCollector
 from posttrain.rl.sampler import Curriculum
 from posttrain.rl.step import EntropyControl, StepSettings, rl_step
-from posttrain.rl.teachers import TeacherKL, distances, shares_of
+from posttrain.rl.teachers import TeacherKL, distances, refuse_blind, shares_of
 from posttrain.rollout.types import PausableEngine
 from posttrain.runtime.event_loop import run_async
 from posttrain.stages.cluster import make_critic
@@ -45,6 +45,9 @@ def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]
     algorithm, refill = Algorithm.of(section, rubric.weights), Refill.of(section)
     teachers, notes = find_teachers(section, prepared.tokenizer)
     scored, more = prepare_scored(section, prepared, shares_of(section), rubric, monitor)
+    refuse_blind(
+        teachers, shares_of(section), [*scored.examples, *(e for one in scored.eval_sets for e in one.examples)]
+    )
     return RLInputs(algorithm=algorithm, refill=refill, teachers=teachers, **vars(scored)), [*notes, *more]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import ConfigError
-from posttrain.rl.store import FORMAT, META, REWARD
+from posttrain.rl.store import FORMAT, META, PICTURES, REWARD
 
 OLDEST = np.iinfo(np.int32).max
 
@@ -46,6 +46,31 @@ class Sequence:
     values: dict[str, np.ndarray] = field(default_factory=dict)
     """`logps`, `kept_logps`, `versions` of each token."""
     turns: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_pictures(file: Path, group: int, sample: int) -> list[Path]:
+    """Files of the pictures of a sample, in the order of its tokens, each once."""
+    import pyarrow.compute as pc
+
+    parquet, _ = _open(file)
+    if "images" not in parquet.schema_arrow.names:
+        return []
+    table = parquet.read(columns=["group", "sample", "images"])
+    table = table.filter((pc.field("group") == group) & (pc.field("sample") == sample))
+    runs = [run for text in table.column("images").to_pylist() if text for run in json.loads(text)]
+    return [file.parent / PICTURES / f"{digest}.png" for digest in dict.fromkeys(digest for _, _, digest in runs)]
+
+
+def _one_of_each(images: str | None, length: int) -> np.ndarray:
+    """Places of tokens as they are shown: of each picture's the first alone."""
+    kept = np.ones(length, bool)
+    seen = None
+    for start, stop, digest in json.loads(images or "[]"):
+        # The rows of a picture may be apart by a token.
+        again = seen == (digest, start - 1)
+        kept[start if again else start + 1 : stop] = False
+        seen = digest, stop
+    return kept
 
 
 def read_rollouts(file: Path) -> list[Rollout]:
@@ -85,13 +110,18 @@ def read_rollouts(file: Path) -> list[Rollout]:
 
 
 def read_tokens(file: Path) -> dict[tuple[int, int], list[Sequence]]:
-    """Token sequences of all samples of a record by group and sample; `versions` tell what was sampled."""
+    """Token sequences of all samples of a record by group and sample, with one token for each picture; `versions` tell
+    what was sampled."""
     parquet, _ = _open(file)
-    table = parquet.read(columns=["group", "sample", "tokens", "versions"])
+    images = ["images"] if "images" in parquet.schema_arrow.names else []
+    table = parquet.read(columns=["group", "sample", "tokens", "versions", *images])
     found: dict[tuple[int, int], list[Sequence]] = {}
     places = zip(table.column("group").to_pylist(), table.column("sample").to_pylist(), strict=True)
-    for place, tokens, versions in zip(places, _lists(table, "tokens"), _lists(table, "versions"), strict=True):
-        found.setdefault(place, []).append(Sequence(tokens=tokens, sampled=versions >= 0))
+    of_rows = table.column("images").to_pylist() if images else [None] * len(table)
+    lists = zip(_lists(table, "tokens"), _lists(table, "versions"), of_rows, strict=True)
+    for place, (tokens, versions, own) in zip(places, lists, strict=True):
+        kept = _one_of_each(own, len(tokens))
+        found.setdefault(place, []).append(Sequence(tokens=tokens[kept], sampled=versions[kept] >= 0))
     return found
 
 

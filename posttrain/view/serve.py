@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 import subprocess
@@ -21,13 +22,13 @@ from posttrain.view.folder import CurveReader, RunFolder, Stage, find_runs, runs
 from posttrain.view.microscope import Microscope
 from posttrain.view.queries import cache_of, connection, make_index
 from posttrain.view.records import Sequence as TokenSequence
-from posttrain.view.records import read_sample
+from posttrain.view.records import read_pictures, read_sample
 
 STATIC = Path(__file__).resolve().parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
     ),
     "X-Content-Type-Options": "nosniff",
@@ -152,7 +153,16 @@ class Api:
             found = queries.rollout(index, queries.whole(given, "id"))
         if found is None:
             raise Refused(404, "there is no such rollout; the run may have removed its record")
-        return found
+        return found | {"pictures": [] if found["grp"] is None else self._pictures(given, found)}
+
+    def _pictures(self, given: Mapping[str, str], found: Mapping[str, Any]) -> list[str]:
+        """Pictures of a rollout as `data:` URLs."""
+        record = _record(self._run(given).folder.path / found["stage"], found["step"])
+        try:
+            files = read_pictures(record, found["grp"], found["sample"])
+            return [f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}" for file in files]
+        except FileNotFoundError:  # the run has removed the record
+            return []
 
     def tokens(self, given: Mapping[str, str]) -> Any:
         """Tokens of a rollout as recorded, and their losses in each update once the step is replayed."""

@@ -25,10 +25,11 @@ WITHOUT_CLASSIFIER = ("gemma4_text", "granite", "glm4_moe")
 """Families without a sequence classifier in transformers, and so without a file format."""
 
 
-def add_scalar_head(model: Decoder, *, seed: int, mesh: Mesh | None = None) -> None:
-    """Add a scalar head, if there is none yet; beside an adapter the head is trained in full."""
+def add_scalar_head(model: Decoder, *, seed: int, mesh: Mesh | None = None, saved: bool = True) -> None:
+    """Add a scalar head, if there is none yet; beside an adapter the head is trained in full. `saved`: the model is to
+    be saved as a sequence classifier."""
     if not model.config.scalar_head:
-        with_scalar_head(model, seed=seed)
+        with_scalar_head(model, seed=seed, saved=saved)
     weights = ModelWeights(model)
     if has_lora(model):
         weights.set_saved(weights.saved() | {SCORE})
@@ -38,12 +39,12 @@ def add_scalar_head(model: Decoder, *, seed: int, mesh: Mesh | None = None) -> N
         weights.write({SCORE: processes.on_devices(kernel, sharding)})
 
 
-def with_scalar_head(model: Decoder, *, seed: int) -> None:
+def with_scalar_head(model: Decoder, *, seed: int, saved: bool = True) -> None:
     """Replace the model's head by a randomly initialized scalar head.
 
     Raises ConfigError for a family without a sequence classifier in transformers.
     """
-    config = reward_config(model.config)
+    config = reward_config(model.config) if saved else replace(model.config, scalar_head=True)
     dtype = model.embed.embedding[...].dtype
     init = Init(model.config.initializer_range, dtype, nnx.Rngs(jax.random.key(seed)))
     model.head = nnx.data(None)

@@ -76,7 +76,7 @@ class Repairer:
         self.texts.append("DONE")
         self.renderer, self.asked = renderer, list[list[int]]()
 
-    async def __call__(self, tokens: Sequence[int], params: SamplingParams) -> Completion:
+    async def __call__(self, tokens: Sequence[int], params: SamplingParams, images: Any = None) -> Completion:
         self.asked.append(list(tokens))
         text = self.texts[len(self.asked) - 1]
         return completion([*self.renderer.tokenizer.encode(text), self.renderer.tokenizer.stop_ids[0]])

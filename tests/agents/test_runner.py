@@ -236,7 +236,7 @@ def test_agents_that_fail(sessions: Sessions, tokenizer: Tokenizer, agent: Calla
 
 
 def test_an_engine_that_fails_is_no_failure_of_the_agent(sessions: Sessions, tokenizer: Tokenizer) -> None:
-    async def broken(tokens: Any, params: Any) -> Any:
+    async def broken(tokens: Any, params: Any, images: Any) -> Any:
         raise FloatingPointError("not finite")
 
     agents = Agents(

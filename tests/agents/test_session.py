@@ -38,7 +38,7 @@ class Counting:
         self.tokenizer, self.wait = tokenizer, wait
         self.asked: list[tuple[list[int], SamplingParams]] = []
 
-    async def __call__(self, tokens: Sequence[int], params: SamplingParams) -> Completion:
+    async def __call__(self, tokens: Sequence[int], params: SamplingParams, images: Any = None) -> Completion:
         self.asked.append((list(tokens), params))
         said = [*self.tokenizer.encode(str(len(self.asked))), self.tokenizer.stop_ids[-1]]
         await asyncio.sleep(self.wait)
@@ -216,7 +216,7 @@ def test_messages_of_the_api() -> None:
 
 
 def test_calls_of_tools_are_parsed(tokenizer: Tokenizer) -> None:
-    async def say(tokens: Sequence[int], params: SamplingParams) -> Completion:
+    async def say(tokens: Sequence[int], params: SamplingParams, images: Any) -> Completion:
         call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         return completion([*tokenizer.encode(call), tokenizer.stop_ids[-1]])
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.rollout.types import Completion, SamplingParams
 
@@ -73,7 +74,9 @@ class Script:
         self.turns = list(turns)
         self.prompts: list[list[int]] = []
 
-    async def __call__(self, tokens: Sequence[int], params: SamplingParams) -> Completion:
+    async def __call__(
+        self, tokens: Sequence[int], params: SamplingParams, images: PromptImages | None = None
+    ) -> Completion:
         said = self.turns[len(self.prompts)]
         self.prompts.append(list(tokens))
         if len(said) > params.max_tokens:

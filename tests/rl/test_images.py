@@ -22,17 +22,21 @@ from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.conversation import Environments
 from posttrain.environments.types import Reply
+from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
+from posttrain.reward.types import Rewards
 from posttrain.rl.assemble import assemble, assemble_pairs, sample_rows
 from posttrain.rl.by_hand import make_examples
 from posttrain.rl.collector import QueuedGroup, QueuedWave, fields_of, packed, trajectory_of, unpacked
 from posttrain.rl.sampler import IssuedGroup
+from posttrain.rl.store import Recorded, TrajectoryStore, read_record
 from posttrain.rollout.trajectory import Example, Group, Trajectory
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.user_calls import UserCalls
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
+from posttrain.view.records import read_pictures, read_rollouts, read_tokens
 from posttrain.weights.load import load_model
 
 ROW, NEW = 128, 6
@@ -81,7 +85,7 @@ class World:
             logps=zeros,
             kept_logps=zeros,
             stop="length",
-            versions=[0] * len(tokens),
+            versions=[-1 if number < prompt else 0 for number in range(len(tokens))],
             images=images,
         )
 
@@ -225,6 +229,37 @@ def test_answers_of_an_environment_have_pictures(world: World) -> None:
     found = [world.logps([one], 6)[0] for one in (first, other)]
     assert_allclose(found[0][:2], found[1][:2], atol=1e-5)
     assert np.abs(found[0][2:] - found[1][2:]).max() > 1e-3
+
+
+def test_records_have_each_picture_once(world: World, tmp_path: Path) -> None:
+    """As the model sees it; the run browser shows one token in place of its tokens."""
+    rewards = Rewards(total_PG=np.ones((3, 2)), parts_PG={}, errors=[], metrics={}, extras={})
+    recorded = Recorded(
+        before=0,
+        step=1,
+        version=0,
+        groups_P=world.groups,
+        rewards=rewards,
+        advantages_PG=np.ones((3, 2)),
+        roles_PG=None,
+    )
+    with TrajectoryStore(tmp_path, keep=2, start=0) as store:
+        store.write(recorded)
+    file = tmp_path / "00000001.parquet"
+    pictures = [read_pictures(file, p, 0) for p in range(3)]
+    assert pictures[0] == pictures[1][::-1] and pictures[2] == [] and len(list(tmp_path.glob("pictures/*"))) == 2
+    images = world.examples[0].images
+    assert images is not None
+    settings, grid = images.policy.settings, images.grids[0]
+    with Image.open(pictures[0][0]) as seen:
+        assert seen.size == (grid.columns * settings.unit, grid.rows * settings.unit)
+    (sequence,), whole = read_tokens(file)[0, 0], world.groups[0][0]
+    shown = sequence.tokens.tolist()
+    assert shown.count(world.tokenizer.image_id) == 2 and sequence.sampled.sum() == NEW
+    assert len(whole.tokens) - len(shown) == (images.numbers > 0).sum() - 2
+    assert len(read_rollouts(file)) == 6
+    with pytest.raises(ConfigError, match="its samples have pictures, which only the run itself and view read"):
+        read_record(tmp_path, 1)
 
 
 def test_pictures_are_decoded_when_asked_for(world: World) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from posttrain.data.tokenizer import load_tokenizer
 from posttrain.reward.types import RewardError, Rewards
 from posttrain.rl.collector import QueuedGroup, QueuedWave, new_wave, packed, unpacked
 from posttrain.rl.sampler import IssuedGroup
@@ -62,7 +63,7 @@ def test_a_queue_survives_a_checkpoint(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": jnp.ones(1)}, {"queue": packed(queue)})
         _, host = checkpointer.restore(1, {"w": jnp.ones(1)})
-    found = unpacked(host["queue"], asked.__getitem__)
+    found = unpacked(host["queue"], asked.__getitem__, load_tokenizer("bytes"))
     assert list(found) == [2, 3] and found[3] == queue[3]
     groups = [one for wave in found[2] for one in wave.groups]
     assert [one.issued for one in groups] == issued and groups[2].group is None
@@ -77,4 +78,4 @@ def test_a_queue_survives_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_empty_queue() -> None:
-    assert unpacked(packed({}), lambda row: example(row, "")) == {}
+    assert unpacked(packed({}), lambda row: example(row, ""), load_tokenizer("bytes")) == {}

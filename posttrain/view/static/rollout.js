@@ -23,6 +23,8 @@ export async function rollout(given, runs) {
       "aria-current": one.id === found.id ? "true" : null }, `${one.sample}: ${number(one.reward, 3)}`)));
   const pieces = found.pieces === null ? [el("p", { class: "quiet" }, "The text is not read yet.")]
     : found.pieces.map(([kind, text]) => el("div", { class: `piece ${kind}` }, el("h3", {}, TITLES[kind]), el("pre", {}, text)));
+  const pictures = found.pictures.length === 0 ? null : el("div", { class: "pictures", "aria-label": "Pictures of the prompt" },
+    found.pictures.map((source, index) => el("img", { src: source, alt: `picture ${index + 1}` })));
   const links = el("p", {},
     el("a", { href: address("rollouts", { run: run.run, stage: found.stage, step_min: found.step, step_max: found.step }) },
       `All rollouts of step ${found.step}`), found.row === null ? "" : " · ",
@@ -32,7 +34,7 @@ export async function rollout(given, runs) {
     ? el("p", { class: "quiet" }, "This is from the table of samples: the run has no record of its tokens.")
     : await microscope(run.run, found);
   return { element: el("section", {}, el("h2", {}, `${run.name}, ${found.stage}, step ${found.step}, group ${found.grp ?? "–"}, sample ${found.sample}`),
-    links, list, group, pieces, tokens) };
+    links, list, group, pictures, pieces, tokens) };
 }
 
 // A name that breaks between its words, where it is too long for a line.
