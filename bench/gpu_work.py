@@ -322,7 +322,7 @@ def attend(work: Attention) -> dict[str, Any]:
             continue
 
         def loss(q: jax.Array, k: jax.Array, v: jax.Array, kernel: Any = kernel) -> jax.Array:
-            return jnp.sum(attention(q, k, v, **places, **rest, kernel=kernel).astype(jnp.float32))
+            return jnp.sum(attention(q, k, v, **places, **rest, kernel=kernel).heads.astype(jnp.float32))
 
         try:
             program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()

@@ -98,7 +98,7 @@ def attention_lines(work: Rows) -> Iterator[Line]:
                 sinks=None,
                 kernel=kernel,
                 mesh=None,
-            )
+            ).heads
 
         yield Line(str(work), kernel, run, (q, k, v), 4.0 * work.rows * work.heads * work.head_dim * float(pairs))
 

@@ -46,6 +46,9 @@ class OptimizerSection(Section):
     after the other: `[{kind: constant, steps: 800}, {kind: linear, end: 0.1}]`."""
     warmup_steps: NonNegativeInt = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    qk_clip: Rate | None = None
+    """Largest attention logit of a head: after an update in whose forward pass a head had a larger one, its queries and
+    keys are scaled down to it. With `kind: muon` this is MuonClip, arXiv:2507.20534, whose value is 100."""
     moments: MomentType = "float32"
     """Storage of moments, of what the optimiser keeps in the shape of a matrix: with `adamw` 8, 4 or 2.1 bytes per
     parameter, with `muon` and `lion` half. `bfloat16` and `int8` (codes with a scale per block of 64) are rounded

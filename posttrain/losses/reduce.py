@@ -5,14 +5,17 @@ A sequence is one segment id within a row, and of a sample as `Batch.sample_shar
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from posttrain.batch import DIFFERENTIABLE, Batch, LinearLoss, LossOutput, TokenStats
 from posttrain.tree import Mean
 
 Reduction = Callable[..., Mean]
@@ -90,3 +93,33 @@ class ConstantLength:
 
 def _weighted(values: Float[Array, "B T"], weight: Float[Array, "B T"]) -> Float[Array, "B T"]:
     return jnp.where(weight > 0, values * weight, 0.0)
+
+
+def known_cotangents(loss: Callable[[Any, Batch], LossOutput], batch: Batch) -> dict[str, Array] | None:
+    """Gradient of the loss by the token statistics, by name; None if it depends on them."""
+    if isinstance(loss, CotangentLoss):
+        given = loss.cotangents
+        named = {name: getattr(given, name) for name in DIFFERENTIABLE} if isinstance(given, TokenStats) else {}
+        return {name: ct for name, ct in named.items() if ct is not None} or None
+    linear: object = loss
+    if not isinstance(linear, LinearLoss):
+        return None
+    zeros = jnp.zeros(batch.shape, jnp.float32)
+    zero_stats = TokenStats(**{field.name: zeros for field in dataclasses.fields(TokenStats)})
+    gradient = jax.grad(lambda stats: jnp.asarray(loss(stats, batch).loss.total))(zero_stats)
+    return {name: getattr(gradient, name) for name in linear.linear_in}
+
+
+@dataclass(frozen=True)
+class CotangentLoss:
+    """Linear loss sum(statistics * cotangents), given the gradient with respect to the statistics.
+
+    It evaluates a whole-batch loss by micro-batches: first its gradient with respect to all statistics, then the
+    gradient of each micro-batch's statistics with respect to the parameters (GradCache, arXiv:2101.06983).
+    """
+
+    cotangents: Any
+
+    def __call__(self, stats: Any, batch: Batch) -> LossOutput:
+        products = jax.tree.map(lambda s, c: jnp.sum(s * c), stats, self.cotangents)
+        return LossOutput(loss=Mean(total=sum(jax.tree.leaves(products)), weight=jnp.zeros(())), metrics={})

@@ -113,6 +113,12 @@ class LayerCarry(NamedTuple):
 
 
 BlockRouting = list[tuple[RouterStats, Int[Array, "B T k"]]]
+LargestLogits = dict[str, Float[Array, "R B N"]]
+"""Largest attention logit of each head in each row, for all repeats of a block, by its path: `stages.0.blocks.0`."""
+ByRepeat = tuple[BlockRouting, list[Float[Array, "*R B N"]]]
+"""Routing and largest attention logits of the blocks of a pattern."""
+OfLayer = tuple[LayerCarry, BlockRouting, TapArrays, list[Float[Array, "B N"]]]
+"""Carry, routing, collected activations and largest attention logits of a layer."""
 ScanCarry = tuple[LayerCarry, list[TapArrays]]
 """Scan carry over the repeats of a stage: layer carry and collected activations."""
 
@@ -129,11 +135,11 @@ class DecoderStage(nnx.Module):
 
     def __call__(
         self, layer_carry: LayerCarry, context: Context, *, unroll: bool
-    ) -> tuple[LayerCarry, list[tuple[RouterStats, Int[Array, "R B T k"]]], Features]:
+    ) -> tuple[LayerCarry, list[tuple[RouterStats, Int[Array, "R B T k"]]], Features, list[Float[Array, "R B N"]]]:
         """Apply the layers in order.
 
-        Returns the carry, the routing of each MoE block in the pattern stacked over repeats, and the collected
-        activations.
+        Returns the carry, the routing of each MoE block in the pattern stacked over repeats, the collected activations,
+        and the largest attention logits of each block, if they are asked for.
         """
         parts: list[Any] = [nnx.split(block, ExpertStack, ...) for block in self.blocks]
         taps = None
@@ -141,34 +147,37 @@ class DecoderStage(nnx.Module):
             configs = [block.config for block in self.blocks]
             taps = StageTaps(context.taps, configs, self.repeats, int(self.first.layer))
 
-        def pattern(carry: ScanCarry, inputs: tuple[list[Any], int | Array]) -> tuple[ScanCarry, BlockRouting]:
+        def pattern(carry: ScanCarry, inputs: tuple[list[Any], int | Array]) -> tuple[ScanCarry, ByRepeat]:
             layer_carry, collected = carry
             routing: BlockRouting = []
+            largest: list[Array] = []
             for index, (graph, stacks, _) in enumerate(parts):
                 names = () if taps is None else taps.names(index)
-                layer_carry, block_routing, tapped = self._block(
+                layer_carry, block_routing, tapped, block_largest = self._block(
                     index, graph, layer_carry, (stacks, inputs[0][index]), inputs[1], context, names
                 )
                 routing += block_routing
+                largest += block_largest
                 if taps is not None:
                     collected = taps.put(collected, index, inputs[1], {HIDDEN: layer_carry.x, **tapped})
-            return (layer_carry, collected), routing
+            return (layer_carry, collected), (routing, largest)
 
         weights = [state for *_, state in parts]
         carry: ScanCarry = (layer_carry, [] if taps is None else taps.empty(layer_carry.x))
         if self.repeats > 1 and not unroll:
-            carry, routing = jax.lax.scan(pattern, carry, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
+            carry, by_repeat = jax.lax.scan(pattern, carry, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
         else:
             leaves, tree = jax.tree.flatten(weights)
             layers = zip(*(unstack_layers(w, jnp.minimum(context.segments[0, 0], 0)) for w in leaves), strict=True)
             # Trace the pattern once for several repeats.
             one, number = (pattern, int) if self.repeats == 1 else (jax.jit(pattern), jnp.int32)
-            routings = []
+            repeats = []
             for repeat, here in enumerate(layers):
-                carry, repeat_routing = one(carry, (jax.tree.unflatten(tree, here), number(repeat)))
-                routings.append(repeat_routing)
-            routing = jax.tree.map(lambda *repeats: jnp.stack(repeats), *routings)
-        return carry[0], routing, {} if taps is None else taps.by_layer(carry[1])
+                carry, of_repeat = one(carry, (jax.tree.unflatten(tree, here), number(repeat)))
+                repeats.append(of_repeat)
+            by_repeat = jax.tree.map(lambda *repeats: jnp.stack(repeats), *repeats)
+        routing, largest = by_repeat
+        return carry[0], routing, {} if taps is None else taps.by_layer(carry[1]), largest
 
     def _block(
         self,
@@ -179,10 +188,10 @@ class DecoderStage(nnx.Module):
         repeat: int | Array,
         context: Context,
         names: Sequence[str],
-    ) -> tuple[LayerCarry, BlockRouting, TapArrays]:
-        """One layer under the run's `remat` policy, with its collected activations."""
+    ) -> OfLayer:
+        """One layer under the run's `remat` policy."""
 
-        def run(layer_carry: LayerCarry, weights: tuple[Any, Any]) -> tuple[LayerCarry, BlockRouting, TapArrays]:
+        def run(layer_carry: LayerCarry, weights: tuple[Any, Any]) -> OfLayer:
             state = ForwardState(cache=layer_carry.cache, kept=dict(layer_carry.kept))
             block: Block = nnx.merge(graph, *weights)
             x = block(checkpoint_name(layer_carry.x, BLOCK_INPUT), context, state, self._layer_index(index, repeat))
@@ -190,9 +199,11 @@ class DecoderStage(nnx.Module):
                 x = context.placed.deeper(x, self._layer_index(index, repeat).layer)
             tapped = {name: state.projected[name] for name in names if name != HIDDEN}
             tapped = {name: heads.reshape(*heads.shape[:2], -1) for name, heads in tapped.items()}
-            return LayerCarry(x, state.cache, state.kept), state.routing, tapped
+            largest = [] if state.largest is None else [state.largest]
+            return LayerCarry(x, state.cache, state.kept), state.routing, tapped, largest
 
-        return rematerialized(run, context.compute.remat)(layer_carry, weights)
+        done: OfLayer = rematerialized(run, context.compute.remat)(layer_carry, weights)
+        return done
 
     def _layer_index(self, index: int, repeat: int | Array) -> LayerIndex:
         before = sum(self.moe[:index])
@@ -270,7 +281,7 @@ class Decoder(nnx.Module):
         `experts`: routing to replay, such as the sampler's; the router chooses where negative. `noise` is added to the
         token embeddings. `parents`: as in `Batch`; not with a cache. `images`: in rows without a cache.
         """
-        return self._forward(tokens, positions, segments, cache, None, experts, noise, parents, images)[:3]
+        return self._forward(tokens, positions, segments, cache, None, experts, noise, parents, images, False)[:3]
 
     def images_of(self, batch: Batch) -> ImageInputs | None:
         """Images of a batch; None for text. Raises ConfigError for arrays that do not fit the model."""
@@ -287,11 +298,13 @@ class Decoder(nnx.Module):
         noise: Float[Array, "B T D"] | None = None,
         parents: Int[Array, "B T"] | None = None,
         images: ImageInputs | None = None,
-    ) -> tuple[Float[Array, "B T D"], Routing | None, Features]:
-        """Forward pass without a cache that also returns collected activations."""
-        inputs = (tokens, positions, segments, None, taps, experts, noise, parents, images)
-        hidden, _, routing, collected = self._forward(*inputs)
-        return hidden, routing, collected
+        largest: bool = False,
+    ) -> tuple[Float[Array, "B T D"], Routing | None, Features, LargestLogits]:
+        """Forward pass without a cache that also returns collected activations and, with `largest`, the largest
+        attention logits."""
+        inputs = (tokens, positions, segments, None, taps, experts, noise, parents, images, largest)
+        hidden, _, routing, collected, logits = self._forward(*inputs)
+        return hidden, routing, collected, logits
 
     def _forward(
         self,
@@ -304,7 +317,8 @@ class Decoder(nnx.Module):
         noise: Float[Array, "B T D"] | None,
         parents: Int[Array, "B T"] | None,
         images: ImageInputs | None,
-    ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None, Features]:
+        largest: bool,
+    ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None, Features, LargestLogits]:
         assert cache is None or parents is None, "a cache row holds one sequence; parents need packed rows"
         assert cache is None or images is None, "images need rows without a cache"
         placed = None if self.tower is None or images is None else self.tower(images, self.compute)
@@ -331,21 +345,23 @@ class Decoder(nnx.Module):
             taps=taps,
             token_mesh=self.compute.mesh if cache is None else None,
             placed=placed,
+            largest=largest,
         )
         x = split_tokens(x, context.token_mesh)
-        layer_carry, routings, features = LayerCarry(x, cache, {}), [], Features()
-        for stage in self.stages:
-            layer_carry, routing, collected = stage(layer_carry, context, unroll=self.unroll)
+        layer_carry, routings, features, logits = LayerCarry(x, cache, {}), [], Features(), LargestLogits()
+        for number, stage in enumerate(self.stages):
+            layer_carry, routing, collected, of_blocks = stage(layer_carry, context, unroll=self.unroll)
             features |= collected
+            logits |= {f"stages.{number}.blocks.{block}": one for block, one in enumerate(of_blocks)}
             if routing:
                 # [R, pattern, ...] -> [layers, ...]
                 stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *routing)
                 routings.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked))
         hidden = whole_rows(self.final_norm(layer_carry.x), context.token_mesh)
         if not routings:
-            return hidden, layer_carry.cache, None, features
+            return hidden, layer_carry.cache, None, features, logits
         stats, chosen = jax.tree.map(lambda *stages: jnp.concatenate(stages), *routings)
-        return hidden, layer_carry.cache, Routing(experts=chosen, stats=stats), features
+        return hidden, layer_carry.cache, Routing(experts=chosen, stats=stats), features, logits
 
     def for_decoding(self, *, fuse: Collection[FusedPart] = ()) -> Decoder:
         """Return a copy for a decoding loop over single tokens; call it outside the loop, under `jit`.

@@ -52,6 +52,8 @@ class Context:
     """Activations to collect."""
     placed: PlacedImages | None = None
     """Images of the rows, with their features."""
+    largest: bool = False
+    """Return the largest attention logits."""
 
 
 class LayerIndex(NamedTuple):
@@ -101,6 +103,8 @@ class ForwardState:
     """Router statistics and experts of each MoE layer."""
     projected: dict[str, Float[Array, "B T _N _H"]] = field(default_factory=dict)
     """Own queries, keys and values by name, before RoPE."""
+    largest: Float[Array, "B N"] | None = None
+    """Largest attention logit of each head in each row, of the layer that is traced."""
 
     @property
     def fresh(self) -> bool:
@@ -127,7 +131,7 @@ def attend(
     # With a cache use "auto": few kernels support one.
     whole = state.cache is None or state.fresh
     images = context.placed.images if image_ahead and context.placed is not None else None
-    return attention(
+    attended = attention(
         q,
         stored.keys,
         stored.values,
@@ -144,7 +148,10 @@ def attend(
         mesh=context.compute.mesh,
         images=None if images is None else (images, images),
         ahead=image_ahead,
+        largest=context.largest,
     )
+    state.largest = attended.largest
+    return attended.heads
 
 
 def store_keys(

@@ -91,6 +91,12 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
         inputs = next((i for i in prepared.stages if i.section is section), None)
         lines.append(f"{name}: {stage_kind(section.kind).describe(section, inputs, shards)}")
         lines += describe_groups(name, section.optimizer, prepared.config, prepared.files)
+        if section.optimizer.qk_clip is not None and model is not None:
+            heads = sum(block.attention.num_heads for block in model.blocks)
+            lines.append(
+                f"{name}: queries and keys of {heads:,} heads are scaled down where a logit exceeds "
+                f"{section.optimizer.qk_clip:g}"
+            )
         if isinstance(section, OnlineSection):
             lines += describe_roles(name, section, config, prepared.files, mesh)
     return lines + prepared.notes + row_notes(config, shards)

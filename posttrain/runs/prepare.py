@@ -43,6 +43,7 @@ from posttrain.runtime.files import digest, write_whole
 from posttrain.stages.inputs import EpochSource, Inputs, Prepared
 from posttrain.stages.table import naming_stage, stage_kind, stage_names
 from posttrain.tracking.console import progress
+from posttrain.train.qk_clip import check_clip
 from posttrain.user_code import is_users
 from posttrain.weights.load import check_adapter, check_lora, check_weights, with_adapter
 from posttrain.weights.locate import (
@@ -171,6 +172,8 @@ def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:
         with naming_stage(config, index):
             adapter = config.model.lora is not None or config.model.adapter is not None
             _check_mixture(section, model, adapter=adapter)
+            if section.optimizer.qk_clip is not None:
+                check_clip(model, adapter=adapter)
 
 
 def _check_adapter(prepared: Prepared, base: ModelConfig) -> ModelConfig:
@@ -309,6 +312,7 @@ def _attention_requests(config: RunConfig, model: ModelConfig) -> Iterator[Atten
                 tokamax=True,
                 # Without a local GPU, that of the probable target.
                 compute_capability=compute_capability(None) or 9.0,
+                largest=any(section.optimizer.qk_clip is not None for section in config.stages),
                 **_head_shape(kind),
             )
 

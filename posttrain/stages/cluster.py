@@ -182,6 +182,7 @@ def critic_settings(section: RLSection, algorithm: PPO) -> TrainSettings:
     return TrainSettings(
         temperature=1.0,
         max_grad_norm=algorithm.critic.optimizer.max_grad_norm,
+        qk_clip=algorithm.critic.optimizer.qk_clip,
         micro_batch_rows=section.pass_rows,
         offload_optimizer=section.placement.critic.offload,
     )

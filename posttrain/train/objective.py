@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -17,10 +17,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
 from posttrain.batch import (
-    DIFFERENTIABLE,
     Batch,
     BatchLoss,
-    LinearLoss,
     LossOutput,
     RouterStats,
     ScoreStats,
@@ -31,14 +29,15 @@ from posttrain.config import TrainSection
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
-from posttrain.losses.reduce import sequence_sums, to_tokens
+from posttrain.losses.reduce import CotangentLoss, known_cotangents, sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, router_means, weight_of
 from posttrain.mesh import BATCH_SPEC, param_sharding, part_of_sum, whole_array
 from posttrain.models.activations import Features
 from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.train.layer_matching import Matching
-from posttrain.tree import Mean, Metric, Micro, added_over, flatten_micro, num_micro, replace, stack_over, sum_over
+from posttrain.train.qk_clip import LargestHeads, largest_of
+from posttrain.tree import Metric, Micro, added_over, flatten_micro, num_micro, replace, stack_over, sum_over
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
 UNROLLED_LAYERS_ON_CPU = 8
@@ -71,6 +70,8 @@ class TrainSettings:
     """Log-probabilities are those of softmax(logits / temperature)."""
     max_grad_norm: float
     """Greatest global norm of a gradient; a greater one is clipped."""
+    qk_clip: float | None = None
+    """Largest attention logit of a head, whose queries and keys are scaled down by what it is above it."""
     micro_batch_rows: int | None = None
     """Rows per forward pass, at most; None: all. Any split gives the same gradient."""
     router_loss: RouterLoss | None = None
@@ -104,6 +105,7 @@ class TrainSettings:
         return cls(
             temperature=temperature,
             max_grad_norm=section.optimizer.max_grad_norm,
+            qk_clip=section.optimizer.qk_clip,
             micro_batch_rows=section.pass_rows,
             router_loss=RouterLoss(balance_coef=router.balance_coef, z_coef=router.z_coef) if balanced else None,
             correction_rate=router.correction_rate,
@@ -131,6 +133,16 @@ class ForwardOutput(NamedTuple):
     routers: RouterStats | None
     vjp_sum: Array | None = None
     """sum(statistics * cotangents)."""
+    largest: LargestHeads = MappingProxyType({})
+    """Largest attention logits, with `qk_clip` in passes that are differentiated."""
+
+
+class Passed(NamedTuple):
+    """Outputs of the passes beside their gradient."""
+
+    output: LossOutput
+    routers: RouterStats | None
+    largest: LargestHeads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,17 +232,21 @@ class Objective:
         assert matching is None or parents is None, "layer matching does not support parent segments"
         inputs, taps = (tokens, positions, segments), None if matching is None else matching.student
         beside: dict[str, Any] = {"parents": parents, "images": model.images_of(batch)}
-        hidden, routing, student_features = model.features(*inputs, taps, experts=experts, noise=noise, **beside)
+        clips = backward and self.settings.qk_clip is not None
+        hidden, routing, student_features, logits = model.features(
+            *inputs, taps, experts=experts, noise=noise, largest=clips, **beside
+        )
+        routers, largest = None if routing is None else routing.stats, largest_of(logits)
         if model.config.scalar_head:
             scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
-            return ForwardOutput(ScoreStats(scores=scores), None if routing is None else routing.stats)
+            return ForwardOutput(ScoreStats(scores=scores), routers, largest=largest)
         teachers: list[Teacher | TopK] = []
         only, teacher_features = jnp.asarray(batch.loss_weight) != 0, Features()
         for structure, arrays in zip(self.teachers, teacher_params or [], strict=teacher_params is not None):
             teacher = self._bound(structure, jax.lax.stop_gradient(arrays))
             taps = None if matching is None else matching.teacher
             beside["images"] = teacher.images_of(batch)
-            final, _, teacher_features = teacher.features(*inputs, taps, **beside)
+            final, _, teacher_features, _ = teacher.features(*inputs, taps, **beside)
             teachers.append(Teacher(teacher.logits, final))
         teachers += (batch.teachers or ()) if teacher_params is not None else ()
         others = {} if matching is None else matching(student_features, teacher_features, weights, segments, only)
@@ -253,7 +269,7 @@ class Objective:
             token_cotangents = {name: ct for name, ct in cotangents.items() if name not in others}
             vjp_sum, stats = stats_vjp(*problem, cotangents=token_cotangents, **options)
             vjp_sum += sum(jnp.sum(x * cotangents[name]) for name, x in others.items() if name in cotangents)
-        return ForwardOutput(replace(stats, **others), None if routing is None else routing.stats, vjp_sum)
+        return ForwardOutput(replace(stats, **others), routers, vjp_sum, largest)
 
     def _noise(self, keys: Array, segments: Array) -> Float[Array, "B T D"]:
         """NEFTune noise, scaled by 1 / sqrt(length * width) per sequence, arXiv:2310.05914."""
@@ -288,7 +304,7 @@ class Objective:
         router_weight: Array,
         inputs: tuple[Batch, Keys],
         count: Array,
-    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
+    ) -> tuple[Weights, Passed]:
         """Gradient over all micro-batches. A whole-batch loss needs a second forward pass if there are several."""
         arrays = params, frozen, teacher_params, router_weight
         if not self.needs_whole_batch or num_micro(inputs) == 1:
@@ -311,9 +327,9 @@ class Objective:
             return jnp.asarray(output.loss.total), output
 
         cotangents, output = jax.grad(whole, has_aux=True)(stats)
-        gradient, (router_output, routers) = self._total_gradient(arrays, inputs, cotangents, count)
-        metrics = {**output.metrics, **router_output.metrics}
-        return gradient, (LossOutput(loss=output.loss, metrics=metrics), routers)
+        gradient, passed = self._total_gradient(arrays, inputs, cotangents, count)
+        metrics = {**output.metrics, **passed.output.metrics}
+        return gradient, passed._replace(output=LossOutput(loss=output.loss, metrics=metrics))
 
     @functools.cached_property
     def mesh(self) -> Mesh | None:
@@ -333,7 +349,7 @@ class Objective:
 
     def _total_gradient(
         self, arrays: Arrays, inputs: tuple[Batch, Keys], cotangents: Any, count: Array
-    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
+    ) -> tuple[Weights, Passed]:
         """Sum of `_gradient` over micro-batches, of the loss or, with `cotangents`, of the statistics.
 
         On a mesh of `data` alone, and where weights are gathered once, each device adds up those of its own rows, and
@@ -392,17 +408,15 @@ class Objective:
             dims = {**{path: own for path, (own, _) in self.settings.matching.shapes().items()}, **dims}
         return {path: param_sharding(mesh, path, dims[path], w.shape).spec for path, w in weights.items()}
 
-    def _gradient(
-        self, arrays: Arrays, inputs: tuple[Batch, Keys], loss: AnyLoss
-    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
-        def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
+    def _gradient(self, arrays: Arrays, inputs: tuple[Batch, Keys], loss: AnyLoss) -> tuple[Weights, Passed]:
+        def total(params: Weights) -> tuple[Array, Passed]:
             weights = {**frozen, **self._placed(params)}
             output, forward = self.loss_output(weights, batch, teacher_params, loss, keys, cotangents, backward=True)
-            _, routers, vjp_sum = forward
+            _, routers, vjp_sum, largest = forward
             value = jnp.asarray(output.loss.total if vjp_sum is None else vjp_sum)
             if self.router_loss is not None and routers is not None:
                 value += router_weight * self.router_loss(routers)
-            return value, (output, routers)
+            return value, Passed(output, routers, largest)
 
         (params, frozen, teacher_params, router_weight), (batch, keys) = arrays, inputs
         # The divergence of a token group spans several chunks.
@@ -465,35 +479,5 @@ def used_once(weights: ModelWeights) -> frozenset[str]:
     )
 
 
-def known_cotangents(loss: AnyLoss, batch: Batch) -> dict[str, Array] | None:
-    """Gradient of the loss by the token statistics, by name; None if it depends on them."""
-    if isinstance(loss, CotangentLoss):
-        given = loss.cotangents
-        named = {name: getattr(given, name) for name in DIFFERENTIABLE} if isinstance(given, TokenStats) else {}
-        return {name: ct for name, ct in named.items() if ct is not None} or None
-    linear: object = loss
-    if not isinstance(linear, LinearLoss):
-        return None
-    zeros = jnp.zeros(batch.shape, jnp.float32)
-    zero_stats = TokenStats(**{field.name: zeros for field in dataclasses.fields(TokenStats)})
-    gradient = jax.grad(lambda stats: jnp.asarray(loss(stats, batch).loss.total))(zero_stats)
-    return {name: getattr(gradient, name) for name in linear.linear_in}
-
-
 def num_tokens(batch: Batch) -> Float[Array, ""]:
     return jnp.sum(jnp.asarray(batch.segments) > 0, dtype=jnp.float32)
-
-
-@dataclass(frozen=True)
-class CotangentLoss:
-    """Linear loss sum(statistics * cotangents), given the gradient with respect to the statistics.
-
-    It evaluates a whole-batch loss by micro-batches: first its gradient with respect to all statistics, then the
-    gradient of each micro-batch's statistics with respect to the parameters (GradCache, arXiv:2101.06983).
-    """
-
-    cotangents: Any
-
-    def __call__(self, stats: Any, batch: Batch) -> LossOutput:
-        products = jax.tree.map(lambda s, c: jnp.sum(s * c), stats, self.cotangents)
-        return LossOutput(loss=Mean(total=sum(jax.tree.leaves(products)), weight=jnp.zeros(())), metrics={})

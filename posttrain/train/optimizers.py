@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -158,15 +159,24 @@ class Optimizer:
         return not small and place.leaf.shape == param.shape and jnp.issubdtype(place.leaf.dtype, jnp.floating)
 
     def update(
-        self, gradients: Weights, state: OptimizerState, params: Weights, prepare: Prepare, usable: Array | None
+        self,
+        gradients: Weights,
+        state: OptimizerState,
+        params: Weights,
+        prepare: Prepare,
+        usable: Array | None,
+        factors: Mapping[str, Array] = MappingProxyType({}),
     ) -> tuple[Weights, OptimizerState]:
-        """Updated parameters and state; those given, bitwise, where `usable` is False. None: it is True."""
+        """Updated parameters and state; those given, bitwise, where `usable` is False. None: it is True. `factors` of
+        some stacks, which broadcast to them, multiply what the update gives."""
         step = state.updates + 1
         key = None if self.seed is None else jax.random.fold_in(jax.random.key(self.seed), step)
         keys = {} if key is None else {path: jax.random.fold_in(key, zlib.crc32(path.encode())) for path in params}
 
-        def one(group: Group, gradients: Weights, keys: dict[str, Array]) -> Group:
-            new = self._updated(group, {path: prepare(g) for path, g in gradients.items()}, keys)
+        def one(
+            group: Group, gradients: Weights, keys: dict[str, Array], factors: Mapping[str, Array] = factors
+        ) -> Group:
+            new = self._updated(group, {path: prepare(g) for path, g in gradients.items()}, keys, factors)
             return new if usable is None else jax.tree.map(lambda n, o: jnp.where(usable, n, o), new, group)
 
         whole = Group(params, state.inner, state.masters)
@@ -180,17 +190,18 @@ class Optimizer:
             parts.append(
                 one(part, {path: gradients[path]}, keys)
                 if at_once
-                else _by_layer(one, part, gradients[path], keys[path])
+                else _by_layer(one, part, gradients[path], keys[path], factors.get(path))
             )
         new = _joined(whole, parts)
         updates = step if usable is None else jnp.where(usable, step, state.updates)
         return new.params, OptimizerState(updates, new.inner, new.masters)
 
-    def _updated(self, group: Group, gradients: Weights, keys: dict[str, Array]) -> Group:
+    def _updated(self, group: Group, gradients: Weights, keys: dict[str, Array], factors: Mapping[str, Array]) -> Group:
         full = {path: group.masters.get(path, p).astype(jnp.float32) for path, p in group.params.items()}
         values = self._values(group.inner, group.params)
         changes, inner = self.transformation.update(gradients, values, full)
         new = {path: full[path] + changes[path] for path in full}
+        new |= {path: new[path] * factor for path, factor in factors.items() if path in new}
         halves = {path: jax.random.split(key) for path, key in keys.items()} if self.rounds else {}
         params = {}
         for path, before in group.params.items():
@@ -228,7 +239,7 @@ class Optimizer:
         return jax.tree.unflatten(jax.tree.structure(group.inner, is_leaf=_is_blocks), leaves)
 
 
-def _by_layer(one: Callable[..., Group], group: Group, gradient: Array, key: Array) -> Group:
+def _by_layer(one: Callable[..., Group], group: Group, gradient: Array, key: Array, factor: Array | None) -> Group:
     """Update a stack of matrices layer by layer in place."""
     (path,) = group.params
     start, structure = jax.tree.flatten(group)
@@ -240,7 +251,8 @@ def _by_layer(one: Callable[..., Group], group: Group, gradient: Array, key: Arr
         # Every layer has the counts from before the update.
         own = [here(x) if before.ndim else before for x, before in zip(stack, start, strict=True)]
         layers, keys = jax.tree.unflatten(structure, own), {path: jax.random.fold_in(key, index)}
-        new = jax.tree.leaves(one(layers, {path: here(gradient)}, keys))
+        factors = {} if factor is None else {path: here(factor)}
+        new = jax.tree.leaves(one(layers, {path: here(gradient)}, keys, factors))
         pairs = zip(stack, new, strict=True)
         return [jax.lax.dynamic_update_index_in_dim(x, y, index, 0) if x.ndim else y for x, y in pairs]
 

@@ -25,6 +25,7 @@ from posttrain.runtime.xla import Recent, fast_compile_options, gc_disabled
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective, TrainSettings
 from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm, parameter_of
+from posttrain.train.qk_clip import check_clip, clip_factors, clip_metrics
 from posttrain.tree import added_up, stack_over
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes, is_quantized
@@ -103,6 +104,8 @@ class TrainPrograms:
             loss=loss,
             settings=settings,
         )
+        if settings.qk_clip is not None:
+            check_clip(model.config, adapter=has_lora(model))
         balanced = self.objective.router_loss is not None
         if balanced or settings.correction_rate:
             check_router(model.config, settings.correction_rate, adapter=has_lora(model))
@@ -213,7 +216,8 @@ class TrainPrograms:
         self.num_traced += 1
         objective, settings = self.objective, self.settings
         inputs, router_weight = (micro, objective.keys(step, micro)), objective.router_weight(micro, count)
-        gradient, (output, routers) = objective.gradients(params, frozen, teacher_weights, router_weight, inputs, count)
+        gradient, passed = objective.gradients(params, frozen, teacher_weights, router_weight, inputs, count)
+        output, routers, largest = passed
         gradient = jax.lax.with_sharding_constraint(gradient, {path: x.sharding for path, x in self.params.items()})
         weight = output.loss.weight
         norm = global_norm(_mean(gradient, weight))
@@ -227,15 +231,20 @@ class TrainPrograms:
             mean: Array = clipped(_mean(gradient, weight), norm, settings.max_grad_norm)
             return mean
 
-        new_params, new_state = self._updated(gradient, params, opt_state, prepare, usable)
+        config, factors, clip = self.structure.model.config, {}, {}
+        if settings.qk_clip is not None:
+            factors = clip_factors(config, largest, settings.qk_clip)
+            clip = clip_metrics(config, largest, settings.qk_clip)
+        new_params, new_state = self._updated(gradient, params, opt_state, prepare, usable, factors)
         if settings.correction_rate and routers is not None:
-            for path, numbers in self.structure.model.config.correction_paths.items():
+            for path, numbers in config.correction_paths.items():
                 changed = updated_correction(params[path], routers.load[jnp.asarray(numbers)], settings.correction_rate)
                 new_params[path] = jnp.where(usable, changed, params[path])
         metrics: Metrics = {
             "loss": output.loss,
             **output.metrics,
             **veto_metrics,
+            **clip,
             **({} if routers is None else load_metrics(routers.load)),
             "grad_norm": norm,
             "update_skipped": 1.0 - usable.astype(jnp.float32),
@@ -243,15 +252,21 @@ class TrainPrograms:
         return new_params, new_state, memory, metrics
 
     def _updated(
-        self, gradient: Weights, params: Weights, opt_state: Any, prepare: Prepare, usable: Array
+        self,
+        gradient: Weights,
+        params: Weights,
+        opt_state: Any,
+        prepare: Prepare,
+        usable: Array,
+        factors: Weights,
     ) -> tuple[Weights, Any]:
         """Parameters and state after the update; the old ones if it is not `usable`."""
         if platform_of(self.mesh) != "cpu":
-            return self.optimizer.update(gradient, opt_state, params, prepare, usable)
+            return self.optimizer.update(gradient, opt_state, params, prepare, usable, factors)
 
         # XLA:CPU would fuse the condition's inputs into every kernel; on GPU a branch synchronizes with the host.
         def update(gradient: Weights, params: Weights, opt_state: Any) -> tuple[Weights, Any]:
-            return self.optimizer.update(gradient, opt_state, params, prepare, None)
+            return self.optimizer.update(gradient, opt_state, params, prepare, None, factors)
 
         new: tuple[Weights, Any] = jax.lax.cond(usable, update, lambda _, *old: old, gradient, params, opt_state)
         return new

@@ -38,6 +38,8 @@ class Rows(NamedTuple):
     """The backward pass is one kernel."""
     context: int = 1
     """Chips that split a row."""
+    largest: bool = False
+    """With the largest logits."""
 
 
 ROWS = {
@@ -51,6 +53,7 @@ ROWS = {
     "deepseek_v3": Rows(16, 16, 192, value_dim=128),
     "llama_1b": Rows(32, 8, 64, length=384),
     "padded": Rows(32, 8, 128, length=1000),
+    "qk_clip": Rows(8, 4, 256, window=4096, soft_cap=50.0, largest=True),
 }
 
 
@@ -129,11 +132,12 @@ def test_attention_and_its_gradient(kind: str, name: str) -> None:
             sinks=sinks,
             kernel="auto",
             mesh=mesh,
+            largest=case.largest,
         )
-        return jnp.sum(out.astype(jnp.float32))
+        return jnp.sum(out.heads.astype(jnp.float32)), out.largest
 
     ids = on(mesh, (rows, case.length), jnp.int32, spec)
-    lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True)).lower(
         on(mesh, (rows, case.length, case.heads, case.head_dim), spec=spec),
         on(mesh, (rows, case.kv_heads, case.length, case.head_dim), spec=spec),
         on(mesh, (rows, case.kv_heads, case.length, value_dim), spec=spec),
@@ -145,6 +149,7 @@ def test_attention_and_its_gradient(kind: str, name: str) -> None:
     backward = ("splash_mha_dkv",) if case.fused else ("splash_mha_dkv", "splash_mha_dq")
     for kernel in ("splash_mha_fwd", *backward):
         assert any(name.startswith(kernel) for name in names), f"no {kernel} in {sorted(names)}"
+    assert not case.largest or len(names) == 1 + len(backward), f"the largest logits come with the output: {names}"
     lowered.compile()
 
 

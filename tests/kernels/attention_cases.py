@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posttrain.kernels.attention import blockwise, dispatch
-from posttrain.kernels.attention.call import MaskInputs, Operands, Variant, full_attention, visible
-from posttrain.kernels.attention.gpu import cudnn_arguments, tokamax
+from posttrain.kernels.attention import blockwise, fused
+from posttrain.kernels.attention.call import Attended, MaskInputs, Operands, Variant, full_attention, visible
+from posttrain.kernels.attention.fused import cudnn_arguments, tokamax
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 384, 4, 2, 8, 12
 LENGTHS = ((200, 150), (384,))
@@ -23,10 +23,11 @@ class Case(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    largest: bool = False
 
     @property
     def variant(self) -> Variant:
-        return Variant(window=self.window, scale=0.3, soft_cap=self.soft_cap)
+        return Variant(window=self.window, scale=0.3, soft_cap=self.soft_cap, largest=self.largest)
 
 
 CASES = {
@@ -63,27 +64,31 @@ def rows(lengths: tuple[tuple[int, ...], ...] = LENGTHS, length: int = LENGTH, k
     return Rows(q, k, v, rng.normal(size=HEADS).astype(np.float32), positions, segments)
 
 
-def reference(operands: Operands, variant: Variant) -> jax.Array:
+def reference(operands: Operands, variant: Variant) -> Attended:
     q, k, v, places, sinks = operands
-    mask = visible(*places, variant.window)
-    return full_attention(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
+    mask, tokens = visible(*places, variant.window), places.q_segments > 0 if variant.largest else None
+    return full_attention(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks, tokens=tokens)
 
 
-def padded_splash(operands: Operands, variant: Variant, *, interpret: bool = True) -> jax.Array:
+def padded_splash(operands: Operands, variant: Variant, *, interpret: bool = True) -> Attended:
     """Splash attention on one device."""
     length, num_heads = operands.q.shape[1:3]
-    padded, head_dim = dispatch.splash_length(length), max(operands.q.shape[3], operands.v.shape[3])
-    kernel = dispatch.make_splash(padded, num_heads, head_dim, variant, shards=1, interpret=interpret)
-    return dispatch.splash(operands, kernel, variant=variant, padding=padded - length)
+    padded, head_dim = fused.splash_length(length), max(operands.q.shape[3], operands.v.shape[3])
+    kernel = fused.make_splash(padded, num_heads, head_dim, variant, shards=1, interpret=interpret)
+    return fused.splash(operands, kernel, variant=variant, padding=padded - length)
 
 
-def through_jax(operands: Operands, variant: Variant) -> jax.Array:
+def through_jax(operands: Operands, variant: Variant) -> Attended:
     """The call of cuDNN, served by XLA."""
     out = jax.nn.dot_product_attention(**cudnn_arguments(operands, variant), implementation="xla")
-    return out[..., : operands.v.shape[3]]
+    return Attended(out[..., : operands.v.shape[3]])
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Operands, Variant], jax.Array]] = {
+def by_tokamax(operands: Operands, variant: Variant) -> Attended:
+    return Attended(tokamax(operands, variant, implementation="xla"))
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Operands, Variant], Attended]] = {
     "reference": reference,
     "blockwise": functools.partial(blockwise.blockwise, same_tokens=True, block=128, short=False),
     "short_rows": functools.partial(blockwise.blockwise, same_tokens=True, block=128, short=True),
@@ -92,28 +97,32 @@ IMPLEMENTATIONS: dict[str, Callable[[Operands, Variant], jax.Array]] = {
     "splash": padded_splash,
     "splash_split": padded_splash,
     "cudnn": through_jax,
-    "tokamax": functools.partial(tokamax, implementation="xla"),
+    "tokamax": by_tokamax,
 }
 
 
 @functools.cache
-def compiled(name: str, case: Case) -> Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]:
-    """(rows, gradient of the output) -> output, gradients of q, k, v and the sinks. Compiled once for all tests."""
+def compiled(name: str, case: Case) -> Callable[..., tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]]:
+    """(rows, gradient of the output) -> output, gradients of q, k, v and the sinks, the largest logits. Compiled once
+    for all tests."""
 
-    def run(rows: Rows, d_out: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        def out(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+    def run(rows: Rows, d_out: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]:
+        def out(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> tuple[jax.Array, Any]:
             places = MaskInputs(rows.positions, rows.positions, rows.segments, rows.segments, None)
             operands = Operands(q, k, v, places, sinks if case.sinks else None)
-            return IMPLEMENTATIONS[name](operands, case.variant)
+            heads, largest = IMPLEMENTATIONS[name](operands, case.variant)
+            return heads, largest
 
         # The strictness of this suite is not that of other libraries.
         with jax.numpy_rank_promotion("allow" if name == "tokamax" else "raise"):
-            value, pull = jax.vjp(out, *(jnp.asarray(x) for x in rows[:4]))
-            return value, pull(d_out.astype(value.dtype))
+            value, pull, largest = jax.vjp(out, *(jnp.asarray(x) for x in rows[:4]), has_aux=True)
+            return value, pull(d_out.astype(value.dtype)), largest
 
     return jax.jit(run)
 
 
-def run(name: str, case: Case, rows: Rows, d_out: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    out, gradients = compiled(name, case)(rows, d_out)
-    return np.asarray(out), tuple(np.asarray(x) for x in gradients)
+def run(
+    name: str, case: Case, rows: Rows, d_out: np.ndarray
+) -> tuple[np.ndarray, tuple[np.ndarray, ...], jax.Array | None]:
+    out, gradients, largest = compiled(name, case)(rows, d_out)
+    return np.asarray(out), tuple(np.asarray(x) for x in gradients), largest

@@ -15,7 +15,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import AttentionKernel
 from posttrain.errors import ConfigError
-from posttrain.kernels.attention import gpu
+from posttrain.kernels.attention import fused
+from posttrain.kernels.attention.blockwise import block_size, even_block
 from posttrain.kernels.attention.call import (
     AttentionCall,
     MaskInputs,
@@ -24,14 +25,8 @@ from posttrain.kernels.attention.call import (
     full_attention,
     visible,
 )
-from posttrain.kernels.attention.dispatch import (
-    attention,
-    block_size,
-    choose_attention,
-    even_block,
-    make_splash,
-    select_attention,
-)
+from posttrain.kernels.attention.dispatch import attention, choose_attention, select_attention
+from posttrain.kernels.attention.fused import make_splash
 from posttrain.kernels.platform import log_choice, warn_once
 from tests.kernels.attention_cases import CASES, HEADS, Case, Rows, rows
 from tests.often import often
@@ -85,7 +80,7 @@ def call(
         sinks=jnp.asarray(data.sinks) if case.sinks else None,
         kernel=kernel,
         mesh=mesh,
-    )
+    ).heads
 
 
 def small(name: str) -> Case:
@@ -443,19 +438,19 @@ def test_places_of_segments_against_loops() -> None:
     rng = np.random.default_rng(0)
     rows = [[3, 1, 4, 0], [8], [2, 2, 2, 2], [1, 7]]  # a 0 at the end: no padding
     segments = np.asarray([np.repeat(rng.permutation(9)[: len(row)], row) for row in rows], np.int32)
-    found = gpu.segment_places(jnp.asarray(segments), 4)
+    found = fused.segment_places(jnp.asarray(segments), 4)
     for row, starts, lengths in zip(rows, np.asarray(found.starts), np.asarray(found.lengths), strict=True):
         sizes = [size for size in row if size]
         assert starts.tolist() == [sum(sizes[:n]) if n < len(sizes) else -1 for n in range(5)]
         assert lengths.tolist() == sizes + [-1] * (4 - len(sizes))
-    assert found.fit and not gpu.segment_places(jnp.asarray(segments), 3).fit
+    assert found.fit and not fused.segment_places(jnp.asarray(segments), 3).fit
 
 
 def test_cudnn_gets_each_sequence_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """With attention within the given places in cuDNN's stead; rows of too many sequences go by blocks."""
 
     def within(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> jax.Array:
-        assert given["mask_type"] == gpu.fused_attention_stablehlo.MaskType.PADDING_CAUSAL
+        assert given["mask_type"] == fused.fused_attention_stablehlo.MaskType.PADDING_CAUSAL
         index = jnp.arange(q.shape[1])[None]
         starts = jnp.where(given["q_offsets"] < 0, q.shape[1], given["q_offsets"])
         number = jnp.sum(index[:, :, None] >= starts[:, None], axis=2)
@@ -463,7 +458,7 @@ def test_cudnn_gets_each_sequence_by_its_place(monkeypatch: pytest.MonkeyPatch) 
         mask = (number[:, :, None] == number[:, None]) & (distance >= 0) & (distance < given["sliding_window_length"])
         return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=given["scale"], implementation="xla")
 
-    monkeypatch.setattr(gpu.fused_attention_stablehlo, "dot_product_attention", within)
+    monkeypatch.setattr(fused.fused_attention_stablehlo, "dot_product_attention", within)
     draw, length = np.random.default_rng(0), 512
     q = jnp.asarray(draw.normal(size=(2, length, 4, 8)), jnp.float32)
     k, v = (jnp.asarray(draw.normal(size=(2, 2, length, size)), jnp.float32) for size in (8, 4))
@@ -472,7 +467,7 @@ def test_cudnn_gets_each_sequence_by_its_place(monkeypatch: pytest.MonkeyPatch) 
         positions = jnp.tile(jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in sizes]), (2, 1))
         segments = jnp.tile(jnp.repeat(jnp.arange(1, len(sizes) + 1, dtype=jnp.int32), jnp.asarray(sizes)), (2, 1))
         operands = Operands(q, k, v, MaskInputs(positions, positions, segments, segments, None), None)
-        found = jax.jit(lambda of: gpu.cudnn(of, variant, packed=True, block=128))(operands)
+        found = jax.jit(lambda of: fused.cudnn(of, variant, packed=True, block=128))(operands)
         mask = visible(positions, positions, segments, segments, None, None, None, 100)
-        expected = full_attention(q, k, v, mask, scale=0.3, soft_cap=None, sinks=None)
+        expected = full_attention(q, k, v, mask, scale=0.3, soft_cap=None, sinks=None).heads
         assert_allclose(found, expected, atol=2e-6)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -12,10 +14,21 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from posttrain.kernels.attention import dispatch
+from posttrain.kernels.attention import fused
 from posttrain.kernels.attention.blockwise import blockwise
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
-from tests.kernels.attention_cases import CASES, HEADS, IMPLEMENTATIONS, LENGTH, VALUE_DIM, Rows, rows, run
+from tests.kernels.attention_cases import (
+    CASES,
+    HEADS,
+    IMPLEMENTATIONS,
+    KV_HEADS,
+    LENGTH,
+    VALUE_DIM,
+    Rows,
+    compiled,
+    rows,
+    run,
+)
 from tests.often import often
 
 SERVED = {
@@ -53,8 +66,9 @@ def gradient(mask: np.ndarray) -> np.ndarray:
 
 def assert_same(name: str, variant: str, data: Rows) -> None:
     d_out = gradient(data.segments > 0)
-    expected, expected_gradients = run("reference", CASES[variant], data, d_out)
-    out, gradients = run(name, CASES[variant], data, d_out)
+    expected, expected_gradients, _ = run("reference", CASES[variant], data, d_out)
+    out, gradients, largest = run(name, CASES[variant], data, d_out)
+    assert largest is None
     real = data.segments > 0
     assert_allclose(out[real], expected[real], atol=1e-5)
     for got, want in zip(gradients, expected_gradients, strict=True):
@@ -65,6 +79,42 @@ def assert_same(name: str, variant: str, data: Rows) -> None:
 @EVERY
 def test_equals_the_reference(name: str, variant: str) -> None:
     assert_same(name, variant, DATA)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    often(
+        [(name, variant) for name in ("reference", "blockwise", "short_rows", "splash") for variant in CASES],
+        *((name, "all") for name in ("reference", "blockwise", "short_rows", "splash")),
+    ),
+)
+def test_the_largest_logits(name: str, variant: str) -> None:
+    """Before the soft cap, without sinks and padding, in the pass that gives the same output and gradients."""
+    case, d_out = CASES[variant], gradient(REAL)
+    expected, expected_gradients, _ = run("reference", case, DATA, d_out)
+    out, gradients, largest = run(name, case._replace(largest=True), DATA, d_out)
+    assert_allclose(out[REAL], expected[REAL], atol=1e-5)
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        assert_allclose(got, want, atol=1e-4)
+    places = np.arange(LENGTH)
+    behind = places[:, None] - places
+    seen = (behind >= 0) & (behind < (case.window or LENGTH))
+    seen = seen & (DATA.segments[:, :, None] == DATA.segments[:, None]) & REAL[:, :, None]
+    logits = case.variant.scale * np.einsum("btnh,bnsh->bnts", DATA.q, DATA.k.repeat(HEADS // KV_HEADS, axis=1))
+    assert_allclose(largest, np.where(seen[:, None], logits, -np.inf).max(axis=(2, 3)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "blockwise", "short_rows", "splash"])
+def test_the_largest_logits_need_no_second_pass(name: str) -> None:
+    """As many products and kernels as without them."""
+
+    def count(*, largest: bool) -> Counter[str]:
+        case = CASES["all"]._replace(largest=largest)
+        text = str(jax.make_jaxpr(compiled.__wrapped__(name, case))(DATA, gradient(REAL)))
+        return Counter(re.findall(r"\b(dot_general|pallas_call|exp)\b", text))
+
+    assert count(largest=True) == count(largest=False)
 
 
 @pytest.mark.few(1)
@@ -84,7 +134,7 @@ def test_one_group_and_no_groups(name: str, kv_heads: int) -> None:
 
 
 def test_two_kernels_in_the_backward_pass_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "MAX_GRADIENTS", 1)
+    monkeypatch.setattr(fused, "MAX_GRADIENTS", 1)
     assert_same("splash_split", "all", DATA)
 
 
@@ -95,7 +145,7 @@ def test_splash_pads_rows_to_whole_blocks(length: int) -> None:
 
 
 def test_a_key_block_of_the_backward_pass_may_have_several_of_the_forward_pass() -> None:
-    sizes = dispatch.splash_blocks(1024, 128, None)
+    sizes = fused.splash_blocks(1024, 128, None)
     assert (sizes.block_q_dkv, sizes.block_kv_dkv_compute, sizes.block_kv_dkv) == (512, 512, 1024)
     assert_same("splash", "full", rows(lengths=((700, 324), (1000,)), length=1024))
 
@@ -105,8 +155,8 @@ def test_a_key_block_of_the_backward_pass_may_have_several_of_the_forward_pass()
     [(4096, 4096, 512), (4000, 4096, 512), (1000, 1024, 512), (4224, 4224, 384), (640, 640, 128), (130, 256, 256)],
 )
 def test_padding_and_blocks_of_a_length(length: int, padded: int, block: int) -> None:
-    assert dispatch.splash_length(length) == padded
-    assert dispatch.splash_blocks(padded, 128, None).block_q == block
+    assert fused.splash_length(length) == padded
+    assert fused.splash_blocks(padded, 128, None).block_q == block
 
 
 @pytest.mark.parametrize(
@@ -123,7 +173,7 @@ def test_padding_and_blocks_of_a_length(length: int, padded: int, block: int) ->
 def test_key_blocks_of_the_backward_pass(
     length: int, head_dim: int, window: int | None, keys: int, one_kernel: bool
 ) -> None:
-    sizes = dispatch.splash_blocks(length, head_dim, window)
+    sizes = fused.splash_blocks(length, head_dim, window)
     assert (sizes.block_kv_dkv, sizes.use_fused_bwd_kernel) == (keys, one_kernel)
     assert keys % (sizes.block_kv_dkv_compute or 0) == 0
 
@@ -140,8 +190,8 @@ def test_packed_equals_apart(name: str, variant: str) -> None:
     d_apart = gradient(apart.segments > 0)
     d_packed = np.zeros_like(d_apart)
     d_packed[0, :first], d_packed[0, first : first + second] = d_apart[0, :first], d_apart[1, :second]
-    alone, alone_gradients = run(name, CASES[variant], apart, d_apart)
-    together, together_gradients = run(name, CASES[variant], data, d_packed)
+    alone, alone_gradients, _ = run(name, CASES[variant], apart, d_apart)
+    together, together_gradients, _ = run(name, CASES[variant], data, d_packed)
     pairs = zip((alone, *alone_gradients[:3]), (together, *together_gradients[:3]), (1, *time), strict=True)
     for want, got, axis in pairs:
         want, got = np.moveaxis(want, axis, 1), np.moveaxis(got, axis, 1)
@@ -155,7 +205,7 @@ def test_packed_equals_apart(name: str, variant: str) -> None:
 def test_no_gradient_reaches_what_a_query_must_not_see(name: str, variant: str, query: int) -> None:
     at_query = np.zeros_like(REAL)
     at_query[0, query] = True
-    _, (dq, dk, dv, _) = run(name, CASES[variant], DATA, gradient(at_query))
+    _, (dq, dk, dv, _), _ = run(name, CASES[variant], DATA, gradient(at_query))
     start, window = (0 if query < 200 else 200), CASES[variant].window
     first = start if window is None else max(start, query - window + 1)
     seen = np.zeros_like(REAL)
@@ -170,7 +220,7 @@ def test_no_gradient_reaches_what_a_query_must_not_see(name: str, variant: str, 
 @EVERY
 def test_padding_is_finite(name: str, variant: str) -> None:
     data = rows(lengths=((0,), (150,)))
-    out, gradients = run(name, CASES[variant], data, gradient(np.ones_like(REAL)))
+    out, gradients, _ = run(name, CASES[variant], data, gradient(np.ones_like(REAL)))
     assert all(np.isfinite(x).all() for x in (out, *gradients))
     assert out.shape == (2, LENGTH, HEADS, VALUE_DIM)
 

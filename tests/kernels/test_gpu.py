@@ -64,7 +64,7 @@ def run(kernel: AttentionKernel, case: Case, dtype: Any) -> list[np.ndarray]:
             sinks=sinks,
             kernel=kernel,
             mesh=None,
-        )
+        ).heads
         return jnp.where(real, found.astype(jnp.float32), 0.0)
 
     with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):

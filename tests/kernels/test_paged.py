@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 
 from posttrain.kernels.attention import joined, paged
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant, single_query, visible
-from posttrain.kernels.attention.gpu import cudnn_arguments
+from posttrain.kernels.attention.fused import cudnn_arguments
 from posttrain.kernels.attention.joined import HeadLanes, NewHeads, joined_attention, joined_reference
 from posttrain.kernels.attention.paged import paged_attention, ragged_refusal
 

@@ -52,7 +52,7 @@ def test_answers_go_on_from_one_prompt(name: str, case: str) -> None:
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(1, LENGTH, HEADS, VALUE_DIM)), jnp.float32)
 
     def shared(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out = IMPLEMENTATIONS[name](Operands(q, k, v, shared_places(), given), kind.variant)
+        out = IMPLEMENTATIONS[name](Operands(q, k, v, shared_places(), given), kind.variant).heads
         # The prompt is in both sequences that it is compared with, and here once.
         return jnp.sum(out * weights * (1 + (row(1, 0, 0) > 0))[..., None, None]), out
 
@@ -68,7 +68,7 @@ def test_answers_go_on_from_one_prompt(name: str, case: str) -> None:
                 MaskInputs(positions, positions, ones, ones, None),
                 given,
             )
-            outs[own] = IMPLEMENTATIONS["reference"](operands, kind.variant)
+            outs[own] = IMPLEMENTATIONS["reference"](operands, kind.variant).heads
             total += jnp.sum(outs[own] * weights[:, places])
         return total, outs
 
@@ -87,7 +87,9 @@ def test_one_answer_does_not_see_the_other(name: str) -> None:
     *arrays, _ = drawn()
 
     def second(k: Array) -> Array:
-        out = IMPLEMENTATIONS[name](Operands(arrays[0], k, arrays[2], shared_places(), None), CASES["full"].variant)
+        out = IMPLEMENTATIONS[name](
+            Operands(arrays[0], k, arrays[2], shared_places(), None), CASES["full"].variant
+        ).heads
         return jnp.sum(out[:, STARTS[1] :])
 
     gradient = np.asarray(jax.jit(jax.grad(second))(arrays[1]))

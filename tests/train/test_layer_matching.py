@@ -251,7 +251,7 @@ def scanned_and_unrolled(remat: Any, gradients: bool) -> tuple[Decoder, list[Any
     def total(arrays: Any, unroll: bool) -> Any:
         bound = weights.bind(arrays)
         bound.unroll = unroll
-        final, _, found = bound.features(*inputs, taps)
+        final, _, found, _ = bound.features(*inputs, taps)
         return sum(jnp.sum(jnp.sin(x)) for given in found.values() for x in given.values()), (final, found)
 
     program = jax.jit(jax.value_and_grad(total, has_aux=True) if gradients else total, static_argnums=1)

@@ -17,10 +17,11 @@ from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.preference import PreferenceLoss
+from posttrain.losses.reduce import known_cotangents
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.metrics import to_host
 from posttrain.models.decoder import Decoder
-from posttrain.train.objective import TrainSettings, known_cotangents
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model

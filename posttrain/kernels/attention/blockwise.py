@@ -13,10 +13,34 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from posttrain.kernels.attention.call import MASKED, SAVED, MaskInputs, Operands, Variant, capped, visible
+from posttrain.kernels.attention.call import (
+    MASKED,
+    SAVED,
+    Attended,
+    AttentionCall,
+    MaskInputs,
+    Operands,
+    Variant,
+    capped,
+    visible,
+)
 
 FLOOR = 0.1 * MASKED
 """Lower bound of the running maximum: relative to it, masked logits of a fully masked query get weight 0."""
+
+BLOCK, CPU_BLOCKS = 512, (128, 64)
+"""Queries and keys per block of logits. On CPU, packed rows use the smaller size if the larger block over all rows and
+heads does not fit the cache."""
+
+SHORT_ROW, SHORT_BLOCK = 4, 128
+"""Maximum number of blocks of `block_size` for which CPU attention is unrolled, and the block size then, regardless of
+the cache: two blocks of 128 instead of four of 64 make the first step 10 % shorter and others 3 % longer."""
+
+LANES = 8
+"""Alignment of equal blocks of a short row."""
+
+CPU_CACHE = 2 << 20
+"""Bytes of the second-level caches of two cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +72,35 @@ class BlockPlan:
         return first, least(last // self.block_k + 1, self.num_blocks_k)
 
 
+def block_size(call: AttentionCall) -> int:
+    """Queries and keys per block of logits in `blockwise`."""
+    if call.platform != "cpu":
+        return BLOCK
+    large, small = CPU_BLOCKS
+    if call.kind != "rows":
+        return large
+    rows, heads = -(-call.rows // call.row_shards), -(-call.num_heads // call.head_shards)
+    return large if 4 * rows * heads * large * large <= CPU_CACHE else small
+
+
+def even_block(call: AttentionCall) -> int | None:
+    """Block size for unrolled attention of a short row on CPU; None if a loop is used.
+
+    The fewest equal blocks, at least two, with no more logits than blocks of `SHORT_BLOCK` have; a row of at most that
+    length is one block. Unrolled blocks are compiled one by one.
+    """
+    length = call.num_queries
+    if call.platform != "cpu" or call.kind != "rows" or call.token_shards > 1 or length > SHORT_ROW * block_size(call):
+        return None
+
+    def num_logits(size: int) -> int:
+        count = -(-length // size)
+        return count * (count + 1) // 2 * size**2
+
+    sizes = (-(-length // (LANES * count)) * LANES for count in range(2, -(-length // SHORT_BLOCK) + 1))
+    return next((size for size in sizes if num_logits(size) <= num_logits(SHORT_BLOCK)), SHORT_BLOCK)
+
+
 def query_inputs(mask_inputs: MaskInputs) -> tuple[Array | None, ...]:
     return mask_inputs.q_positions, mask_inputs.q_segments, mask_inputs.q_parents, mask_inputs.q_images
 
@@ -56,9 +109,7 @@ def einsum32(spec: str, x: Array, y: Array) -> Array:
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
 
-def blockwise(
-    operands: Operands, variant: Variant, *, same_tokens: bool, block: int, short: bool
-) -> Float[Array, "B T N Hv"]:
+def blockwise(operands: Operands, variant: Variant, *, same_tokens: bool, block: int, short: bool) -> Attended:
     """softmax(scale q k) v with a running maximum and sum; FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
 
     `block`: queries and keys per block of logits. `short`: unroll over query blocks, each with one softmax over all
@@ -94,9 +145,11 @@ def blockwise(
         num_blocks_k=k.shape[2] // block_k,
     )
     attend = attend_short_rows if short else _attend
-    out = attend(plan, q, k, v, per_head.reshape(1, num_kv_heads, groups, 1), mask_inputs)
+    out, largest = attend(plan, q, k, v, per_head.reshape(1, num_kv_heads, groups, 1), mask_inputs)
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, length + pad_q, num_heads, value_dim)
-    return out[:, :length]
+    if largest is not None:
+        largest = jax.lax.stop_gradient(jnp.max(largest, axis=0).reshape(rows, num_heads))
+    return Attended(out[:, :length], largest)
 
 
 def _blocks(x: Array, pad: int, block: int, value: int) -> Array:
@@ -105,42 +158,58 @@ def _blocks(x: Array, pad: int, block: int, value: int) -> Array:
 
 
 # Shapes below: q [I, B, K, G, t, H], out and its gradient [I, B, K, G, t, Hv], statistics [I, B, K, G, t] for I blocks
-# of t queries; k and v [B, K, S, H]; sinks [1, K, G, 1].
+# of t queries; their largest logits [I, B, K, G]; k and v [B, K, S, H]; sinks [1, K, G, 1].
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_inputs: MaskInputs) -> Array:
+def _attend(plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_inputs: MaskInputs) -> Attended:
     return _forward(plan, q, k, v, sinks, mask_inputs)[0]
 
 
-def _forward(plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_inputs: MaskInputs) -> tuple[Array, Any]:
-    def block(inputs: tuple[Any, ...]) -> tuple[Array, Array]:
+def _forward(
+    plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_inputs: MaskInputs
+) -> tuple[Attended, Any]:
+    def block(inputs: tuple[Any, ...]) -> tuple[Array, Array, Array | None]:
         i, q_i, *q_inputs = inputs
 
-        def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, out = carry
+        def step(j: Array, carry: tuple[Array, Array, Array, Array | None]) -> tuple[Array, Array, Array, Array | None]:
+            top, total, out, largest = carry
             k_j, v_j = _slice(k, j, plan.block_k), _slice(v, j, plan.block_k)
-            logits, _ = _logits(plan, q_i, k_j, _visible(plan, j, q_inputs, mask_inputs))
+            mask = _visible(plan, j, q_inputs, mask_inputs)
+            logits, _, products = _logits(plan, q_i, k_j, mask)
+            if largest is not None:
+                products = jnp.where(mask, products, MASKED)
+                largest = jnp.maximum(largest, jnp.max(products, axis=-1))
             new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
             exps, keep = jnp.exp(logits - new_top[..., None]), jnp.exp(top - new_top)
             added = einsum32("bkgts,bksh->bkgth", exps.astype(v.dtype), v_j)
-            return new_top, total * keep + jnp.sum(exps, axis=-1), out * keep[..., None] + added
+            return new_top, total * keep + jnp.sum(exps, axis=-1), out * keep[..., None] + added, largest
 
         # A sink acts as a first key without a value.
         top = jnp.broadcast_to(jnp.maximum(sinks, FLOOR) if plan.sinks else FLOOR, q_i.shape[:-1])
         total = jnp.full(top.shape, 1.0 if plan.sinks else 0.0)
-        out = jnp.zeros((*top.shape, v.shape[-1]))
-        top, total, out = lax.fori_loop(*plan.key_blocks(i), step, (top.astype(jnp.float32), total, out))
+        out, largest = jnp.zeros((*top.shape, v.shape[-1])), None
+        if plan.variant.largest:
+            largest = jnp.full(top.shape, MASKED, jnp.float32)
+        start = top.astype(jnp.float32), total, out, largest
+        top, total, out, largest = lax.fori_loop(*plan.key_blocks(i), step, start)
         total = jnp.where(total > 0, total, 1.0)
-        return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
+        found = (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
+        return *found, None if largest is None else _of_tokens(largest, q_inputs[1])
 
-    found = lax.map(block, (jnp.arange(q.shape[0]), q, *query_inputs(mask_inputs)))
+    *found, largest = lax.map(block, (jnp.arange(q.shape[0]), q, *query_inputs(mask_inputs)))
     out, log_total = (checkpoint_name(x, SAVED) for x in found)
-    return out, (q, k, v, sinks, mask_inputs, out, log_total)
+    return Attended(out, largest), (q, k, v, sinks, mask_inputs, out, log_total)
 
 
-def _backward(plan: BlockPlan, saved: Any, d_out: Array) -> tuple[Array, Array, Array, Array | None, None]:
+def _of_tokens(largest: Float[Array, "B K G t"], segments: Array) -> Float[Array, "B K G"]:
+    """Largest logit of a block, its padding aside."""
+    return jnp.max(jnp.where(segments[:, None, None] > 0, largest, MASKED), axis=-1)
+
+
+def _backward(plan: BlockPlan, saved: Any, d_attended: Attended) -> tuple[Array, Array, Array, Array | None, None]:
     q, k, v, sinks, mask_inputs, out, log_total = saved
+    d_out = d_attended.heads
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
 
     def block(carry: tuple[Array, Array], inputs: tuple[Any, ...]) -> tuple[tuple[Array, Array], Array]:
@@ -149,7 +218,7 @@ def _backward(plan: BlockPlan, saved: Any, d_out: Array) -> tuple[Array, Array, 
         def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq_i, dk, dv = carry
             k_j, v_j = _slice(k, j, plan.block_k), _slice(v, j, plan.block_k)
-            logits, slope = _logits(plan, q_i, k_j, _visible(plan, j, q_inputs, mask_inputs))
+            logits, slope, _ = _logits(plan, q_i, k_j, _visible(plan, j, q_inputs, mask_inputs))
             probs = jnp.exp(logits - log_total_i[..., None])
             d_probs = einsum32("bkgth,bksh->bkgts", d_out_i, v_j)
             d_logits = (probs * (d_probs - delta_i[..., None]) * slope).astype(q.dtype)
@@ -173,14 +242,14 @@ def _backward(plan: BlockPlan, saved: Any, d_out: Array) -> tuple[Array, Array, 
 _attend.defvjp(_forward, _backward)
 
 
-def _logits(plan: BlockPlan, q: Array, k: Array, mask: Array) -> tuple[Array, Array | float]:
-    """Masked logits and their derivative with respect to q k."""
+def _logits(plan: BlockPlan, q: Array, k: Array, mask: Array) -> tuple[Array, Array | float, Array]:
+    """Masked logits, their derivative with respect to q k, and logits before mask and soft cap."""
     scale, cap = plan.variant.scale, plan.variant.soft_cap
     logits = einsum32("bkgth,bksh->bkgts", q, k) * scale
     if cap is None:
-        return jnp.where(mask, logits, MASKED), scale
+        return jnp.where(mask, logits, MASKED), scale, logits
     tanh = jnp.tanh(logits / cap)
-    return jnp.where(mask, cap * tanh, MASKED), scale * (1 - tanh * tanh)
+    return jnp.where(mask, cap * tanh, MASKED), scale * (1 - tanh * tanh), logits
 
 
 def _visible(plan: BlockPlan, j: Array, q_inputs: Sequence[Any], mask_inputs: MaskInputs) -> Array:
@@ -219,33 +288,39 @@ def _add(x: Array, j: Array, block: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_short_rows(plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_inputs: MaskInputs) -> Array:
+def attend_short_rows(plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_inputs: MaskInputs) -> Attended:
     """softmax(scale q k) v that saves the exponentials for the backward pass. Reference: `blockwise` with loops."""
     return _short_forward(plan, q, k, v, sinks, mask_inputs)[0]
 
 
 def _short_forward(
     plan: BlockPlan, q: Array, k: Array, v: Array, sinks: Array, mask_inputs: MaskInputs
-) -> tuple[Array, Any]:
-    outs, saved, least = [], [], _sinks(plan, q, sinks)
+) -> tuple[Attended, Any]:
+    outs, saved, largest, least = [], [], [], _sinks(plan, q, sinks)
     for i in range(q.shape[0]):
         keys = _keys(plan, i)
         mask = _mask(plan, i, mask_inputs, groups=q.shape[3])
         # The barrier ties the mask to these queries: otherwise layers share one mask over all heads, too large for a
         # cache.
         scaled, mask = jax.lax.optimization_barrier((_scaled(plan, q[i]), mask))
-        logits = capped(_product_of(scaled, k[:, :, keys]), plan.variant.soft_cap) + mask
+        products = _product_of(scaled, k[:, :, keys])
+        logits = capped(products, plan.variant.soft_cap) + mask
+        if plan.variant.largest:
+            each = jnp.max(products + mask, axis=-1).reshape(q.shape[1:-1])
+            largest.append(_of_tokens(each, mask_inputs.q_segments[i]))
         top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), least)
         exps = jnp.exp(logits - top)
         sink_exps = jnp.exp(least - top) if plan.sinks else None
         outs.append(einsum32("bkrs,bksh->bkrh", exps.astype(v.dtype), v[:, :, keys]) / _total(exps, sink_exps))
         saved.append((exps, sink_exps))
     out = checkpoint_name(jnp.stack(outs).astype(q.dtype).reshape(*q.shape[:-1], v.shape[-1]), SAVED)
-    return out, (q, k, v, sinks, saved)
+    return Attended(out, jnp.stack(largest) if largest else None), (q, k, v, sinks, saved)
 
 
-def _short_backward(plan: BlockPlan, saved: Any, d_out: Array) -> tuple[Array, Array, Array, Array | None, None]:
-    q, k, v, sinks, exponentials = saved
+def _short_backward(
+    plan: BlockPlan, saved: Any, d_attended: Attended
+) -> tuple[Array, Array, Array, Array | None, None]:
+    (q, k, v, sinks, exponentials), d_out = saved, d_attended.heads
     dqs, d_sinks = [], jnp.zeros(())
     dk, dv = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2])) for x in (k, v))
     # Last block first: if its queries see all keys, the other blocks accumulate into its result.

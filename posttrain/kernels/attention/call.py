@@ -55,6 +55,17 @@ class Variant:
     soft_cap: float | None
     ahead: int = 0
     """Greatest number of keys ahead of a query that its image has; 0: causal."""
+    largest: bool = False
+    """Return the largest logit of each head too."""
+
+
+class Attended(NamedTuple):
+    """Output of attention."""
+
+    heads: Float[Array, "B T N Hv"]
+    largest: Float[Array, "B N"] | None = None
+    """Largest logit q k * scale of each head in each row, before a soft cap and without sinks, over the keys that
+    tokens see; `MASKED` in a row of padding alone. None without `Variant.largest`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +98,8 @@ class AttentionCall:
     """GPU compute capability, such as 9.0."""
     images: bool = False
     """Tokens of an image see one another."""
+    largest: bool = False
+    """The largest logits are returned too."""
 
     @property
     def kind(self) -> Literal["decode", "prefill", "rows"]:
@@ -171,22 +184,28 @@ def full_attention(
     scale: float,
     soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
-) -> Float[Array, "B T N Hv"]:
-    """Full logits, softmax, product with the values."""
+    tokens: Bool[Array, "B T"] | None = None,
+) -> Attended:
+    """Full logits, softmax, product with the values. `tokens`: queries that are no padding, for the largest logits."""
     rows, length, num_heads, head_dim = q.shape
     num_kv_heads, keys, value_dim = v.shape[1:]
     groups = num_heads // num_kv_heads
     # Queries of a group are merged into one axis: plain batched products in the layout of the keys.
     q = q.reshape(rows, length, num_kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(rows, num_kv_heads, groups * length, head_dim)
-    logits = capped(jnp.einsum("bkth,bksh->bkts", q, k, preferred_element_type=jnp.float32) * scale, soft_cap)
-    logits = jnp.where(mask[:, None, None], logits.reshape(rows, num_kv_heads, groups, length, keys), MASKED)
+    products = jnp.einsum("bkth,bksh->bkts", q, k, preferred_element_type=jnp.float32) * scale
+    logits, shape = capped(products, soft_cap), (rows, num_kv_heads, groups, length, keys)
+    logits = jnp.where(mask[:, None, None], logits.reshape(shape), MASKED)
     per_head = None if sinks is None else sinks.reshape(1, num_kv_heads, groups, 1, 1)
     probs = softmax(logits, per_head).astype(v.dtype).reshape(rows, num_kv_heads, groups * length, keys)
     # XLA:CPU has no BF16 x BF16 = F32 for this product; other platforms accumulate in float32 anyway.
     out = jnp.einsum("bkts,bksh->bkth", probs, v)
     out = out.reshape(rows, num_kv_heads, groups, length, value_dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(rows, length, num_heads, value_dim)
+    out = out.reshape(rows, length, num_heads, value_dim)
+    if tokens is None:
+        return Attended(out)
+    counted = jnp.where((mask & tokens[:, :, None])[:, None, None], products.reshape(shape), MASKED)
+    return Attended(out, jax.lax.stop_gradient(jnp.max(counted, axis=(3, 4)).reshape(rows, num_heads)))
 
 
 def single_query(
@@ -248,13 +267,13 @@ def exponentials(
 
 
 def attend_on_devices(
-    kernel: Callable[..., Array],
+    kernel: Callable[..., Attended],
     operands: Operands,
     call: AttentionCall,
     mesh: Mesh | None,
     tables: Any = None,
     table_specs: Any = None,
-) -> Array:
+) -> Attended:
     """Run a kernel that the compiler cannot partition.
 
     Where `call` splits the tokens of a row, keys and values of the whole row are gathered, and their gradients
@@ -272,15 +291,22 @@ def attend_on_devices(
     queries, keys = PartitionSpec(rows, tokens, heads), PartitionSpec(rows, heads, tokens)
     specs = queries, keys, keys, PartitionSpec(rows, tokens), PartitionSpec(heads)
 
-    def local(parts: tuple[Any, ...], *tables: Any) -> Array:
+    layouts: list[Any] = [queries, PartitionSpec(rows, heads) if call.largest else None]
+
+    def local(parts: tuple[Any, ...], *tables: Any) -> Attended:
         operands = Operands(*parts)
-        return kernel(operands if tokens is None else _with_all_keys(operands, tokens), *tables)
+        if tokens is None:
+            return kernel(operands, *tables)
+        out = kernel(_with_all_keys(operands, tokens), *tables)
+        if out.largest is None:
+            return out
+        return out._replace(largest=jax.lax.pmax(jax.lax.stop_gradient(out.largest), tokens))
 
     split = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(specs, table_specs)[: len(arguments)],
-        out_specs=queries,
+        out_specs=Attended(*layouts),
         check_vma=False,
     )
     return split(tuple(operands), *arguments[1:])
@@ -306,9 +332,7 @@ def folded_parts(shards: int) -> list[tuple[int, int]]:
     return [(n, last - n) if n % 2 == 0 else (last - n, n) for n in range(shards)]
 
 
-def with_folded_queries(
-    kernel: Callable[..., Array], shards: int, operands: Operands, *arguments: Any
-) -> Float[Array, "B T N Hv"]:
+def with_folded_queries(kernel: Callable[..., Attended], shards: int, operands: Operands, *arguments: Any) -> Attended:
     """Run a kernel with the queries of `folded_parts` on each device, inside `jax.shard_map`: under a causal mask all
     devices then see as many keys. Queries are sent there, outputs back."""
     there = [[(pair[half] // 2, device) for device, pair in enumerate(folded_parts(shards))] for half in (0, 1)]
@@ -321,4 +345,5 @@ def with_folded_queries(
 
     q, of = sent(operands.q, there), operands.mask_inputs
     of = of._replace(q_positions=sent(of.q_positions, there), q_segments=sent(of.q_segments, there))
-    return sent(kernel(operands._replace(q=q, mask_inputs=of), *arguments), back)
+    out = kernel(operands._replace(q=q, mask_inputs=of), *arguments)
+    return out._replace(heads=sent(out.heads, back))

@@ -222,7 +222,7 @@ def within_images(
         mesh=compute.mesh,
         images=(images, images),
         ahead=q.shape[1],
-    )
+    ).heads
     return out.reshape(*q.shape[:2], -1)
 
 
