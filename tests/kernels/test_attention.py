@@ -318,7 +318,7 @@ LONG_ON_OLD_GPU: dict[str, Any] = OLD_GPU | {"num_queries": 16384, "num_keys": 1
 
 @pytest.fixture(autouse=True)
 def tokamax_serves_this_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "TOKAMAX_TOO_NEW", (99,))
+    monkeypatch.setattr(fused, "TOKAMAX_TOO_NEW", (99,))
 
 
 @pytest.mark.parametrize(
@@ -348,6 +348,8 @@ def tokamax_serves_this_jax(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"platform": "gpu", "tokamax": True, "sinks": True}, "blockwise"),
         ({"platform": "gpu", "sinks": True}, "blockwise"),
         ({"platform": "gpu", "soft_cap": 5.0}, "blockwise"),
+        ({"platform": "gpu", "tokamax": True, "largest": True}, "blockwise"),
+        ({"largest": True}, "splash"),
         ({"platform": "gpu", "dtype": "float32"}, "blockwise"),
         ({"platform": "gpu", "head_dim": 192, "value_dim": 128}, "blockwise"),
         ({"platform": "gpu", "num_queries": 2047, "num_keys": 2047}, "cudnn"),
@@ -378,6 +380,7 @@ def test_choice(changes: dict[str, Any], kernel: str) -> None:
         ("splash", {"head_shards": 3}, "mesh.tensor=3 does not divide 8 heads in 2 groups"),
         ("cudnn", {}, "'cudnn' runs on GPU, got tpu; use auto, reference, blockwise, splash$"),
         ("cudnn", {"platform": "gpu", "soft_cap": 1.0}, "neither soft_cap nor sinks"),
+        ("cudnn", {"platform": "gpu", "largest": True}, "does not return the largest logits, which optimizer.qk_clip"),
         ("cudnn", {"platform": "gpu", "dtype": "float32"}, "bfloat16 and float16, got float32"),
         ("cudnn", {"platform": "gpu", "head_dim": 160}, "at most 128, got 160"),
         ("cudnn", OLD_GPU | {"num_queries": 11, "num_keys": 11}, "even row length, got 11"),
@@ -428,7 +431,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_tokamax_on_a_newer_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     call = replace(ROWS_2048, platform="gpu", tokamax=True, soft_cap=5.0)
-    monkeypatch.setattr(gpu, "TOKAMAX_TOO_NEW", (0, 1))
+    monkeypatch.setattr(fused, "TOKAMAX_TOO_NEW", (0, 1))
     assert choose_attention(call) == "blockwise"
     with pytest.raises(ConfigError, match="needs functions that jax no longer has"):
         select_attention("tokamax", call)
