@@ -29,7 +29,7 @@ from posttrain.kernels.platform import CHIPS, traced_for
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding, ring_hops
-from posttrain.models.activations import ATTENTION, saved_names
+from posttrain.models.activations import ATTENTION, attention_flops, saved_names
 from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Init
@@ -39,8 +39,6 @@ from posttrain.plan.lowered import Figures, compile_program
 from posttrain.plan.machine import GIB, has_libtpu, libtpu_version, topology_devices
 from posttrain.plan.phases import (
     POLICY_ARRAYS,
-    active_parameters,
-    attention_flops,
     batch_of,
     model_of,
     vocabulary_trips,
@@ -50,6 +48,7 @@ from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms
 from posttrain.train.transformations import make_optimizer
 from posttrain.weights.lora import attach_lora
+from posttrain.weights.state import active_parameters
 
 SMALL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -124,7 +124,8 @@ class ImageRows:
         with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1)) as pool:
             patches_of = dict(zip(keys, pool.map(self.decode, keys), strict=True))
         counts = [sum(map(self.policy.num_patches, grids.values())) for grids in grids_of]
-        size = next(size for size in bucket_sizes(self.policy, self.row_patches) if size >= max(counts))
+        sizes = bucket_sizes(self.policy.settings.merge, self.row_patches)
+        size = next(size for size in sizes if size >= max(counts))
         width = 3 * self.policy.settings.patch**2
         arrays: Arrays = {
             "images": np.zeros(shape, np.int32),
@@ -185,9 +186,9 @@ def _pictures(one: Mapping[str, np.ndarray]) -> list[tuple[Key, Grid]]:
     return [(key, Grid(*grid)) for key, grid in zip(keys, grids, strict=True)]
 
 
-def bucket_sizes(policy: ImagePolicy, wanted: int) -> list[int]:
-    """Sizes of the buckets of patches up to the wanted one, which is rounded up."""
-    aligned = math.lcm(policy.settings.merge**2, ALIGNED)
+def bucket_sizes(merge: int, wanted: int) -> list[int]:
+    """Sizes of the buckets of patches up to the wanted one, which is rounded up; `merge`: patches a side of a token."""
+    aligned = math.lcm(merge**2, ALIGNED)
     return sorted({math.ceil(wanted * part / BUCKETS / aligned) * aligned for part in range(1, BUCKETS + 1)})
 
 
@@ -198,8 +199,13 @@ def most_patches(section: OfflineSection, tokenizer: Tokenizer) -> int:
         if section.row_patches is not None:
             raise ConfigError(f"row_patches={section.row_patches} has no effect: the model takes no images; remove it")
         return 0
-    default = section.row_tokens * tokenizer.images.settings.merge**2
-    return bucket_sizes(tokenizer.images, default if section.row_patches is None else section.row_patches)[-1]
+    return largest_bucket(section, tokenizer.images.settings.merge)
+
+
+def largest_bucket(section: OfflineSection, merge: int) -> int:
+    """Most image patches beside a row for a model that merges so many a side."""
+    default = section.row_tokens * merge**2
+    return bucket_sizes(merge, default if section.row_patches is None else section.row_patches)[-1]
 
 
 def with_images(

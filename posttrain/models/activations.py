@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
+from posttrain.batch import Batch
 from posttrain.config import Remat, RematName, SavedActivations
 from posttrain.errors import ConfigError
 from posttrain.mesh import HEAD_AXIS, TOKEN_AXIS, row_axes, row_shards
-from posttrain.models.config import AttentionConfig, BlockConfig, ModelConfig, MoEConfig
+from posttrain.models.config import AttentionConfig, BlockConfig, ModelConfig, MoEConfig, same_pairs
 
 Axes = tuple[str, ...]
 SPLIT: Axes = (TOKEN_AXIS, HEAD_AXIS)
@@ -163,15 +165,14 @@ Costs = dict[RematName, tuple[float, float]]
 
 def _attention_costs(block: BlockConfig, config: ModelConfig, length: int) -> Costs:
     c, embed = block.attention, config.embed_dim
+    key_dim, value_dim = c.head_dims
     span = min(c.window or length, length / 2)
     if isinstance(c, AttentionConfig):
         products = 0 if c.reuses else 1 if c.keys_as_values else 2
         named = 2 * products if c.keys_as_values and c.qk_norm is None else products
         qkv = (c.num_heads + named * c.num_kv_heads) * c.head_dim
         qkv_flops = 2.0 * embed * (c.num_heads + products * c.num_kv_heads) * c.head_dim
-        key_dim = value_dim = c.head_dim
     else:
-        key_dim, value_dim = c.nope_dim + c.rope_dim, c.value_dim
         queries, latents = c.num_heads * key_dim, c.kv_rank + c.rope_dim
         expanded = c.num_heads * (c.nope_dim + value_dim)
         qkv = queries + (c.q_rank or 0) + latents + expanded
@@ -285,11 +286,36 @@ class StageTaps:
 
 
 def attention_flops(config: ModelConfig, rows: int, length: int) -> float:
-    """Operations of causal attention in a forward pass: 2 (N H + N Hv) per visible pair of tokens."""
-    total = 0.0
-    for block in config.blocks:
-        c = block.attention
-        heads = c.num_heads * (2 * c.head_dim if isinstance(c, AttentionConfig) else 320)
-        window = c.window if isinstance(c, AttentionConfig) and c.window else length
-        total += 2.0 * heads * rows * length * min(window, length / 2)
-    return total
+    """Operations of causal attention in a forward pass over rows of one sequence: 2 (N H + N Hv) per visible pair of
+    tokens."""
+    heads = ((_pair_width(block), block.attention.window or length) for block in config.blocks)
+    return sum((2.0 * width * rows * length * min(window, length / 2) for width, window in heads), 0.0)
+
+
+def _pair_width(block: BlockConfig) -> int:
+    """N H + N Hv: numbers of a pair of tokens in attention."""
+    return block.attention.num_heads * sum(block.attention.head_dims)
+
+
+def batch_flops(config: ModelConfig, active: float, batch: Batch) -> tuple[float, float]:
+    """Operations of a forward pass over host rows: of products, 2 for each of the parameters that a token meets, and of
+    attention, for the pairs that their masks leave."""
+    there = np.asarray(batch.segments) > 0
+    before = np.asarray(batch.positions)[there].astype(np.float64) + 1
+    attention = 0.0
+    for (width, window, ahead), layers in Counter(map(_mask_of, config.blocks)).items():
+        pairs = float(np.minimum(before, window or np.inf).sum())
+        if ahead and batch.images is not None:
+            pairs += ahead_pairs(np.asarray(batch.images))
+        attention += 2.0 * layers * width * pairs
+    return 2.0 * active * int(there.sum()), attention
+
+
+def _mask_of(block: BlockConfig) -> tuple[int, int | None, bool]:
+    c = block.attention
+    return _pair_width(block), c.window, isinstance(c, AttentionConfig) and c.image_ahead > 0
+
+
+def ahead_pairs(images: Int[np.ndarray, "B T"]) -> float:
+    """Pairs of a token and one that follows it in its image."""
+    return (same_pairs(images) - float((images > 0).sum())) / 2

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -13,9 +14,9 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, Remat, Vision
+from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, ImageSection, Remat, Vision
 from posttrain.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
@@ -66,6 +67,11 @@ class AttentionConfig:
     """Greatest number of keys ahead of a query in its image, whose tokens see one another; 0: causal attention."""
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        """Sizes of a head's keys and values."""
+        return self.head_dim, self.head_dim
+
+    @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """Number and size of heads of the layer's own queries, keys and values."""
         kv = (self.num_kv_heads, self.head_dim)
@@ -95,6 +101,11 @@ class LatentAttentionConfig:
     def num_kv_heads(self) -> int:
         """KV heads in the cache: one, the latent shared by all heads."""
         return 1
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Sizes of a head's keys and values, without latents."""
+        return self.nope_dim + self.rope_dim, self.value_dim
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -224,6 +235,25 @@ class TowerTensor:
     """Initial value; None: random."""
 
 
+class TowerWork(NamedTuple):
+    """Operations of a tower's forward pass."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    projector: float = 0.0
+
+    def trained(self, train: Vision, *, attention: float = 3.0) -> float:
+        """Operations with the backward pass, twice the forward one, of what is trained; `attention`: of attention, all
+        of it times the forward pass."""
+        if train == "tower":
+            return 3 * (self.products + self.projector) + attention * self.attention
+        return self.products + self.attention + (3 if train == "projector" else 1) * self.projector
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig(ABC):
     """Vision tower with its projector; one subclass per tower in `posttrain.models.vision`."""
@@ -257,6 +287,40 @@ class VisionConfig(ABC):
     def encode(self, params: Mapping[str, Array], images: Images, compute: Compute) -> Encoded:
         """Features of all merged blocks of patches, in order; a block holds patches of one image."""
 
+    def attends(self, images: Any, places: Any) -> Sequence[tuple[Any, int]]:
+        """Groups of patches that see one another by number, 0 for padding, with the layers that attend so. `images`,
+        `places`: of patches, as in `Batch`, of NumPy or JAX."""
+        return [(images, self.depth)]
+
+    def reads_as(self, other: VisionConfig | None) -> bool:
+        """Tell whether another tower reads the same patches of pictures."""
+        own = self.model_type, self.patch_size, self.merge
+        return other is not None and own == (other.model_type, other.patch_size, other.merge)
+
+    def picture_patches(self, limits: ImageSection) -> int | None:
+        """Patches of the largest picture; None: not limited."""
+        return None if limits.max_pixels is None else limits.max_pixels // self.patch_size**2
+
+    @property
+    def attention_dim(self) -> int:
+        """Width of all heads."""
+        return self.width
+
+    def work(self, images: np.ndarray, places: np.ndarray) -> TowerWork:
+        """Operations on host patches: 2 for each parameter and patch, of the projector for each feature, and 4 for each
+        number of all heads and each pair of patches in attention."""
+        shapes = {key: math.prod(tensor.shape) for key, tensor in self.tensors().items()}
+        layer, projector = (
+            sum(size for key, size in shapes.items() if key.startswith(start)) for start in ("layers.", "projector.")
+        )
+        groups = [(same_pairs(np.asarray(numbers)), layers) for numbers, layers in self.attends(images, places)]
+        patches, depth = int((np.asarray(images) > 0).sum()), sum(layers for _, layers in groups)
+        return TowerWork(
+            products=2.0 * patches * (3 * self.patch_size**2 * self.width + depth * layer),
+            attention=4.0 * self.attention_dim * sum(pairs * layers for pairs, layers in groups),
+            projector=2.0 * patches * projector / self.merge**2,
+        )
+
     @property
     def prefixes(self) -> frozenset[str]:
         """Beginnings of the names of the tensors in the checkpoint."""
@@ -266,6 +330,13 @@ class VisionConfig(ABC):
     def trained(self) -> tuple[str, ...]:
         """Beginnings of the paths of trained parameters."""
         return {"none": (), "frozen": (), "projector": ("tower.projector.",), "tower": ("tower.",)}[self.train]
+
+
+def same_pairs(numbers: Int[np.ndarray, "B P"]) -> float:
+    """Pairs with the same number above 0 in a row, both ways and with themselves."""
+    in_rows = numbers.astype(np.int64) + (np.arange(len(numbers), dtype=np.int64)[:, None] << 32)
+    _, counts = np.unique(in_rows[numbers > 0], return_counts=True)
+    return float((counts.astype(np.float64) ** 2).sum())
 
 
 @dataclass(frozen=True, kw_only=True)

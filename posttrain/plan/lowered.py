@@ -1,7 +1,9 @@
-"""Compiled programs as figures, kept in a cache: peak memory, collectives, kernels and the time to compile."""
+"""Inputs of programs as shapes, and compiled programs as figures, kept in a cache: peak memory, collectives, kernels
+and the time to compile."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -15,10 +17,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from posttrain.batch import Batch, TopK
+from posttrain.config import ImageSection, Remat
+from posttrain.models.activations import ATTENTION, saved_names
+from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.names import TOWER
 from posttrain.plan.hlo import Buffer, Collective, Large, ProgramText, kernel_names, read_program
 from posttrain.plan.machine import EFFORT, LEVEL, Machine, libtpu_version
 from posttrain.runtime.files import cache_folder
@@ -110,21 +116,53 @@ def sizes_of(weights: Mapping[Any, Any]) -> frozenset[tuple[int, ...]]:
     return frozenset(found | {shape[1:] for shape in found if len(shape) > 2})
 
 
+def top_k_of(rows: int, length: int, k: int) -> TopK:
+    """Top-k of a teacher outside of the step, for its shapes."""
+    ids = np.broadcast_to(np.zeros((), np.int32), (rows, length, k))
+    logps = np.broadcast_to(np.zeros((), np.float32), (rows, length, k))
+    one = logps[..., 0]
+    return TopK(ids=ids, logps=logps, tail=one, scaled_tail=one, token_logps=one)
+
+
+def pictured(batch: Batch, config: ModelConfig, patches: int, image: ImageSection) -> Batch:
+    """Batch with so many patches beside each row, of the largest pictures, without memory for pixels."""
+    vision, (rows, length) = config.vision, batch.shape
+    assert vision is not None
+    largest = min(vision.picture_patches(image) or patches, patches)
+    side = max(math.isqrt(largest) // vision.merge, 1) * vision.merge
+    in_row = np.arange(patches, dtype=np.int32)
+    images, within = np.minimum(in_row // side**2 + 1, max(1, patches // side**2)), in_row % side**2
+    places = np.stack([within // side, within % side], axis=-1)
+    blank = np.broadcast_to(np.int32(0), (rows, length))
+    turned = any(block.attention.rope is not None and block.attention.rope.axes for block in config.blocks)
+    return dataclasses.replace(
+        batch,
+        images=blank,
+        image_rows=blank,
+        patches=np.broadcast_to(np.uint8(0), (rows, patches, 3 * vision.patch_size**2)),
+        patch_images=np.broadcast_to(np.where(in_row < images[-1] * side**2, images, 0)[None], (rows, patches)),
+        patch_places=np.broadcast_to(places[None], (rows, patches, 2)),
+        rope_positions=np.broadcast_to(np.int32(0), (rows, length, 3)) if turned else None,
+    )
+
+
+def tower_flops(model: Decoder, batch: Batch, remat: Remat | None) -> float:
+    """Operations of the vision tower: of an update with `remat`, else of a forward pass. Rows are alike."""
+    vision = model.config.vision
+    if vision is None or batch.patches is None:
+        return 0.0
+    assert batch.patch_images is not None and batch.patch_places is not None
+    rows, work = batch.shape[0], vision.work(np.asarray(batch.patch_images[:1]), np.asarray(batch.patch_places[:1]))
+    if remat is None:
+        return rows * work.total
+    again = 0.0
+    if remat != "none" and vision.train == "tower":
+        again = work.products + (0.0 if ATTENTION in saved_names(remat) else work.attention)
+    return rows * (work.trained(vision.train, attention=3.5) + again)
+
+
 def total_parameters(model: Decoder) -> int:
     return sum(math.prod(shape) for _, _, shape in ModelWeights(model).shapes())
-
-
-def active_parameters(model: Decoder) -> float:
-    """Parameters that a token meets: of the experts of an MoE layer as many as it is routed to; no lookup table, and
-    nothing of a vision tower, which meets images."""
-    total = 0.0
-    mixtures = model.config.mixtures
-    share = mixtures[0].top_k / mixtures[0].num_experts if mixtures else 1.0
-    for path, dims, shape in ModelWeights(model).shapes():
-        if path.startswith(TOWER) or (path.startswith("embed.") and not model.config.tie_embeddings):
-            continue
-        total += math.prod(shape) * (share if "expert" in dims else 1.0)
-    return total
 
 
 NUM_LARGEST = 12

@@ -12,10 +12,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from posttrain.batch import Batch, ScoreLoss, TokenLoss, TopK, rows_per_pass
+from posttrain.batch import IMAGE_ARRAYS, Batch, ScoreLoss, TokenLoss, rows_per_pass
 from posttrain.cluster.reference import FrozenModel
-from posttrain.config import DistillSection, PreferenceSection, RLSection, SFTSection, TrainSection
+from posttrain.config import (
+    DistillSection,
+    ImageSection,
+    OfflineSection,
+    PreferenceSection,
+    RLSection,
+    SFTSection,
+    TrainSection,
+)
 from posttrain.config.algorithm import PPO
+from posttrain.data.image_rows import largest_bucket
 from posttrain.distill.features import distill_loss
 from posttrain.distill.teachers import DEFAULT_TOP_K
 from posttrain.errors import ConfigError
@@ -27,7 +36,7 @@ from posttrain.models import hf
 from posttrain.models.activations import attention_flops, recomputed_flops
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
-from posttrain.plan.lowered import active_parameters, bytes_on_device, sizes_of
+from posttrain.plan.lowered import bytes_on_device, pictured, sizes_of, top_k_of, tower_flops
 from posttrain.plan.report import (
     CACHE,
     COPY,
@@ -69,30 +78,38 @@ from posttrain.train.programs import TrainPrograms, placed_shapes
 from posttrain.train.transformations import make_optimizer
 from posttrain.tree import replace
 from posttrain.weights.load import outline_of
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ModelWeights, active_parameters
 
 
 def stage_plan(
-    section: TrainSection, model: Decoder, mesh: Mesh, memory: int, roles: Roles, *, gather_once: bool = False
+    section: TrainSection,
+    model: Decoder,
+    mesh: Mesh,
+    memory: int,
+    roles: Roles,
+    *,
+    gather_once: bool = False,
+    image: ImageSection,
 ) -> StagePlan:
-    """Phases of a stage on devices with `memory` bytes each. Raises ConfigError for one that it cannot plan."""
+    """Phases of a stage on devices with `memory` bytes each; `image`: limits of pictures. Raises ConfigError for one
+    that it cannot plan."""
     if isinstance(section, SFTSection):
-        return _sft(section, model, mesh, gather_once)
+        return _sft(section, model, mesh, gather_once, image)
     if isinstance(section, PreferenceSection):
-        return _preference(section, model, mesh, gather_once)
+        return _preference(section, model, mesh, gather_once, image)
     if isinstance(section, DistillSection):
-        return _distill(section, model, mesh, roles, gather_once)
+        return _distill(section, model, mesh, roles, gather_once, image)
     if isinstance(section, RLSection):
         return _rl(section, model, mesh, memory, roles, gather_once)
     kind = type(section).__name__.removesuffix("Section")
     raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet")
 
 
-def _sft(section: SFTSection, model: Decoder, mesh: Mesh, gather_once: bool) -> StagePlan:
+def _sft(section: SFTSection, model: Decoder, mesh: Mesh, gather_once: bool, image: ImageSection) -> StagePlan:
     settings = train_settings(section, model.config.vocab_size, dropout_seed=0)
     settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, sft_loss(section), settings, mesh)
-    batch = batch_of(section.batch_rows, section.row_tokens)
+    batch = _with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
     phases = [_update(programs, batch, {})]
     if section.eval_dataset is not None:
         state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
@@ -101,7 +118,9 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh, gather_once: bool) -> 
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
 
-def _distill(section: DistillSection, model: Decoder, mesh: Mesh, roles: Roles, gather_once: bool) -> StagePlan:
+def _distill(
+    section: DistillSection, model: Decoder, mesh: Mesh, roles: Roles, gather_once: bool, image: ImageSection
+) -> StagePlan:
     teachers = roles.teachers
     refusals = {
         "on_policy": section.on_policy > 0,
@@ -113,7 +132,8 @@ def _distill(section: DistillSection, model: Decoder, mesh: Mesh, roles: Roles, 
     settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, distill_loss(section), settings, mesh, teachers)
     rows, length = section.batch_rows, section.row_tokens
-    batch = batch_of(rows, length)
+    blind = any(teacher.config.vision is None for teacher in (*teachers, *(one for one, _ in roles.scorers)))
+    batch = batch_of(rows, length) if blind else _with_pictures(batch_of(rows, length), section, model, image)
     if len(section.teachers) > 1:
         shares = np.broadcast_to(np.float32(0), (rows, length, len(section.teachers)))
         batch = dataclasses.replace(batch, teacher_weights=shares)
@@ -124,18 +144,35 @@ def _distill(section: DistillSection, model: Decoder, mesh: Mesh, roles: Roles, 
     there = beside(held, mesh, UPDATE)
     update, passes = _update(programs, batch, there), -(-rows // programs.micro_rows(rows))
     flops = sum(2 * active_parameters(t) * rows * length + attention_flops(t.config, rows, length) for t in teachers)
+    towers = sum(tower_flops(teacher, batch, None) for teacher in teachers)
     taught = sum(bytes_on_device(placed_shapes(ModelWeights(t), mesh)) for t in teachers)
     inside = {TEACHERS: taught} if taught else {}
-    flops, read = update.flops + flops / mesh.size, update.read + passes * taught
-    phases = [dataclasses.replace(update, flops=flops, read=read, own={**update.own, **inside})]
+    work: dict[str, Any] = {
+        "flops": update.flops + (flops + towers) / mesh.size,
+        "tower": update.tower + towers / mesh.size,
+        "read": update.read + passes * taught,
+    }
+    phases = [dataclasses.replace(update, **work, own={**update.own, **inside})]
     state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
     if section.eval_dataset is not None:
         phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state | there))
     own = [Held(name=name, mesh=mesh, size=size) for name, size in phases[0].own.items()]
-    phases += _of_teachers(section, roles.scorers, [*held, *own])
+    phases += _of_teachers(section, roles.scorers, [*held, *own], batch)
     elsewhere = sum(h.size * h.mesh.size for h in held if not set(h.mesh.devices.flat) & set(mesh.devices.flat))
     saved = _saved(section, programs)
-    return StagePlan(phases=phases, tokens=rows * length, unit="tokens of rows", elsewhere=elsewhere, **saved)
+    return StagePlan(
+        phases=phases,
+        tokens=rows * length,
+        unit="tokens of rows",
+        elsewhere=elsewhere,
+        not_counted=uncounted_pictures(model) if blind else [],
+        **saved,
+    )
+
+
+def uncounted_pictures(model: Decoder) -> list[str]:
+    """Line of a stage whose plan is of text alone."""
+    return [] if model.config.vision is None else ["images, with the vision tower's work on them; its weights are"]
 
 
 def _held_teacher(teacher: Decoder, mesh: Mesh) -> Held:
@@ -143,33 +180,31 @@ def _held_teacher(teacher: Decoder, mesh: Mesh) -> Held:
 
 
 def _of_teachers(
-    section: DistillSection | RLSection, teachers: Sequence[tuple[Decoder, Mesh]], held: Sequence[Held]
+    section: DistillSection | RLSection,
+    teachers: Sequence[tuple[Decoder, Mesh]],
+    held: Sequence[Held],
+    like: Batch,
 ) -> Iterator[Phase]:
-    """Scores of teachers outside of the training step: log-probabilities of samples, or the top-k of rows."""
+    """Scores of teachers outside of the training step: log-probabilities of samples, or the top-k of rows; of rows
+    `like` those of a batch."""
     for model, mesh in teachers:
         there, own = beside(held, mesh, SCORES), _held_teacher(model, mesh).size
         # Of all teachers on these devices, the one that scores is an argument.
         left = there.pop(TEACHERS, own) - own
         there |= {"other teachers": left} if left else {}
-        yield _scoring(section, model, mesh, there, "teacher", SCORES, TEACHERS)
+        yield _scoring(section, model, mesh, there, "teacher", SCORES, TEACHERS, like)
 
 
-def top_k_of(rows: int, length: int, k: int) -> TopK:
-    """Top-k of a teacher outside of the step, for its shapes."""
-    ids = np.broadcast_to(np.zeros((), np.int32), (rows, length, k))
-    logps = np.broadcast_to(np.zeros((), np.float32), (rows, length, k))
-    one = logps[..., 0]
-    return TopK(ids=ids, logps=logps, tail=one, scaled_tail=one, token_logps=one)
-
-
-def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh, gather_once: bool) -> StagePlan:
+def _preference(
+    section: PreferenceSection, model: Decoder, mesh: Mesh, gather_once: bool, image: ImageSection
+) -> StagePlan:
     loss = pair_loss(section)
     if loss.needs.squares or loss.needs.margins:
         raise ConfigError(f"plan: the loss {section.loss} cannot be planned yet; plan with loss=sigmoid")
     settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=PLAIN)
     settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, loss, settings, mesh)
-    scored = batch_of(section.batch_rows, section.row_tokens)
+    scored = _with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
     scored = replace(scored, roles=scored.segments)
     batch = replace(scored, ref_logps=scored.loss_weight) if loss.needs.reference else scored
     live = loss.needs.reference and section.reference == "live"
@@ -212,8 +247,8 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
         phases.append(_forward(programs, batch, STATISTICS, programs.lower_stats, scored * section.updates, there))
     if roles.reference is not None:
         there = beside(held, roles.reference[1], STATISTICS, REFERENCE)
-        phases.append(_scoring(section, *roles.reference, there, "reference", STATISTICS, REFERENCE))
-    phases += _of_teachers(section, roles.scorers, held)
+        phases.append(_scoring(section, *roles.reference, there, "reference", STATISTICS, REFERENCE, batch))
+    phases += _of_teachers(section, roles.scorers, held, batch)
     if critic is not None:
         phases += _of_critic(section, critic, held)
     update = _update(programs, batch, beside(held, mesh, UPDATE, WEIGHTS, OPTIMIZER))
@@ -228,7 +263,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
         sampler_programs=rollout.num_programs,
         moves=list(_moves(section, programs, held, roles)),
         overlaps=section.samples_ahead and roles.rollout is not None,
-        not_counted=not_counted(section),
+        not_counted=[*not_counted(section), *uncounted_pictures(model)],
         **_saved(section, programs, critic),
     )
 
@@ -296,9 +331,10 @@ def _scoring(
     role: str,
     name: str,
     held: str,
+    like: Batch,
 ) -> Phase:
     """Scores of a model with all of its weights, `held` by a name: log-probabilities of samples, or the top-k of
-    rows."""
+    rows; `like` those of a batch."""
     length, total, of_samples = section.row_tokens, section.step_rows, isinstance(section, RLSection)
     rows = rows_per_pass(total, section.pass_rows, row_shards(mesh))
     temperature = section.sampling.temperature if isinstance(section, RLSection) else section.temperature
@@ -307,14 +343,18 @@ def _scoring(
     frozen = FrozenModel(model, mesh, temperature=temperature, rows=rows, k=k)
     weights = placed_shapes(ModelWeights(model), mesh)
     flops = 2 * active_parameters(model) * rows * length + attention_flops(model.config, rows, length)
+    pictures = {name: None if (x := getattr(like, name)) is None else x[:rows] for name in IMAGE_ARRAYS}
+    batch = replace(batch_of(rows, length), **pictures)
+    tower = tower_flops(model, batch, None)
     lower = frozen.lower_logps if of_samples else frozen.lower_top_k
     return Phase(
         role=role,
         name=name,
-        lower=lambda: lower(weights, batch_of(rows, length)),
+        lower=lambda: lower(weights, batch),
         runs=-(-total // rows) * (section.updates if isinstance(section, RLSection) else 1),
         trips=(vocabulary_trips(mesh, rows, length, model.config.vocab_size),),
-        flops=flops / mesh.size,
+        flops=(flops + tower) / mesh.size,
+        tower=tower / mesh.size,
         read=float(bytes_on_device(weights)),
         own={held: bytes_on_device(weights)},
         parameters=sizes_of(weights),
@@ -373,13 +413,11 @@ def _update(programs: TrainPrograms, batch: Batch, there: Mapping[str, int]) -> 
     rows, length = batch.shape
     model = programs.structure.model
     active = active_parameters(model)
-    trained = sum(x.size for x in programs.params.values())
-    # Frozen parameters need no gradient of their own.
-    factor = 4 + 2 * min(1.0, trained / sum(x.size for x in programs.weights.values()))
     micro = programs.micro_rows(rows)
     passes = -(-rows // micro)
-    flops = factor * active * rows * length + 3.5 * attention_flops(model.config, rows, length)
+    flops = 2 * programs.language_factor * active * rows * length + 3.5 * attention_flops(model.config, rows, length)
     flops += recomputed_flops(model.config, model.compute.remat, rows, length)
+    tower = tower_flops(model, batch, model.compute.remat)
     weights = bytes_on_device(programs.weights)
     state = bytes_on_device(programs.opt_state)
     chunks = vocabulary_trips(programs.mesh, micro, length, model.config.vocab_size)
@@ -389,7 +427,8 @@ def _update(programs: TrainPrograms, batch: Batch, there: Mapping[str, int]) -> 
         lower=lambda: programs.lower_update(batch),
         runs=1,
         trips=(chunks,) if passes == 1 else (passes, chunks),
-        flops=flops / programs.mesh.size,
+        flops=(flops + tower) / programs.mesh.size,
+        tower=tower / programs.mesh.size,
         read=float(3 * passes * weights + 2 * state),
         own={WEIGHTS: weights, OPTIMIZER: state},
         parameters=sizes_of(programs.weights),
@@ -410,6 +449,7 @@ def _forward(
     model = programs.structure.model
     micro = programs.micro_rows(rows)
     flops = 2 * active_parameters(model) * rows * length + attention_flops(model.config, rows, length)
+    tower = tower_flops(model, batch, None)
     chunks = vocabulary_trips(programs.mesh, micro, length, model.config.vocab_size)
     return Phase(
         role="trainer",
@@ -417,13 +457,20 @@ def _forward(
         lower=lambda: lower(batch),
         runs=runs,
         trips=(-(-rows // micro), chunks),
-        flops=flops / programs.mesh.size,
+        flops=(flops + tower) / programs.mesh.size,
+        tower=tower / programs.mesh.size,
         read=float(-(-rows // micro) * bytes_on_device(programs.weights)),
         own={WEIGHTS: bytes_on_device(programs.weights)},
         parameters=sizes_of(programs.weights),
         mesh=programs.mesh,
         beside=there,
     )
+
+
+def _with_pictures(batch: Batch, section: OfflineSection, model: Decoder, image: ImageSection) -> Batch:
+    """Batch whose rows have all their patches, of the largest pictures, if the model takes any."""
+    vision = model.config.vision
+    return batch if vision is None else pictured(batch, model.config, largest_bucket(section, vision.merge), image)
 
 
 def vocabulary_trips(mesh: Mesh, rows: int, length: int, vocab_size: int) -> int:

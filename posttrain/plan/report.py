@@ -103,6 +103,8 @@ class Phase:
     """Trips of its loops that only the run knows, outermost first, at most."""
     flops: float
     """Operations of one run: 2 per parameter and token, 6 with the backward pass, and those of recomputation."""
+    tower: float = 0.0
+    """Operations of the vision tower among them."""
     read: float
     """Bytes that one run reads at least: weights, and the cache in decoding."""
     parameters: frozenset[tuple[int, ...]]

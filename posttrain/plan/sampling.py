@@ -16,7 +16,7 @@ from posttrain.config import RLSection, RolloutSection
 from posttrain.models.activations import attention_flops
 from posttrain.models.cache import windows_of
 from posttrain.models.decoder import Decoder, decoding_config
-from posttrain.plan.lowered import active_parameters, bytes_on_device, sizes_of, total_parameters
+from posttrain.plan.lowered import bytes_on_device, sizes_of, total_parameters
 from posttrain.plan.report import (
     CACHE,
     COPYING,
@@ -41,7 +41,7 @@ from posttrain.rollout.types import SamplingParams
 from posttrain.stages.cluster import engine_slots
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.quantize import Copies, CopyShapes
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ModelWeights, active_parameters
 
 DEFAULTS = RolloutSection()
 

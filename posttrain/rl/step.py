@@ -359,7 +359,7 @@ def top_entropy(
     return kept, least
 
 
-SUMMED = ("num_tokens",)
+SUMMED = ("num_tokens", "perf/tflops", "perf/ideal_s")
 """Metrics of an update that add up over several."""
 
 

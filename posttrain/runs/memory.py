@@ -17,6 +17,7 @@ from posttrain.config import (
     DistillSection,
     MeshSection,
     ModelDrafts,
+    OfflineSection,
     PlacementSection,
     Remat,
     RematName,
@@ -31,6 +32,8 @@ from posttrain.config.algorithm import PPO
 from posttrain.config.base import Quantize
 from posttrain.config.locator import Locator
 from posttrain.config.model import GATHERED_AXES
+from posttrain.data.image_rows import largest_bucket
+from posttrain.data.images import takes_images
 from posttrain.distill.teachers import teacher_mesh
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
@@ -38,7 +41,7 @@ from posttrain.kernels.platform import platform_of
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.activations import ATTENTION, SavedCost, saved_costs, saved_names, shown_remat
 from posttrain.models.adapter import has_dropout
-from posttrain.models.config import Compute
+from posttrain.models.config import Compute, VisionConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import SLACK
 from posttrain.plan.lowered import bytes_on_device
@@ -78,7 +81,8 @@ class StageSetup:
     def plan(self, remat: Remat = "full", *, gather_once: bool = False) -> StagePlan:
         """Phases as programs of shapes. ConfigError for a stage that cannot be planned."""
         roles = self.roles(remat)
-        return stage_plan(self.section, self.outline(remat), self.mesh, self.memory, roles, gather_once=gather_once)
+        settings: dict[str, Any] = {"gather_once": gather_once, "image": self.config.model.image}
+        return stage_plan(self.section, self.outline(remat), self.mesh, self.memory, roles, **settings)
 
     def roles(self, remat: Remat) -> Roles:
         """Models and devices of the roles, as `make_cluster` has them."""
@@ -116,11 +120,24 @@ class StageSetup:
     def _mesh_of(self, devices: Sequence[jax.Device] | None) -> Mesh:
         return self.mesh if devices is None else make_mesh(MeshSection(fsdp=-1), devices)
 
-    def _other(self, path: Locator | None, mesh: Mesh, remat: Remat, quantize: Quantize = "none") -> Decoder:
-        """Model of a role as shapes: another checkpoint, or the trained one."""
+    def _other(
+        self,
+        path: Locator | None,
+        mesh: Mesh,
+        remat: Remat,
+        quantize: Quantize = "none",
+        *,
+        sees: VisionConfig | None = None,
+    ) -> Decoder:
+        """Model of a role as shapes: another checkpoint, or the trained one. `sees`: tower of the trained model, for
+        one that reads the same patches with its own."""
         if path is None:
             return outline_on(self.config, self.files, mesh, remat)
         other = read_model_files(path.resolved)
+        if sees is not None and other.hf_json is not None and takes_images(other.hf_json):
+            seeing = read_model_files(path.resolved, vision="frozen")
+            assert seeing.config is not None
+            other = seeing if sees.reads_as(seeing.config.vision) else other
         if other.config is None:
             raise ConfigError(f"plan: no network to read the config.json of {path}; give a folder")
         plain = self.config.model.model_copy(update={"lora": None, "adapter": None, "quantize": quantize})
@@ -132,8 +149,8 @@ class StageSetup:
         changes: dict[str, Any] = {"dtype": section.dtype or model.dtype}
         changes["compute_dtype"] = model.compute_dtype or changes["dtype"]
         types = replace(self, config=self.config.model_copy(update={"model": model.model_copy(update=changes)}))
-        teacher = types._other(section.path, mesh, remat, section.quantize)
         assert self.files.config is not None
+        teacher = types._other(section.path, mesh, remat, section.quantize, sees=self.files.config.vision)
         if teacher.config.vocab_size != self.files.config.vocab_size:
             raise ConfigError(
                 f"plan: cannot plan the teacher {section.title} yet: its vocabulary has "
@@ -323,7 +340,23 @@ def _full_bytes(setup: StageSetup, held: float) -> float:
     chunk = chunk_length(micro, section.row_tokens, model.vocab_size, sharding) * micro / sharding.groups
     logits = 3 * FLOAT32_BYTES * chunk * model.vocab_size / sharding.shards
     inputs = model.num_layers * micro * section.row_tokens * model.embed_dim * size / mesh.size
-    return state.per_device + sums + inputs + max(layer, logits)
+    kept, passing = _tower_bytes(section, outline, micro / row_shards(mesh))
+    return state.per_device + sums + inputs + kept + max(layer, logits, passing)
+
+
+def _tower_bytes(section: TrainSection, outline: Decoder, rows: float) -> tuple[float, float]:
+    """Bytes on a device of a vision tower's pixels, features and inputs of layers for the backward pass, and of one
+    layer, by estimate; `rows`: on the device, which are not split further."""
+    vision, size = outline.config.vision, outline.compute.dtype.itemsize
+    if vision is None or not isinstance(section, OfflineSection):
+        return 0.0, 0.0
+    patches = rows * largest_bucket(section, vision.merge)
+    features = patches / vision.merge**2 * outline.config.embed_dim * size
+    pixels = 3 * vision.patch_size**2 * patches
+    trained = vision.train == "tower"
+    layer = patches * size * (5 * vision.width + 4 * vision.attention_dim + 2 * vision.mlp_dim)
+    kept = pixels + features + trained * vision.depth * patches * vision.width * size
+    return kept, max((1 + trained) * layer, FLOAT32_BYTES * pixels)
 
 
 def _beside(setup: StageSetup) -> int:

@@ -104,8 +104,7 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
             outcomes = []
         else:
             yield from report(stage, outcomes, machine)
-            if config.model.vision != "none":
-                yield "  not counted: images, with the vision tower's work on them; its weights are"
+            yield from _pictures(stage)
             if isinstance(section, OnlineSection) and machine.num_hosts > 1:
                 yield f"  not counted: the copies of the weights with which the {machine.num_hosts} processes sample"
             if chip.platform == "cpu":
@@ -115,6 +114,13 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
             yield "  it fits"
         elif search:
             yield "  " + _nearest(section, config, files, machine)
+
+
+def _pictures(stage: StagePlan) -> Iterator[str]:
+    """Line of a stage with images on the tower's share of an update."""
+    phase = next(phase for phase in stage.phases if (phase.role, phase.name) == ("trainer", UPDATE))
+    if phase.tower:
+        yield f"  images: the vision tower has {phase.tower / phase.flops:.0%} of the operations of an update"
 
 
 def _compiled(stage: StagePlan, machine: Machine) -> list[Outcome]:

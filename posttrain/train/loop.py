@@ -328,6 +328,8 @@ def _performance(metrics: Mapping[str, float], seconds: float) -> dict[str, floa
         "perf/tokens_per_s": metrics["num_tokens"] / seconds,
         "perf/peak_memory_gib": peak_memory_gib(),
     }
+    if "perf/ideal_s" in metrics:
+        result["perf/mfu"] = metrics["perf/ideal_s"] / metrics.get("timing_s/update", seconds)
     if "timing_s/data" in metrics:
         # A wait while the step before still runs is not in the seconds.
         result["perf/data_wait_share"] = min(1.0, metrics["timing_s/data"] / seconds)

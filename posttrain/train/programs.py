@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -19,8 +20,10 @@ from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.losses.router import load_metrics, updated_correction
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards
 from posttrain.metrics import Metrics
-from posttrain.models.config import check_router
+from posttrain.models.activations import batch_flops
+from posttrain.models.config import ModelConfig, check_router
 from posttrain.models.decoder import Decoder
+from posttrain.models.names import TOWER
 from posttrain.runtime.xla import Recent, fast_compile_options, gc_disabled
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective, TrainSettings
@@ -28,7 +31,7 @@ from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm,
 from posttrain.train.qk_clip import check_clip, clip_factors, clip_metrics
 from posttrain.tree import added_up, stack_over
 from posttrain.weights.lora import has_lora
-from posttrain.weights.state import ModelWeights, Weights, WeightShapes, is_quantized
+from posttrain.weights.state import ModelWeights, Weights, WeightShapes, active_parameters, is_quantized
 
 _TRAINERS = Recent["TrainPrograms"](2)
 """Those of actor and critic."""
@@ -143,6 +146,32 @@ class TrainPrograms:
     @property
     def frozen(self) -> WeightShapes:
         return {path: x for path, x in self.weights.items() if path not in self.params}
+
+    @cached_property
+    def language_factor(self) -> float:
+        """Operations of the language model's products with the backward pass, relative to the forward pass: frozen
+        parameters have no gradient of their own."""
+        language = {path: x.size for path, x in self.weights.items() if not path.startswith(TOWER)}
+        trained = sum(size for path, size in language.items() if path in self.params)
+        return 2 + trained / sum(language.values())
+
+    @cached_property
+    def _active(self) -> list[tuple[ModelConfig, float]]:
+        models = (weights.model for weights in (self.structure, *self.objective.teachers))
+        return [(model.config, active_parameters(model)) for model in models]
+
+    def flops(self, batch: Batch) -> tuple[float, float]:
+        """Operations of an update on host rows by the models' arithmetic, of language models and of the vision tower:
+        nothing is computed twice, and the backward pass is twice the forward pass of what is trained."""
+        (config, active), *teachers = self._active
+        products, attention = batch_flops(config, active, batch)
+        language = self.language_factor * products + 3 * attention
+        language += sum(sum(batch_flops(config, active, batch)) for config, active in teachers)
+        vision = self.structure.model.config.vision
+        if vision is None or batch.patches is None:
+            return language, 0.0
+        work = vision.work(np.asarray(batch.patch_images), np.asarray(batch.patch_places))
+        return language, work.trained(vision.train)
 
     def lower_update(self, batch: Batch) -> jax.stages.Lowered:
         """Lower the update for a batch of shapes [B, T]."""

@@ -22,7 +22,7 @@ from posttrain.batch import (
     model_inputs,
     packing_metrics,
 )
-from posttrain.kernels.platform import platform_of
+from posttrain.kernels.platform import chip_of, platform_of
 from posttrain.losses.router import check_weight
 from posttrain.mesh import replicated, single_device_mesh
 from posttrain.metrics import Metrics, merge
@@ -170,7 +170,17 @@ class Trainer:
         self._write(params)
         self.step_number += 1
         self.skipped_updates += not update
-        return {**metrics, **packing_metrics(batch)}
+        return {**metrics, **packing_metrics(batch), **self._flops(batch)}
+
+    def _flops(self, batch: Batch) -> dict[str, float]:
+        """Metrics of the operations of an update on host rows, and of the tower's share with images."""
+        language, tower = self._programs.flops(batch)
+        chip, total = chip_of(self.mesh.devices.flat[0]), language + tower
+        return {
+            "perf/tflops": total / 1e12,
+            **({} if batch.patches is None else {"perf/tower_ratio": tower / max(total, 1.0)}),
+            **({} if chip is None else {"perf/ideal_s": total / (chip.flops * self.mesh.size)}),
+        }
 
     def compile_ahead(self, batch: Batch, scored: Batch) -> None:
         """Compile the first update for a batch of this shape in a background thread.

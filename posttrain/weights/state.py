@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 
 import jax
@@ -102,3 +103,16 @@ def without_adapter(weights: Weights) -> Weights:
 
 def is_quantized(model: Decoder) -> bool:
     return any(isinstance(node, Quantized) for _, node in nnx.iter_graph(model))
+
+
+def active_parameters(model: Decoder) -> float:
+    """Parameters that a token meets: of the experts of an MoE layer as many as it is routed to; no lookup table, and
+    nothing of a vision tower, which meets images."""
+    total = 0.0
+    mixtures = model.config.mixtures
+    share = mixtures[0].top_k / mixtures[0].num_experts if mixtures else 1.0
+    for path, dims, shape in ModelWeights(model).shapes():
+        if path.startswith(TOWER) or (path.startswith("embed.") and not model.config.tie_embeddings):
+            continue
+        total += math.prod(shape) * (share if "expert" in dims else 1.0)
+    return total

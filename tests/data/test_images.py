@@ -430,7 +430,7 @@ def test_row_patches_bound_rows_and_batches_have_few_sizes(tokenizer: Tokenizer)
     assert with_images({}, beside(huge, tokenizer), section(overlong="drop"), tokenizer) is None
     made = [batch(tokenizer, [{"messages": CASES["two"], **row}]) for row in (plain, small, large)]
     assert [one.patches.shape[1] for one in made] == [512, 512, 512]
-    assert bucket_sizes(tokenizer.images, 4096) == [1024, 2048, 3072, 4096]
+    assert bucket_sizes(tokenizer.images.settings.merge, 4096) == [1024, 2048, 3072, 4096]
 
 
 def test_other_stages_refuse_pictures(tokenizer: Tokenizer) -> None:

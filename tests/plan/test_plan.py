@@ -29,7 +29,16 @@ from posttrain.runs.memory import (
     choose_gather,
     choose_remat,
 )
-from posttrain.runs.plan import _mesh, _model_files, _role_devices, _setup, _stage, plan, plan_elsewhere, plan_run
+from posttrain.runs.plan import (
+    _mesh,
+    _model_files,
+    _role_devices,
+    _setup,
+    _stage,
+    plan,
+    plan_elsewhere,
+    plan_run,
+)
 from posttrain.runs.run import _memory_choices
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.save import save_model

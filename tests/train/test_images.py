@@ -21,7 +21,6 @@ from posttrain.mesh import make_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.models.vision.tower import ImageInputs
-from posttrain.plan.lowered import active_parameters
 from posttrain.rollout.engine import NativeEngine
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
@@ -31,7 +30,7 @@ from posttrain.weights.load import load_model
 from posttrain.weights.lora import sites
 from posttrain.weights.quantize import quantizable
 from posttrain.weights.save import save_model
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ModelWeights, active_parameters
 from tests.images import VisionCase, batch_of
 
 ROWS = [("one", "two"), ("turns",), ("two",), ("one",), ("turns", "one"), ("two",), ("one", "one"), ("turns",)]

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from posttrain.config import ImageSection
 from posttrain.errors import ConfigError
 from posttrain.models.config import (
     AttentionConfig,
@@ -109,6 +110,9 @@ class Siglip(VisionConfig):
         found |= table("multi_modal_projector.", projector, key="projector.")
         norm = found["projector.mm_soft_emb_norm.weight"]
         return found | {"projector.mm_soft_emb_norm.weight": replace(norm, start=0.0)}
+
+    def picture_patches(self, limits: ImageSection) -> int:
+        return self.side**2
 
     def encode(self, params: Params, images: Images, compute: Compute) -> Encoded:
         eps, scale = self.eps, (self.width // self.num_heads) ** -0.5

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from posttrain.config import ImageSection
 from posttrain.errors import ConfigError
 from posttrain.models.config import Compute, Encoded, Images, ModelConfig, Rope, TowerTensor, VisionConfig
 from posttrain.models.fields import Fields
@@ -33,8 +34,8 @@ from posttrain.models.vision.tower import (
 
 ARCHITECTURE = "Gemma4ForConditionalGeneration"
 
-MAX_TOKENS = 1120
-"""Greatest number of tokens of an image."""
+SOFT_TOKENS, MAX_TOKENS = 280, 1120
+"""Greatest number of tokens of an image: by default, and of all settings."""
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class Gemma4Vision(VisionConfig):
     standardize: bool
 
     def tensors(self) -> dict[str, TowerTensor]:
-        tower, width, mlp, inner = "model.vision_tower.", self.width, self.mlp_dim, self.num_heads * self.head_dim
+        tower, width, mlp, inner = "model.vision_tower.", self.width, self.mlp_dim, self.attention_dim
         norms = (
             "input_layernorm",
             "post_attention_layernorm",
@@ -83,6 +84,13 @@ class Gemma4Vision(VisionConfig):
             found |= table(tower, {"std_bias": (width,), "std_scale": (width,)})
         last = {"embedding_projection.weight": (self.embed_dim, width)}
         return found | table("model.embed_vision.", last, key="projector.")
+
+    def picture_patches(self, limits: ImageSection) -> int:
+        return (limits.max_soft_tokens or SOFT_TOKENS) * self.merge**2
+
+    @property
+    def attention_dim(self) -> int:
+        return self.num_heads * self.head_dim
 
     def encode(self, params: Params, images: Images, compute: Compute) -> Encoded:
         eps, places = self.eps, images.patch_places

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import Array
 
+from posttrain.config import ImageSection
 from posttrain.errors import ConfigError
 from posttrain.models.config import Activation, Compute, Encoded, Images, ModelConfig, TowerTensor, VisionConfig
 from posttrain.models.fields import Fields
@@ -33,6 +34,8 @@ from posttrain.models.vision.tower import (
 )
 
 ARCHITECTURE = "Mistral3ForConditionalGeneration"
+LONGEST_EDGE = 1540
+"""Default of the image processor."""
 
 text_name, stored_name = gemma3.text_name, gemma3.stored_name
 
@@ -59,7 +62,7 @@ class Pixtral(VisionConfig):
     """Biases in the projector."""
 
     def tensors(self) -> dict[str, TowerTensor]:
-        width, mlp, inner = self.width, self.mlp_dim, self.num_heads * self.head_dim
+        width, mlp, inner = self.width, self.mlp_dim, self.attention_dim
         sizes = {f"attention.{part}_proj": (inner, width) for part in "qkv"} | {"attention.o_proj": (width, inner)}
         sizes |= {"feed_forward.gate_proj": (mlp, width), "feed_forward.up_proj": (mlp, width)}
         sizes |= {"feed_forward.down_proj": (width, mlp)}
@@ -72,6 +75,16 @@ class Pixtral(VisionConfig):
         merged = {"patch_merger.merging_layer.weight": (width, width * self.merge**2)}
         last = {"norm.weight": (width,)} | merged | matrices(ends, bias=self.bias)
         return found | table("multi_modal_projector.", last, key="projector.")
+
+    def attends(self, images: Any, places: Any) -> Sequence[tuple[Any, int]]:
+        return [(images, self.used)]
+
+    def picture_patches(self, limits: ImageSection) -> int:
+        return (-(-(limits.longest_edge or LONGEST_EDGE) // (self.patch_size * self.merge)) * self.merge) ** 2
+
+    @property
+    def attention_dim(self) -> int:
+        return self.num_heads * self.head_dim
 
     def encode(self, params: Params, images: Images, compute: Compute) -> Encoded:
         tables = place_tables(images.patch_places, self.head_dim, self.theta, alternating=True)

@@ -135,12 +135,14 @@ class QwenVision(VisionConfig):
         last = {"ln_q.weight": (width,)} | matrices(merger, bias=True)
         return found | table("visual.merger.", last, key="projector.")
 
+    def attends(self, images: Any, places: Any) -> Sequence[tuple[Any, int]]:
+        side, whole = places // self.window, sum(layer in self.whole for layer in range(self.depth))
+        windows = (images * MOST_WINDOWS + side[..., 0]) * MOST_WINDOWS + side[..., 1]
+        return [(images, whole), (windows * (images > 0), self.depth - whole)]
+
     def encode(self, params: Params, images: Images, compute: Compute) -> Encoded:
         tables = place_tables(images.patch_places, self.width // self.num_heads, 10_000.0)
-        numbers = images.patch_images
-        side = images.patch_places // self.window
-        windows = (numbers * MOST_WINDOWS + side[..., 0]) * MOST_WINDOWS + side[..., 1]
-        windows = jnp.where(numbers > 0, windows, 0)
+        (numbers, _), (windows, _) = self.attends(images.patch_images, images.patch_places)
         x = folded(params, pixels(self, images.patches).astype(compute.dtype))
 
         def layer(own: Params, x: Array, whole: Array) -> Array:
