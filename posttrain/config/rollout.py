@@ -97,14 +97,18 @@ class RolloutSection(Section):
     """KV cache size in tokens; by default `slots` sequences of `row_tokens`. A smaller cache preempts the youngest
     samples and recomputes them later; a larger one keeps more shared prefixes. Layers with a sliding window keep that
     of each slot, where it is less."""
+    image_cache_mib: NonNegativeInt = 1024
+    """Host memory for images in MiB: their pixels until they are encoded, then their features, which later prompts with
+    the same picture use. Those used least recently are forgotten first; 0 keeps none. Features of a trained tower are
+    forgotten at each update."""
     speculative: Annotated[Drafts, Field(discriminator="kind")] | None = None
     """Speculative decoding: draft several tokens, and judge all of them in one forward pass. Samples are the same token
     for token, up to rounding, with every field of `sampling`; calls for which drafts do not pay, by the speeds that are
     measured, go without. `{kind: ngram}` drafts from what prompt and sample have repeated, `{kind: draft, path: ...}`
     by a smaller model, whose weights and cache need memory."""
     warm_up: Flag = True
-    """Compile all programs that the dataset's prompts can need before the first step; otherwise each when first used.
-    """
+    """Compile all programs that the dataset's prompts can need before the first step; otherwise each when first used,
+    as are those for images."""
     cache_dtype: CacheDtype = "compute"
     """Type of the KV cache: `compute`, that of activations, or `int8` or `fp8`, 8 bits of each number and 32 bits for
     each key and value of a head. Samples are then of rounded keys and values, as if of other weights, with the error

@@ -69,6 +69,11 @@ class PromptImage:
         image.resize(self.policy.resized(image.size), self.policy.family.resample).save(file, "PNG")
         return file.getvalue()
 
+    @property
+    def is_known(self) -> bool:
+        """True once it was decoded, so that `digest` is at hand."""
+        return "digest" in vars(self)
+
     @cached_property
     def digest(self) -> bytes:
         """Digest of the resized pixels and of the processor's settings."""
@@ -141,6 +146,23 @@ class PromptImages:
         offsets = np.zeros(len(self.numbers), np.int32)
         offsets[self.numbers > 0] = np.concatenate([np.arange(count) for count in counts])
         return offsets
+
+    def texts(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens of text among these."""
+        return np.asarray(tokens, np.int64)[self.padded(len(tokens)) == 0].tolist()
+
+    def check(self, num_tokens: int, model_type: str, patch: int, merge: int) -> None:
+        """ValueError for images that a prompt of so many tokens cannot have, or a model of these sizes cannot read."""
+        settings = self.policy.settings
+        if (self.policy.model_type, settings.patch, settings.merge) != (model_type, patch, merge):
+            raise ValueError(
+                f"images: made for {self.policy.model_type} with patches of {settings.patch} pixels; the model is "
+                f"{model_type} with patches of {patch}; use its own tokenizer"
+            )
+        numbers = self.padded(num_tokens)
+        if numbers[-1]:
+            raise ValueError("images: the prompt ends in a picture; text must follow, such as the beginning of a turn")
+        assert self.offsets.shape == self.numbers.shape
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from posttrain.data.pictures import Picture
     from posttrain.data.prompt_images import PromptImage
 
+MEDIA = ("<|video_pad|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
+"""Tokens of other media than images, where a vocabulary has them."""
 CONTEXT_TOKENS = 4
 """Tokens before others that decide how these are decoded: one for the space between words, three for the bytes of a
 character."""
@@ -204,6 +206,12 @@ class Tokenizer:
     def image_ids(self) -> list[int]:
         """Special tokens of and around images, which never have loss."""
         return list(self.hf.convert_tokens_to_ids(list(self.images.family.layout.texts)))
+
+    @property
+    def unsampled_ids(self) -> tuple[int, ...]:
+        """Special tokens of and around images, and of other media, which a sample never has."""
+        vocabulary = self.hf.get_vocab()
+        return tuple(sorted({*self.image_ids, *(vocabulary[text] for text in MEDIA if text in vocabulary)}))
 
     @cached_property
     def image_id(self) -> int:

@@ -385,6 +385,16 @@ class ModelConfig:
         return tuple(block for stage in self.stages for _ in range(stage.repeats) for block in stage.blocks)
 
     @property
+    def turns_by_axes(self) -> bool:
+        """True for multimodal RoPE."""
+        return any(block.attention.rope is not None and bool(block.attention.rope.axes) for block in self.blocks)
+
+    @property
+    def sees_ahead(self) -> bool:
+        """True if tokens of an image see those behind them, so that it must be read at once."""
+        return any(isinstance(c := block.attention, AttentionConfig) and c.image_ahead > 0 for block in self.blocks)
+
+    @property
     def mixtures(self) -> tuple[MoEConfig, ...]:
         """Configuration of each MoE layer, in order."""
         return tuple(block.mlp for block in self.blocks if isinstance(block.mlp, MoEConfig))

@@ -48,7 +48,7 @@ from posttrain.models.forward_state import Context, ForwardState, LayerIndex, Ro
 from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm, ScalarHead
 from posttrain.models.moe import Experts, ExpertStack, MoE
 from posttrain.models.rope import Tables, rope_tables
-from posttrain.models.vision.tower import ImageInputs, Tower
+from posttrain.models.vision.tower import ImageInputs, PlacedImages, Tower
 
 SPLIT_LAYERS = {"cpu": 32, "gpu": 64}
 """Maximum depth up to which decoding unrolls the layers, by platform: a scan there copies weights at every token, on a
@@ -275,13 +275,16 @@ class Decoder(nnx.Module):
         noise: Float[Array, "B T D"] | None = None,
         parents: Int[Array, "B T"] | None = None,
         images: ImageInputs | None = None,
+        placed: PlacedImages | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None]:
         """Forward pass that also returns the MoE routing (None: the model has no MoE layer).
 
         `experts`: routing to replay, such as the sampler's; the router chooses where negative. `noise` is added to the
-        token embeddings. `parents`: as in `Batch`; not with a cache. `images`: in rows without a cache.
+        token embeddings. `parents`: as in `Batch`; not with a cache. `images`: with patches in rows without a cache
+        only. `placed`: images that the tower has encoded before.
         """
-        return self._forward(tokens, positions, segments, cache, None, experts, noise, parents, images, False)[:3]
+        inputs = (tokens, positions, segments, cache, None, experts, noise, parents, images, False, placed)
+        return self._forward(*inputs)[:3]
 
     def images_of(self, batch: Batch) -> ImageInputs | None:
         """Images of a batch; None for text. Raises ConfigError for arrays that do not fit the model."""
@@ -318,10 +321,12 @@ class Decoder(nnx.Module):
         parents: Int[Array, "B T"] | None,
         images: ImageInputs | None,
         largest: bool,
+        placed: PlacedImages | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None, Features, LargestLogits]:
         assert cache is None or parents is None, "a cache row holds one sequence; parents need packed rows"
-        assert cache is None or images is None, "images need rows without a cache"
-        placed = None if self.tower is None or images is None else self.tower(images, self.compute)
+        assert cache is None or images is None or images.patches is None, "patches need rows without a cache"
+        if placed is None and self.tower is not None and images is not None:
+            placed = self.tower(images, self.compute)
         if placed is not None:
             tokens = placed.without_images(tokens)
         x = self.embed(tokens, self.compute.dtype, self.compute.mesh)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
@@ -130,7 +131,10 @@ def attend(
         return _attend_to_pages(q, stored, state, sinks, variant)
     # With a cache use "auto": few kernels support one.
     whole = state.cache is None or state.fresh
-    images = context.placed.images if image_ahead and context.placed is not None else None
+    images = None
+    if image_ahead and context.placed is not None:
+        own = context.placed.images
+        images = own, own if whole else _by_position(own, context, stored.keys.shape[2])
     attended = attention(
         q,
         stored.keys,
@@ -146,12 +150,21 @@ def attend(
         sinks=sinks,
         kernel=context.compute.attention if whole else "auto",
         mesh=context.compute.mesh,
-        images=None if images is None else (images, images),
+        images=images,
         ahead=image_ahead,
         largest=context.largest,
     )
     state.largest = attended.largest
     return attended.heads
+
+
+def _by_position(images: Int[Array, "B T"], context: Context, width: int) -> Int[Array, "B S"]:
+    """Image of each stored key: an image that is read now is read whole, and of others no query is left."""
+
+    def row(images: Array, places: Array) -> Array:
+        return jnp.zeros(width, images.dtype).at[places].set(images, mode="drop")
+
+    return jax.vmap(row)(images, jnp.where(context.segments > 0, context.positions, width))
 
 
 def store_keys(

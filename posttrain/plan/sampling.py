@@ -33,6 +33,7 @@ from posttrain.plan.report import (
 )
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
+from posttrain.rollout.decoding import DecodeRows
 from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.programs import Expected, PromptPieces
 from posttrain.rollout.runner import Runner
@@ -88,7 +89,7 @@ class RolloutShapes:
         prompts = [call for call in calls if isinstance(call, PromptPieces) and call.context is None]
         self.prompts = max(prompts, key=lambda call: call.tokens.size)
         """Inputs of the largest prefill call of whole prompts."""
-        plain = (call for call in calls if not isinstance(call, PromptPieces | SpeculativeRows))
+        plain = (call for call in calls if isinstance(call, DecodeRows))
         self.rows = max(plain, key=lambda call: call.context.size)
         """Inputs of the decode call with all slots and the widest table."""
         drafted = (call for call in calls if isinstance(call, SpeculativeRows))

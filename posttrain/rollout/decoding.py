@@ -15,6 +15,7 @@ from posttrain.models.adapter import choose_slots
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.forward_state import Routing
+from posttrain.models.vision.tower import ImageInputs
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Drawn, Sampling, Tally, TopLogps, sample, top_width
@@ -40,6 +41,14 @@ class DecodeRows:
     """-1 where there are fewer than E."""
     adapters: Int[Array, " R"] | None
     """See `PromptPieces`."""
+    rope_deltas: Int[Array, " R"] | None = None
+    """Number added to positions for multimodal RoPE; None where no row has images."""
+
+    def turned(self, positions: Int[Array, "R T"]) -> ImageInputs | None:
+        """Multimodal RoPE of text at these positions behind images; None without."""
+        if self.rope_deltas is None:
+            return None
+        return ImageInputs.turned(jnp.repeat((positions + self.rope_deltas[:, None])[..., None], 3, axis=-1))
 
 
 @pytree
@@ -135,7 +144,8 @@ def decode(
 
     def body(carry: tuple[Array, Any, Progress]) -> tuple[Array, Any, Progress]:
         step, near, now = carry
-        hidden, near, routing = model.forward(now.tokens[:, None], now.positions[:, None], ones, near)
+        places = now.positions[:, None]
+        hidden, near, routing = model.forward(now.tokens[:, None], places, ones, near, images=rows.turned(places))
         logits = by_rows_and_vocab(model.logits(hidden)[:, 0], mesh)
         drawn = draw(logits, now.positions + 1, rows.sampling, now.tally)
         experts = recorded(routing)[:, 0] if record else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from posttrain.rollout.sampling import TopLogps
 from posttrain.rollout.scheduler import PromptPiece, Row
 from posttrain.rollout.speculative import SpeculativeRows
 from posttrain.rollout.types import Decode, StopReason, TokenLogp, first_completed
+from posttrain.rollout.vision import Encoded, PicturedPiece, prompt_features
+from posttrain.tree import replace
 
 LENGTH_MEMORY = 0.9
 """Weight of earlier dispatches in the measured seconds, for each later one."""
@@ -30,6 +32,16 @@ class PromptCall:
     prompts: PromptPieces
     pieces: dict[int, PromptPiece]
     """By row of the call."""
+    images: Mapping[int, PicturedPiece] = field(default_factory=dict)
+    """Pieces whose images the call reads, by row."""
+
+    def with_features(self, loaded: Loaded, found: Mapping[bytes, Encoded]) -> PromptPieces:
+        """Inputs with the features of their images."""
+        if not self.images:
+            return self.prompts
+        rows, tokens = self.prompts.tokens.shape
+        features = prompt_features(loaded.source.model, (rows, tokens), self.images, found)
+        return replace(self.prompts, images=features)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ from posttrain.rollout.programs import Expected
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.scheduler import Counts, Plan, Scheduler
-from posttrain.rollout.types import Call, Completion, Decode, EngineFactory, NewTokens, RolloutEngine, SamplingParams
+from posttrain.rollout.types import Call, Completion, Decode, NewTokens, SamplingParams
+from posttrain.rollout.vision import IMAGE_CACHE_MIB, check_images, image_options
 from posttrain.runtime.profiler import span
 from posttrain.runtime.xla import trim_host_memory
 from posttrain.tracking.console import progress_bar
@@ -75,12 +76,12 @@ class NativeEngine:
         adapters: AdapterSlots | None = None,
         cache_dtype: CacheDtype = "compute",
         speculation: Speculation | None = None,
+        image_cache_mib: int = IMAGE_CACHE_MIB,
     ):
         _check_sizes(model, slots=slots, max_length=max_length, decode_steps=decode_steps)
         if record_routing:
             check_recording(model.config)
-        self.max_length = max_length
-        self.decode_steps = decode_steps
+        self.max_length, self.decode_steps = max_length, decode_steps
         self._decode_text = tokenizer_decode
         self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, model.config.vocab_size)
         if merge_lora and not any(ADAPTER in path for path in ModelWeights(model).dims()):
@@ -100,6 +101,7 @@ class NativeEngine:
             adapters=adapters is not None,
             kind=cache_dtype,
             speculation=speculation,
+            **image_options(model.config, tokenizer, image_cache_mib),
         )
         shapes = self._runner.shapes
         self.slots = shapes.slots * shapes.lanes
@@ -116,8 +118,7 @@ class NativeEngine:
         self._driver: asyncio.Task[None] | None = None
         # One for good: each thread allocates from memory of its own, and what a program has freed serves no other.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
-        self._paused = False
-        self._closed = False
+        self._paused = self._closed = False
 
     @classmethod
     def of(
@@ -139,6 +140,7 @@ class NativeEngine:
             speculation=Speculation.of(section.speculative, model, tokenizer),
             tensor=section.tensor,
             cache_dtype=section.cache_dtype,
+            image_cache_mib=section.image_cache_mib,
         )
 
     def step(self) -> bool:
@@ -187,13 +189,21 @@ class NativeEngine:
         `partial`'s with the first; it must not raise.
         """
         self._check_loop()
+        if images is not None:
+            await asyncio.gather(*map(asyncio.wrap_future, self._runner.images.load(images)))
         request = self._submit(Call(prompt, params, partial, images))
         request.on_tokens = on_tokens
         self._start_driver()
         return await asyncio.wrap_future(request.future)
 
-    def generate_all(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+    def generate_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        images: Sequence[PromptImages | None] | None = None,
+    ) -> list[Completion]:
         """A completion of each prompt, without asyncio: also where an event loop already runs, as in a notebook.
+        `images`: pictures of each prompt.
 
         RuntimeError while `generate` is at work, and while the engine is paused.
         """
@@ -203,7 +213,10 @@ class NativeEngine:
             raise RuntimeError("generate_all: the engine is paused; call resume() first")
         requests: list[Request] = []
         try:
-            requests.extend(self._submit(Call(*pair)) for pair in zip(prompts, params, strict=True))
+            of_each = [None] * len(prompts) if images is None else images
+            self._runner.images.load_all(of_each)
+            calls = zip(prompts, params, of_each, strict=True)
+            requests.extend(self._submit(Call(*call[:2], images=call[2])) for call in calls)
             while self.step():
                 pass
         except BaseException:
@@ -226,6 +239,8 @@ class NativeEngine:
             self._loaded = replace(self._loaded, arrays={})
         self._loaded = Loaded.of(*self._weights_of(model), version, self._placement)
         self._scheduler.forget()
+        if model.config.vision is not None and model.config.vision.trained:
+            self._runner.images.forget_features()
 
     def load_adapter(
         self, name: str, adapter: str | Path | SlotArrays, *, text_name: Callable[[str], str | None] | None = None
@@ -329,7 +344,7 @@ class NativeEngine:
         """Since the last call, but for the number of programs; blocks as a share of all that there are. A late
         compilation is one while samples waited for it: none after `warm_up`. `copy_mib`: weights of its own over all
         devices; `layout_mib`: those that a device holds in another layout while samples run. With drafts see
-        `Drafter.metrics`."""
+        `Drafter.metrics`, with images `ImageCache.metrics`."""
         counts, drafts = self.take_counts()
         (late, compile_s), programs = self._compilations, self.programs
         self._compilations = programs.num_late, programs.compile_s
@@ -342,7 +357,7 @@ class NativeEngine:
             "rollout/late_compilations": float(programs.num_late - late),
             "rollout/layout_mib": programs.layout_bytes / 2**20,
             "rollout/copy_mib": self._copies.own_bytes / 2**20 if self._copies is not None else 0.0,
-        } | {**self._runner.draft_metrics(drafts), **self._runner.take_seconds()}
+        } | {**self._runner.draft_metrics(drafts), **self._runner.images.metrics(), **self._runner.take_seconds()}
 
     def take_counts(self) -> tuple[Counts, DraftTotals]:
         """Counters of prompts, shared prefixes, preemptions and drafts since the last call, or that of `metrics`."""
@@ -363,7 +378,12 @@ class NativeEngine:
     def under_way(self) -> list[Call]:
         """All requests, running or waiting, with what is sampled of them, which `generate` can continue (`partial`)."""
         return [
-            Call(request.prompt, request.params, request.completion("abort") if request.started else None)
+            Call(
+                request.prompt,
+                request.params,
+                request.completion("abort") if request.started else None,
+                request.images,
+            )
             for request in self._scheduler.requests()
         ]
 
@@ -393,13 +413,14 @@ class NativeEngine:
             raise RuntimeError("the engine is closed")
         if len(prompt) == 0:
             raise ValueError("generate: the prompt is empty; it needs at least one token, for instance BOS")
-        vocab_size = self._loaded.source.model.config.vocab_size
+        config = self._loaded.source.model.config
+        vocab_size = config.vocab_size
         params.check_vocabulary(vocab_size)
-        if images is not None:
-            raise ConfigError("generate: the prompt has pictures, and the model is loaded without a vision tower")
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
+        whole = () if images is None else check_images(config, prompt, images, drafts=self._runner.has_draft_model)
+        text = prompt if images is None else images.texts(prompt)
+        if min(text) < 0 or max(text) >= vocab_size:
             raise ValueError(
-                f"generate: the prompt's token ids go from {min(prompt)} to {max(prompt)}; "
+                f"generate: the prompt's token ids go from {min(text)} to {max(text)}; "
                 f"the model's go from 0 to {vocab_size - 1}"
             )
         if len(prompt) + params.max_tokens > self.max_length:
@@ -412,7 +433,9 @@ class NativeEngine:
             raise ValueError(f"generate: stop={params.stop!r} needs an engine with tokenizer_decode")
         adapter = None if params.adapter is None else self._with_adapters.of(params.adapter)
         constraint = self._constraint(prompt, params)
-        request = Request(prompt=tuple(prompt), params=params, constraint=constraint, adapter=adapter)
+        request = Request(
+            prompt=tuple(prompt), params=params, constraint=constraint, adapter=adapter, images=images, whole=whole
+        )
         if partial is not None:
             request.resume(partial)
         self._scheduler.submit(request)
@@ -467,21 +490,3 @@ def _check_sizes(model: Decoder, *, slots: int, max_length: int, decode_steps: i
         raise ValueError(
             f"rollout: max_length={max_length} must not exceed the model's max_positions={model.config.max_positions}"
         )
-
-
-def make_engine(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    section: RolloutSection,
-    factory: EngineFactory | None,
-    *,
-    slots: int,
-    max_length: int,
-) -> RolloutEngine:
-    """Make the rollout engine by a factory; None: the built-in one. `slots`: its default."""
-    if factory is None:
-        return NativeEngine.of(model, tokenizer, section, slots=slots, max_length=max_length)
-    engine = factory(model, tokenizer, section)
-    if not isinstance(engine, RolloutEngine):
-        raise ConfigError(f"rollout.engine: {section.engine} made a {type(engine).__name__}, no RolloutEngine")
-    return engine

@@ -22,6 +22,7 @@ from posttrain.mesh import by_rows, devices_of, mesh_of_arrays
 from posttrain.models.adapter import choose_slots
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.decoder import Decoder
+from posttrain.models.vision.tower import ImageInputs
 from posttrain.rollout.blocks import BLOCK, blocks_for
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, DecodeWeightsCache, Loaded
 from posttrain.rollout.decoding import DecodedTokens, DecodeRows, decode, recorded
@@ -30,6 +31,7 @@ from posttrain.rollout.sampling import TopLogps, score
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
 from posttrain.rollout.speculative import SpeculativeRows, speculate
 from posttrain.rollout.types import SamplingParams
+from posttrain.rollout.vision import ImageFeatures, ImagePatches, PromptFeatures, encode
 from posttrain.runtime.xla import Recent, compile_options
 from posttrain.tree import pytree, replace, static
 
@@ -53,6 +55,8 @@ class PromptPieces:
     """None where no request wants log-probabilities of its prompt."""
     adapters: Int[Array, " N"] | None
     """Adapter slot of each row; -1: none. None in an engine without adapters."""
+    images: PromptFeatures | None = None
+    """None where no piece has images, nor stands behind some that its positions depend on."""
 
 
 @pytree
@@ -93,7 +97,14 @@ def prefill(
         near = by_rows(replace(empty, kind=pool.kind), mesh, dim=1)
     else:
         near = pool.gather(prompts.context)
-    hidden, filled, routing = model.forward(prompts.tokens, positions, segments, near)
+    placed = turned = None
+    if (images := prompts.images) is not None:
+        assert model.tower is not None
+        rows_of = jnp.where(images.images > 0, offsets + 1, 0)
+        deeper = None if images.deeper is None else jnp.moveaxis(images.deeper, 1, 0)
+        placed = model.tower.placed(images.features, deeper, rows_of, images.images)
+        turned = ImageInputs.turned(images.rope_positions)
+    hidden, filled, routing = model.forward(prompts.tokens, positions, segments, near, images=turned, placed=placed)
     assert isinstance(filled, KVCache)
     logps, top = (None, None) if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored, mesh)
     beside = Prefilled(experts=recorded(routing) if record else None, logps=logps, top=top)
@@ -115,7 +126,7 @@ def _prompt_logps(
 _ENGINES = Recent[dict[Hashable, Any]](1)
 """Compiled programs of all equal engines so far."""
 
-Inputs: TypeAlias = PromptPieces | DecodeRows | SpeculativeRows
+Inputs: TypeAlias = PromptPieces | DecodeRows | SpeculativeRows | ImagePatches
 
 
 class Side(NamedTuple):
@@ -136,6 +147,7 @@ class Programs:
         self._functions: dict[type[Inputs], Callable[..., Any]] = {
             PromptPieces: _of_one(partial(prefill, record=record)),
             DecodeRows: _of_one(partial(decode, steps=steps, record=record)),
+            ImagePatches: _of_one(encode),
             SpeculativeRows: partial(speculate, length=drafts, steps=steps, record=record),
         }
         self._compiled: dict[Hashable, Any] = {}
@@ -153,6 +165,10 @@ class Programs:
     def prefill(self, loaded: Loaded, pool: Pool, prompts: PromptPieces) -> tuple[Pool, Prefilled]:
         (pool,), prefilled = self._run([Side(loaded, pool)], prompts)
         return pool, prefilled
+
+    def encode(self, loaded: Loaded, pool: Pool, images: ImagePatches) -> tuple[Pool, ImageFeatures]:
+        (pool,), found = self._run([Side(loaded, pool)], images)
+        return pool, found
 
     def decode(self, loaded: Loaded, pool: Pool, rows: DecodeRows, stop_at: np.int32) -> tuple[Pool, DecodedTokens]:
         (pool,), chunk = self._run([Side(loaded, pool)], rows, stop_at)
@@ -245,7 +261,8 @@ class Programs:
             models = tuple(model_of(own) for model_of, own in zip(models_of, weights, strict=True))
             return function(models, pools, *args, mesh=mesh)
 
-        bound.__name__ = "prefill" if isinstance(inputs, PromptPieces) else "decode"
+        reads = isinstance(inputs, PromptPieces | ImagePatches)
+        bound.__name__ = "encode" if isinstance(inputs, ImagePatches) else "prefill" if reads else "decode"
         devices = devices_of(placement)
         program = jax.jit(
             traced_for(devices, bound),
@@ -253,7 +270,7 @@ class Programs:
             out_shardings=(placed, None),
             compiler_options=compile_options(platform_of(devices)),
         )
-        return program.lower(weights, pools, inputs, *[] if isinstance(inputs, PromptPieces) else [np.int32(0)])
+        return program.lower(weights, pools, inputs, *[] if reads else [np.int32(0)])
 
 
 def _of_one(function: Callable[..., tuple[Pool, Any]]) -> Callable[..., tuple[tuple[Pool, ...], Any]]:
@@ -346,7 +363,9 @@ class Shapes:
     def prompt(self, start: int, end: int) -> PromptShape:
         """Shape of the prefill of positions `start` to `end` of a sequence."""
         length = end - start
-        tokens = next(size for size in self._prompt_sizes(later=start > 0) if size >= length)
+        # Longer than a chunk where images are that are read at once.
+        sizes = *self._prompt_sizes(later=start > 0), *length_buckets(PROMPT_CHUNK, self.longest)
+        tokens = next(size for size in sizes if size >= length)
         return PromptShape(self._prompt_rows(tokens), tokens, self._width(end) if start else 0)
 
     def decode(self, running: int, positions: int, *, tail: bool) -> DecodeShape:

@@ -12,7 +12,9 @@ import numpy as np
 from jaxtyping import Int
 
 from posttrain.data.grammar import Constraint
+from posttrain.data.prompt_images import PromptImages
 from posttrain.rollout.adapters import LoadedAdapter
+from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.types import Completion, NewTokens, SamplingParams, StopReason, TokenLogp
 
 
@@ -47,7 +49,12 @@ class Request:
     """Prompt tokens found in the prefix cache."""
     admitted: bool = False
     """True once the request has held a slot."""
+    images: PromptImages | None = None
+    """Pictures of the prompt."""
+    whole: Sequence[tuple[int, int]] = ()
+    """Places of images that must be read at once, see `ModelConfig.sees_ahead`."""
     _history: MutableSequence[int] = field(default_factory=lambda: array("i"))
+    _keys: MutableSequence[int] = field(default_factory=lambda: array("q"))
 
     def __lt__(self, other: Request) -> bool:
         return self.number < other.number
@@ -95,6 +102,32 @@ class Request:
         return self._history
 
     @property
+    def keys(self) -> Sequence[int]:
+        """Prompt and sample as the prefix cache knows them: tokens of images by their content."""
+        if self.images is None:
+            return self.history
+        if not self._keys:
+            self._keys = self.images.keys(self.prompt)
+        self._keys.extend([*self.history[len(self._keys) :]])
+        return self._keys
+
+    @property
+    def rope_delta(self) -> int:
+        """Number added to positions for multimodal RoPE."""
+        return 0 if self.images is None else self.images.rope_delta
+
+    def piece_end(self, start: int, count: int) -> int:
+        """End of a piece of prompt and sample from `start` on: at most `count` tokens later, unless an image must be
+        read at once that begins before and ends after. It is at the start of a block, or before the newest token."""
+        end = min(start + count, self.position)
+
+        def cuts(place: int) -> bool:
+            return any(first < place < last for first, last in self.whole)
+
+        places = [*range(end, start, -BLOCK), *range(end, self.position, BLOCK)] if end < self.position else []
+        return next((place for place in places if not cuts(place)), self.position)
+
+    @property
     def started(self) -> bool:
         """True once a token was sampled."""
         return bool(self.tokens)
@@ -129,6 +162,10 @@ class Request:
         """Store log-probabilities of the tokens after positions `start` and later, and the most probable tokens there;
         earlier records stay."""
         new = slice(len(self.prompt_logps) - 1 - start, len(self.prompt) - 1 - start)
+        if self.images is not None:
+            # No distribution predicts a picture.
+            of_image = self.images.padded(len(self.prompt))[start + 1 :]
+            logps = [0.0 if number else logp for logp, number in zip(logps, of_image, strict=False)]
         self.prompt_logps += logps[new]
         self.prompt_top_logps += [()] * len(logps[new]) if top is None else top[new]
 
@@ -147,6 +184,7 @@ class Request:
     def cut(self, length: int) -> None:
         """Drop the tokens after the first `length`."""
         del self.history[len(self.prompt) + length :]
+        del self._keys[len(self.prompt) + length :]
         sampled: tuple[MutableSequence[Any], ...] = (self.tokens, self.logps, self.kept_logps, self.versions)
         for values in (*sampled, self.top_logps):
             del values[length:]

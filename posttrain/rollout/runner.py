@@ -14,7 +14,6 @@ from jax import Array
 from jaxtyping import Int
 
 from posttrain.config import CacheDtype
-from posttrain.errors import ConfigError
 from posttrain.mesh import replicated
 from posttrain.models.cache import windows_of
 from posttrain.models.decoder import decoding_config
@@ -40,6 +39,7 @@ from posttrain.rollout.sampling import Sampling, Tables
 from posttrain.rollout.scheduler import Plan, PromptPiece, Row, window_of
 from posttrain.rollout.speculative import SpeculativeRows
 from posttrain.rollout.types import SamplingParams
+from posttrain.rollout.vision import Encoded, ImageCache, ImageFeatures, ImagePatches, encoded
 from posttrain.runtime.profiler import span
 
 MIN_STOP_IDS = 4
@@ -60,7 +60,10 @@ class Runner:
         kind: CacheDtype = "compute",
         drafter: Drafter | None = None,
         window: Window | None = None,
+        image_bytes: int = 0,
+        forbidden: tuple[int, ...] = (),
     ):
+        """`image_bytes`: limit of the cache of images; `forbidden`: tokens that no sample has."""
         self.shapes = shapes
         self.blocks = blocks
         self.window = window
@@ -68,6 +71,7 @@ class Runner:
         self.programs = Programs(steps=shapes.steps, record=record, drafts=0 if drafter is None else drafter.tokens)
         self._tables = Tables(vocab_size)
         self._lengths = Lengths()
+        self.images, self._forbidden = ImageCache(image_bytes), forbidden
         self._adapters = adapters
         self._kind = kind
         self._pool: Pool | None = None
@@ -91,12 +95,12 @@ class Runner:
         adapters: bool = False,
         kind: CacheDtype = "compute",
         speculation: Speculation | None = None,
+        image_bytes: int = 0,
+        forbidden: tuple[int, ...] = (),
     ) -> Runner:
         """Runner for weights that may be shapes. `slots` is rounded up to a multiple of the lanes; `cache_tokens`: see
         `NativeEngine`; `adapters`: the model has slots for them; `kind`: type of the cache. ConfigError for one that
         the layout cannot have."""
-        if loaded.source.model.config.vision is not None:
-            raise ConfigError("model.vision: the engine reads text alone; set it to none for a model that samples")
         lanes = num_lanes(loaded.placement.mesh)
         slots = lanes * -(-slots // lanes)
         blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
@@ -106,12 +110,14 @@ class Runner:
         runner = cls(
             Shapes(slots // lanes, lanes, max_length, steps),
             blocks=blocks // lanes,
-            window=window_of(widest, blocks=blocks // lanes, **sizes),
+            window=window_of(widest, blocks=blocks // lanes, whole_images=model.config.sees_ahead, **sizes),
             record=record,
             vocab_size=model.config.vocab_size,
             adapters=adapters,
             kind=kind,
             drafter=None if speculation is None else Drafter(speculation, loaded, max_length),
+            image_bytes=image_bytes,
+            forbidden=forbidden,
         )
         runner.pool_shapes(loaded)
         if runner.drafter is not None and runner.drafter.loaded is not None:
@@ -137,8 +143,9 @@ class Runner:
             decode, prefilled, chunk = dispatch.decode, [], None
             drafts = decode is not None and isinstance(decode.rows, SpeculativeRows)
             sides = self._sides(dispatch.loaded, drafts=drafts)
+            sides[0], features = self._encoded(sides[0], dispatch.prompts)
             for call in dispatch.prompts:
-                pool, beside = self.programs.prefill(*sides[0], call.prompts)
+                pool, beside = self.programs.prefill(*sides[0], call.with_features(dispatch.loaded, features))
                 sides[0] = sides[0]._replace(pool=pool)
                 prefilled.append(beside)
             for call in dispatch.drafting:
@@ -157,6 +164,21 @@ class Runner:
             seconds = time.perf_counter() - start
             self._seconds[name] += seconds
             return DispatchOutcome(**outcome, seconds=seconds if plain else None)
+
+    def _encoded(self, side: Side, calls: Sequence[PromptCall]) -> tuple[Side, dict[bytes, Encoded]]:
+        """Features of the calls' images, by the tower where they are not known."""
+        needed = [image for call in calls for piece in call.images.values() for image in piece.needed]
+        if not needed:
+            return side, {}
+        pools = [side.pool]
+
+        def run(inputs: ImagePatches) -> ImageFeatures:
+            pools[0], found = self.programs.encode(side.loaded, pools[0], inputs)
+            return jax.device_get(found)
+
+        with span("rollout/encode", images=len(needed)):
+            found = encoded(self.images, needed, self.shapes.lanes, run)
+        return side._replace(pool=pools[0]), found
 
     def _sides(self, loaded: Loaded, *, drafts: bool) -> list[Side]:
         """The model and its pool, and with `drafts` the draft model's. The pools are gone if a program fails, to which
@@ -188,6 +210,7 @@ class Runner:
 
     def close(self) -> None:
         self._closed = True
+        self.images.close()
         self.reset()
         self.programs.rest()
 
@@ -269,6 +292,10 @@ class Runner:
         return pool_shapes(config, compute.dtype, sharding, layout=layout, kind=self._kind, **blocks)
 
     @property
+    def has_draft_model(self) -> bool:
+        return self.drafter is not None and self.drafter.loaded is not None
+
+    @property
     def _tables_of_row(self) -> int:
         """Tables of blocks, see `Pool`."""
         return 1 if self.window is None else 2
@@ -303,16 +330,21 @@ class Runner:
 
     def _prompt_calls(self, pieces: Sequence[PromptPiece], *, scored: bool = True) -> Iterator[PromptCall]:
         """By level, and within it by shape, as many pieces to a call as it has rows."""
-        groups: dict[tuple[int, PromptShape], list[PromptPiece]] = {}
+        groups: dict[tuple[int, PromptShape, bool], list[PromptPiece]] = {}
         for piece in pieces:
-            groups.setdefault((piece.level, self.shapes.prompt(piece.start, piece.end)), []).append(piece)
-        for (_, shape), group in sorted(groups.items(), key=lambda item: item[0]):
+            shape = self.shapes.prompt(piece.start, piece.end)
+            groups.setdefault((piece.level, shape, piece.pictured is not None), []).append(piece)
+        for (_, shape, _), group in sorted(groups.items(), key=lambda item: item[0]):
             while group:
                 places, group = self._placed(group, shape.rows)
                 requests = [piece.row.request for piece in places.values()] if scored else []
                 params = [request.params for request in requests if request.unscored]
                 top = any(p.scores_top for p in params)
-                yield PromptCall(prompts=self._prompts(shape, places, scored=bool(params), top=top), pieces=places)
+                yield PromptCall(
+                    prompts=self._prompts(shape, places, scored=bool(params), top=top),
+                    pieces=places,
+                    images={row: own for row, piece in places.items() if (own := piece.pictured) is not None},
+                )
 
     def _placed(self, pieces: Sequence[PromptPiece], rows: int) -> tuple[dict[int, PromptPiece], list[PromptPiece]]:
         """DecodeRows of a call for as many pieces as fit into their lanes, and what is left."""
@@ -338,6 +370,10 @@ class Runner:
             history = request.history
             tokens[row, :length] = history[piece.start : piece.end]
             following[row, :length] = history[piece.start + 1 : piece.end + 1]
+            if request.images is not None:
+                # Of a picture nothing is scored, and its placeholder may be no token of the table.
+                behind = request.images.numbers[piece.start + 1 : piece.end + 1]
+                following[row, : len(behind)][behind > 0] = 0
             starts[row], lengths[row], temperature[row] = piece.start, length, request.params.temperature
             for table, (reads, writes) in enumerate(piece.tables[: self._tables_of_row]):
                 context[row, table, : len(reads)] = reads
@@ -407,7 +443,7 @@ class Runner:
         """Arrays of rows that draw up to `length` tokens, and one under a grammar."""
         lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
         requests = [places[row].request if row in places else IDLE for row in range(rows)]
-        params = [request.params for request in requests]
+        params, deltas = [request.params for request in requests], [request.rope_delta for request in requests]
         stop_ids = np.full((rows, self._stop_ids), -1, np.int32)
         width, tables = shape.width // BLOCK, self._tables_of_row
         context = np.zeros((rows, tables, width), np.int32)
@@ -446,8 +482,10 @@ class Runner:
                 max_length=self.shapes.max_length,
                 tables=self._tables,
                 allowed={row: r.constraint.allowed for row, r in enumerate(requests) if r.constraint is not None},
+                forbidden=self._forbidden,
             ),
             adapters=self._slots_of(places, rows),
+            rope_deltas=jax.device_put(np.asarray(deltas, np.int32)) if any(deltas) else None,
         )
 
     def _slots_of(self, places: Mapping[int, Row], rows: int) -> Int[Array, " N"] | None:

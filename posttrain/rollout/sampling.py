@@ -16,7 +16,8 @@ from posttrain.data.grammar import WORD, packed
 from posttrain.kernels.logits.layout import chunk_length
 from posttrain.mesh import by_rows, by_rows_and_vocab, on_each_shard
 from posttrain.rollout.types import MAX_LOGIT_BIAS, MAX_TOP_LOGPS, SamplingParams
-from posttrain.tree import pytree, replace
+from posttrain.rollout.vision import without
+from posttrain.tree import pytree, replace, static
 
 
 @pytree
@@ -185,6 +186,8 @@ class Sampling:
     min_p: Float[Array, " R"]
     processors: Processors | None
     """None where all rows are plain: another, faster program."""
+    forbidden: tuple[int, ...] = static(default=())
+    """Tokens that no row draws, such as placeholders of images."""
 
     @classmethod
     def of(
@@ -196,6 +199,7 @@ class Sampling:
         max_length: int,
         tables: Tables,
         allowed: Mapping[int, UInt32[np.ndarray, " W"]] | None = None,
+        forbidden: tuple[int, ...] = (),
     ) -> Sampling:
         """Make the arrays of each row's request. `histories`: prompt and sample, at most `max_length` tokens;
         `allowed`: by row, the tokens that a grammar allows next."""
@@ -215,6 +219,7 @@ class Sampling:
                 }
             ),
             processors=processors,
+            forbidden=forbidden,
         )
 
     @property
@@ -255,17 +260,18 @@ def sample(logits: Float[Array, "R V"], positions: Int[Array, " R"], sampling: S
     sampled = sampling.temperature > 0
     scale = jnp.where(sampled, sampling.temperature, 1.0)[:, None]
     model = _Distribution.of(logits / scale)
-    drawn_from = model if tally is None else _Distribution.of(tally.apply(logits) / scale)
+    left = without(logits, sampling.forbidden) if tally is None else tally.apply(without(logits, sampling.forbidden))
+    drawn_from = model if left is logits else _Distribution.of(left / scale)
 
     drawn, kept_logps = _draw(drawn_from, sampling, uniforms(sampling.keys, positions))
     # Few requests are greedy.
     best = jax.lax.cond(jnp.all(sampled), lambda: drawn, lambda: _largest(drawn_from.shifted))
     tokens = jnp.where(sampled, drawn, best)
     logps = model.logps(tokens)
-    if tally is None:
-        return Drawn(tokens=tokens, logps=logps, kept_logps=kept_logps, top=None)
-    kept_logps = jnp.where(sampled, logps - drawn_from.logps(tokens) + kept_logps, 0.0)
-    return Drawn(tokens=tokens, logps=logps, kept_logps=kept_logps, top=_top(model, tally.processors.top_logps))
+    if drawn_from is not model:
+        kept_logps = jnp.where(sampled, logps - drawn_from.logps(tokens) + kept_logps, 0.0)
+    top = None if tally is None else _top(model, tally.processors.top_logps)
+    return Drawn(tokens=tokens, logps=logps, kept_logps=kept_logps, top=top)
 
 
 def guess(

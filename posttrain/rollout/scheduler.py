@@ -22,9 +22,10 @@ from posttrain.rollout.blocks import (
 )
 from posttrain.rollout.request import Request
 from posttrain.rollout.types import Completion
+from posttrain.rollout.vision import PicturedPiece
 
 PROMPT_CHUNK = 512
-"""Prompt tokens that one sequence reads in one call at most."""
+"""Prompt tokens that one sequence reads in one call at most, unless images must be read at once."""
 PROMPT_TOKENS = 2048
 """Prompt tokens of one plan; the last chunk may go beyond. What decodes meanwhile waits no longer than for these."""
 MIN_SHARED = 64
@@ -83,6 +84,11 @@ class PromptPiece:
     def tables(self) -> Sequence[tuple[Sequence[int], Sequence[int | None]]]:
         """Numbers that it reads and writes, in each table of `Pool`."""
         return (self.reads, self.writes), (self.windowed_reads, self.windowed_writes)
+
+    @property
+    def pictured(self) -> PicturedPiece | None:
+        """Images that it reads, or that its positions depend on."""
+        return PicturedPiece.of(self.row.request.images, self.start, self.end)
 
     nodes: tuple[Node, ...]
     """Prefix-cache entries of the blocks from `start` on."""
@@ -232,7 +238,7 @@ class Scheduler:
             blocks.drop_source(row.chain)
             row.computed = request.position
             if blocks.has_more(row.chain, row.computed):
-                blocks.record(row.chain, request.history, row.computed, partial=False, routing=request.routing)
+                blocks.record(row.chain, request.keys, row.computed, partial=False, routing=request.routing)
 
     def release(self, row: Row) -> None:
         """Release a finished row; its full blocks stay in the prefix cache."""
@@ -379,13 +385,13 @@ class Scheduler:
     def _pieces(self, row: Row, budget: _Budget) -> Iterator[PromptPiece]:
         blocks, chain, level = self.lanes[row.lane].blocks, row.chain, 0
         while not row.ready and budget.left > 0:
-            start, end = row.computed, min(row.computed + PROMPT_CHUNK, row.prefix)
+            start, end = row.computed, row.request.piece_end(row.computed, PROMPT_CHUNK)
             first = start // BLOCK
             level = 1 + max([level, *(node.level for node in chain.nodes[:first])])
             piece = slice(first, blocks_for(end))
             blocks.widen(chain, piece.stop)
             own, own_windowed = chain.blocks[piece], chain.windowed[piece]
-            blocks.record(chain, row.request.history, end, partial=end == row.prefix, level=level)
+            blocks.record(chain, row.request.keys, end, partial=end == row.prefix, level=level)
             (_, _), (windowed, _) = chain.tables
             yield PromptPiece(
                 row=row,
@@ -406,12 +412,14 @@ def _unchanged(before: Sequence[int], after: Sequence[int]) -> tuple[int | None,
     return tuple(a if a == b else None for a, b in zip(before, after, strict=True))
 
 
-def window_of(positions: int | None, *, blocks: int, slots: int, max_length: int, steps: int) -> Window | None:
+def window_of(
+    positions: int | None, *, blocks: int, slots: int, max_length: int, steps: int, whole_images: bool = False
+) -> Window | None:
     """Blocks of their own of layers that read so many positions, in each lane with `slots` and `blocks`; None where
-    these are no more."""
+    these are no more. `whole_images`: pieces of prompts may be longer than a chunk."""
     if positions is None:
         return None
-    read = min(PROMPT_TOKENS + PROMPT_CHUNK, slots * max_length)
+    read = min(PROMPT_TOKENS + (max_length if whole_images else PROMPT_CHUNK), slots * max_length)
     own = Window(positions, window_blocks(positions, rows=slots, steps=steps, read_at_once=read))
     return own if own.blocks < blocks else None
 
@@ -425,7 +433,7 @@ def _found(blocks: BlockPool, request: Request) -> Match:
     """Match a request against the prefix cache: its whole prefix, or full blocks of at least `MIN_SHARED` tokens."""
     if request.unscored:
         return NOTHING
-    match = blocks.match(request.history, request.position, request.space)
+    match = blocks.match(request.keys, request.position, request.space)
     if match.length == request.position:
         return match
     length = BLOCK * len(match.full)

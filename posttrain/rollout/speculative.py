@@ -119,8 +119,9 @@ def speculate(
         left = jnp.minimum(rows.ends - 1 - now.positions, steps - now.chunk.counts)
         state, drafts = source.propose(rounds.state, now)
         tokens = jnp.concatenate([now.tokens[:, None], drafts.tokens], axis=1)
+        at = now.positions[:, None] + places
         hidden, cache, routing = models[0].forward(
-            tokens, now.positions[:, None] + places, jnp.ones_like(tokens), rounds.cache
+            tokens, at, jnp.ones_like(tokens), rounds.cache, images=rows.turned(at)
         )
         experts = recorded(routing) if record else None
         after, judged = judge(now, drafts, models[0].logits(hidden), experts, rows, rounds.number, steps, mesh)

@@ -16,11 +16,11 @@ from posttrain.reward.lab.report import finding_lines
 from posttrain.reward.lab.samples import describe_samples, sample_findings
 from posttrain.reward.types import Rewards
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
-from posttrain.rollout.engine import make_engine
 from posttrain.rollout.trajectory import Group
 from posttrain.runs.prepare import prepare
 from posttrain.runs.run import mesh_of
 from posttrain.runtime.event_loop import run_async
+from posttrain.stages.cluster import make_engine
 from posttrain.stages.context import RoleDevices, StageRun
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RolloutInputs

@@ -15,6 +15,7 @@ from posttrain.cluster.reference import ModelReference, Reference, ReferencePoli
 from posttrain.cluster.sync import ColocatedReplica, PerProcessReplica, Replica, ReshardedReplica, Shared
 from posttrain.config import MeshSection, OnlineSection, RLSection, RolloutSection
 from posttrain.config.algorithm import PPO
+from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.losses.value import ValueLoss
 from posttrain.mesh import make_mesh
@@ -23,10 +24,10 @@ from posttrain.models.decoder import Decoder
 from posttrain.rl.agreement import EXACT, ROUNDED, SamplerGate
 from posttrain.rl.sampler import Sampler
 from posttrain.rollout.decode_weights import best_mesh, device_memory
-from posttrain.rollout.engine import NativeEngine, make_engine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.trajectory import Example
-from posttrain.rollout.types import RolloutEngine
+from posttrain.rollout.types import EngineFactory, RolloutEngine
 from posttrain.runtime import processes
 from posttrain.stages.context import RoleDevices, StageRun
 from posttrain.stages.prompts import RolloutInputs
@@ -231,3 +232,21 @@ def forget_prompts(engine: RolloutEngine) -> None:
     change the rounding of training samples."""
     if isinstance(engine, NativeEngine):
         engine.forget_prompts()
+
+
+def make_engine(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    section: RolloutSection,
+    factory: EngineFactory | None,
+    *,
+    slots: int,
+    max_length: int,
+) -> RolloutEngine:
+    """Make the rollout engine by a factory; None: the built-in one. `slots`: its default."""
+    if factory is None:
+        return NativeEngine.of(model, tokenizer, section, slots=slots, max_length=max_length)
+    engine = factory(model, tokenizer, section)
+    if not isinstance(engine, RolloutEngine):
+        raise ConfigError(f"rollout.engine: {section.engine} made a {type(engine).__name__}, no RolloutEngine")
+    return engine

@@ -51,9 +51,8 @@ from posttrain.rl.assemble import sample_rows
 from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.sampler import Sampler, Source, collect
 from posttrain.rl.teachers import distances, merged_distances, refuse_blind, shares_of
-from posttrain.rollout.engine import make_engine
 from posttrain.runtime.event_loop import run_async
-from posttrain.stages.cluster import sampler_gate, warm_up
+from posttrain.stages.cluster import make_engine, sampler_gate, warm_up
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import EpochSource, Prepared
 from posttrain.stages.prompts import PromptInputs, check_cache, prepare_prompts

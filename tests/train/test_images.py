@@ -18,10 +18,8 @@ from posttrain.config import LoRA, MeshSection
 from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
-from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.models.vision.tower import ImageInputs
-from posttrain.rollout.engine import NativeEngine
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
@@ -158,12 +156,6 @@ def test_batches_that_do_not_fit_are_refused(
     config = config_from_hf(read_json(case.folder / "config.json"), vision=vision)
     with pytest.raises(ConfigError, match=message):
         ImageInputs.of(changed(jax.tree.map(lambda x: x[:1], batch)), config)
-
-
-def test_the_engine_refuses_a_tower(case: VisionCase) -> None:
-    model: Decoder = load_model(case.folder, vision="frozen")
-    with pytest.raises(ConfigError, match=r"model\.vision: the engine reads text alone"):
-        NativeEngine(model, slots=1, max_length=64, decode_steps=4, tokenizer_decode=None)
 
 
 def test_a_tower_is_no_parameter_of_tokens(case: VisionCase) -> None:

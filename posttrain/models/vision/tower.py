@@ -17,7 +17,7 @@ from posttrain.batch import IMAGE_ARRAYS, Batch
 from posttrain.errors import ConfigError
 from posttrain.kernels.attention.dispatch import attention
 from posttrain.models.activations import rematerialized
-from posttrain.models.config import Compute, Encoded, ModelConfig, TowerTensor, VisionConfig
+from posttrain.models.config import Compute, Encoded, Images, ModelConfig, TowerTensor, VisionConfig
 from posttrain.models.layers import Init, normal, param, rms_normed
 from posttrain.models.rope import Tables, apply_rope, default_frequencies
 from posttrain.tree import pytree
@@ -53,7 +53,7 @@ class ImageInputs:
                 f"model.vision: {config.model_type} is loaded without a vision tower, and the batch has "
                 f"{', '.join(given)}; set model.vision to frozen if the checkpoint has one, or remove the images"
             )
-        turned = any(block.attention.rope is not None and block.attention.rope.axes for block in config.blocks)
+        turned = config.turns_by_axes
         wanted = {"rope_positions": turned} | dict.fromkeys(IMAGE_ARRAYS[1:], True)
         missing = [name for name, needed in wanted.items() if needed and arrays[name] is None]
         if (arrays["patches"] is not None or set(given) - {"rope_positions"}) and missing:
@@ -67,6 +67,13 @@ class ImageInputs:
                 f"a multiple of {block} of {values} values"
             )
         return cls(**arrays)
+
+    @classmethod
+    def turned(cls, rope_positions: Int[Array, "B T 3"] | None) -> ImageInputs | None:
+        """Positions of multimodal RoPE alone; None in families that turn by plain positions."""
+        if rope_positions is None:
+            return None
+        return cls(**{**dict.fromkeys(IMAGE_ARRAYS), "rope_positions": rope_positions})
 
 
 @pytree
@@ -115,15 +122,25 @@ class Tower(nnx.Module):
         if images.patches is None:
             return None
         assert images.image_rows is not None and images.images is not None
+        encoded = self.encode(images, compute)
+        added = jnp.stack(encoded.deeper) if encoded.deeper else None
+        return self.placed(encoded.features, added, images.image_rows, images.images)
+
+    def encode(self, images: Images, compute: Compute) -> Encoded:
+        """Features of all images, see `VisionConfig.encode`."""
         params = {key: getattr(self, key)[...] for key in self.config.tensors()}
-        encoded: Encoded = self.config.encode(params, images, compute)
-        return PlacedImages(
-            features=encoded.features,
-            added=jnp.stack(encoded.deeper) if encoded.deeper else None,
-            rows=images.image_rows,
-            images=images.images,
-            fill=jnp.asarray(self.config.fill_id, jnp.int32),
-        )
+        return self.config.encode(params, images, compute)
+
+    def placed(
+        self,
+        features: Float[Array, "B N D"],
+        added: Float[Array, "K B N D"] | None,
+        rows: Int[Array, "B T"],
+        images: Int[Array, "B T"],
+    ) -> PlacedImages:
+        """Features in the places of tokens. `rows`: as `Batch.image_rows`."""
+        fill = jnp.asarray(self.config.fill_id, jnp.int32)
+        return PlacedImages(features=features, added=added, rows=rows, images=images, fill=fill)
 
 
 def table(prefix: str, shapes: Mapping[str, tuple[int, ...]], *, key: str = "") -> dict[str, TowerTensor]:

@@ -1,0 +1,348 @@
+"""Images of requests: calls of the tower, patches and features by content, and features at the tokens of prompts."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jaxtyping import Float, Int, UInt8
+
+from posttrain.data.image_rows import ALIGNED
+from posttrain.data.prompt_images import PromptImage, PromptImages
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
+from posttrain.mesh import by_rows
+from posttrain.models.config import ModelConfig
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.paged import Pool
+from posttrain.tree import pytree
+
+IMAGE_CACHE_MIB = 1024
+"""Host memory for patches and features of images by default."""
+CALL_PATCHES = 4096
+"""Patches of a row in one call of the tower, but for an image with more."""
+MAX_DECODERS = 8
+"""Threads that decode pictures."""
+
+
+@pytree
+class ImagePatches:
+    """Images of one call of the tower, beside as many rows as there are lanes; see `Batch`."""
+
+    patches: UInt8[Array, "B P C"]
+    patch_images: Int[Array, "B P"]
+    patch_places: Int[Array, "B P 2"]
+
+
+@pytree
+class ImageFeatures:
+    """Features of the images of a call: those in place of embeddings, and those that K layers add."""
+
+    features: Float[Array, "B N D"]
+    deeper: Float[Array, "K B N D"] | None
+
+
+@pytree
+class PromptFeatures:
+    """Images of `PromptPieces`, whose features stand at their tokens; 0 at those of text."""
+
+    features: Float[Array, "N T D"]
+    deeper: Float[Array, "N K T D"] | None
+    images: Int[Array, "N T"]
+    """Number of each token's image in its sequence, from 1; 0: text."""
+    rope_positions: Int[Array, "N T 3"] | None
+    """See `Batch`."""
+
+
+def encode(model: Decoder, pool: Pool, images: ImagePatches, *, mesh: Mesh | None) -> tuple[Pool, ImageFeatures]:
+    """Run images through the tower; the pool stays as it is."""
+    assert model.tower is not None
+    encoded = model.tower.encode(by_rows(images, mesh), model.compute)
+    deeper = jnp.stack(encoded.deeper) if encoded.deeper else None
+    return pool, ImageFeatures(features=encoded.features, deeper=deeper)
+
+
+class Encoded(NamedTuple):
+    """Features of an image on the host."""
+
+    features: Float[np.ndarray, "N D"]
+    deeper: Float[np.ndarray, "K N D"] | None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.features.nbytes + (0 if self.deeper is None else self.deeper.nbytes))
+
+
+class ImageCache:
+    """Patches of images until they are encoded, then features, by content in at most `limit` bytes of host memory, the
+    least recently used forgotten first. For any thread."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_bytes = 0
+        self.hits = self.encoded = 0
+        """Images that a call needed and found, and those that it had to encode, since `metrics`."""
+        self._held: OrderedDict[bytes, UInt8[np.ndarray, "P C"] | Encoded] = OrderedDict()
+        self._loading: dict[PromptImage, Future[None]] = {}
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(min(MAX_DECODERS, os.cpu_count() or 1), "images")
+
+    def load(self, images: PromptImages) -> list[Future[None]]:
+        """Decode the images whose digest is not known, each once, in other threads. The futures raise PictureError for
+        those that cannot be."""
+        with self._lock:
+            for image in images.images:
+                if not image.is_known and image not in self._loading:
+                    self._loading[image] = self._threads.submit(self._load, image)
+            return [self._loading[image] for image in images.images if image in self._loading]
+
+    def load_all(self, images: Iterable[PromptImages | None]) -> None:
+        """Wait until the digests of all images are known. PictureError for a picture that cannot be decoded."""
+        for loading in [self.load(one) for one in images if one is not None]:
+            for done in loading:
+                done.result()
+
+    def _load(self, image: PromptImage) -> None:
+        try:
+            patches = image.patches()
+            with self._lock:
+                known = image.digest in self._held
+            if not known:
+                self._put(image.digest, patches)
+        finally:
+            with self._lock:
+                self._loading.pop(image, None)
+
+    def features(self, images: Iterable[PromptImage]) -> tuple[dict[bytes, Encoded], list[PromptImage]]:
+        """Features of those images that have them, and the others, each once."""
+        found: dict[bytes, Encoded] = {}
+        missing: dict[bytes, PromptImage] = {}
+        for image in images:
+            with self._lock:
+                held = self._held.get(image.digest)
+                if isinstance(held, Encoded):
+                    self._held.move_to_end(image.digest)
+                    found[image.digest] = held
+                else:
+                    missing[image.digest] = image
+        self.hits, self.encoded = self.hits + len(found), self.encoded + len(missing)
+        return found, list(missing.values())
+
+    def patches(self, images: Sequence[PromptImage]) -> Iterator[UInt8[np.ndarray, "P C"]]:
+        """Patches of each image, decoded again where they were forgotten."""
+
+        def one(image: PromptImage) -> UInt8[np.ndarray, "P C"]:
+            with self._lock:
+                held = self._held.get(image.digest)
+            return held if isinstance(held, np.ndarray) else image.patches()
+
+        return self._threads.map(one, images)
+
+    def put(self, digest: bytes, encoded: Encoded) -> None:
+        """Keep the features of an image in place of its patches."""
+        self._put(digest, encoded)
+
+    def _put(self, digest: bytes, held: UInt8[np.ndarray, "P C"] | Encoded) -> None:
+        with self._lock:
+            self._drop(digest)
+            self._held[digest] = held
+            self.num_bytes += held.nbytes
+            while self.num_bytes > self.limit:
+                self._drop(next(iter(self._held)))
+
+    def _drop(self, digest: bytes) -> None:
+        held = self._held.pop(digest, None)
+        self.num_bytes -= 0 if held is None else held.nbytes
+
+    def forget_features(self) -> None:
+        """Drop what another tower has computed."""
+        with self._lock:
+            for digest in [digest for digest, held in self._held.items() if isinstance(held, Encoded)]:
+                self._drop(digest)
+
+    def metrics(self) -> dict[str, float]:
+        """Images that the tower encoded since the last call, and the share of those needed that were
+        there already."""
+        hits, encoded, self.hits, self.encoded = self.hits, self.encoded, 0, 0
+        if not hits + encoded:
+            return {}
+        return {"rollout/images_encoded": float(encoded), "rollout/image_hit_rate": hits / (hits + encoded)}
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Place(NamedTuple):
+    """Place of an image's features in the results of a call."""
+
+    image: PromptImage
+    row: int
+    start: int
+
+
+class TowerCall(NamedTuple):
+    inputs: ImagePatches
+    places: list[Place]
+
+    def results(self, found: ImageFeatures) -> Iterator[tuple[bytes, Encoded]]:
+        """Features of each image, from those of the call on the host."""
+        for image, row, start in self.places:
+            at = slice(start, start + image.num_tokens)
+            deeper = None if found.deeper is None else np.asarray(found.deeper[:, row, at]).copy()
+            yield image.digest, Encoded(np.asarray(found.features[row, at]).copy(), deeper)
+
+
+def tower_calls(cache: ImageCache, images: Sequence[PromptImage], rows: int) -> Iterator[TowerCall]:
+    """Calls that encode the images, as many to one as fit beside `rows` rows, the largest first."""
+    left = sorted(images, key=lambda image: -image.num_patches)
+    while left:
+        most, taken = max(CALL_PATCHES, left[0].num_patches), [0] * rows
+        chosen: list[tuple[PromptImage, int]] = []
+        rest = []
+        for image in left:
+            row = int(np.argmin(taken))
+            if taken[row] + image.num_patches <= most:
+                chosen.append((image, row))
+                taken[row] += image.num_patches
+            else:
+                rest.append(image)
+        yield _tower_call(cache, chosen, rows, max(taken))
+        left = rest
+
+
+def encoded(
+    cache: ImageCache, images: Iterable[PromptImage], rows: int, run: Callable[[ImagePatches], ImageFeatures]
+) -> dict[bytes, Encoded]:
+    """Features of images by digest, which the cache has, or `run` makes of calls beside `rows` rows."""
+    found, missing = cache.features(images)
+    for call in tower_calls(cache, missing, rows):
+        for digest, features in call.results(run(call.inputs)):
+            found[digest] = features
+            cache.put(digest, features)
+    return found
+
+
+def patches_size(images: PromptImages | PromptImage, count: int) -> int:
+    """Smallest number of patches that a call is compiled for with room for `count` of them."""
+    aligned = math.lcm(images.policy.settings.merge**2, ALIGNED)
+    return int(aligned * 2 ** math.ceil(math.log2(max(count, aligned) / aligned)))
+
+
+def _tower_call(cache: ImageCache, chosen: Sequence[tuple[PromptImage, int]], rows: int, count: int) -> TowerCall:
+    policy, size = chosen[0][0].policy, patches_size(chosen[0][0], count)
+    block = policy.settings.merge**2
+    patches = np.zeros((rows, size, 3 * policy.settings.patch**2), np.uint8)
+    numbers, positions = np.zeros((rows, size), np.int32), np.zeros((rows, size, 2), np.int32)
+    taken, places = [0] * rows, []
+    decoded = cache.patches([image for image, _ in chosen])
+    for number, ((image, row), own) in enumerate(zip(chosen, decoded, strict=True), 1):
+        at = slice(taken[row], taken[row] + image.num_patches)
+        patches[row, at], numbers[row, at] = own, number
+        positions[row, at] = policy.places(image.grid)
+        places.append(Place(image, row, taken[row] // block))
+        taken[row] = at.stop
+    arrays = {"patches": patches, "patch_images": numbers, "patch_places": positions}
+    return TowerCall(ImagePatches(**jax.device_put(arrays)), places)
+
+
+@dataclass(frozen=True)
+class PicturedPiece:
+    """Piece of a prompt with images, in which some of its tokens are."""
+
+    images: PromptImages
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, images: PromptImages | None, start: int, end: int) -> PicturedPiece | None:
+        """Piece with tokens of images, or behind some that its positions depend on; None for others."""
+        if images is None:
+            return None
+        found = cls(images, start, end)
+        return found if images.turns_by_axes or found.needed else None
+
+    @property
+    def needed(self) -> list[PromptImage]:
+        """Images of its tokens."""
+        numbers = np.unique(self.images.numbers[self.start : self.end])
+        return [self.images.images[number - 1] for number in numbers if number]
+
+
+def prompt_features(
+    model: Decoder,
+    shape: tuple[int, int],
+    pieces: Mapping[int, PicturedPiece],
+    found: Mapping[bytes, Encoded],
+) -> PromptFeatures:
+    """Features at the tokens of a call's pieces, by row of its shape."""
+    config, dtype = model.config, model.compute.dtype
+    assert config.vision is not None
+    levels, width = sum(block.deepstack for block in config.blocks), config.vision.embed_dim
+    features, images = np.zeros((*shape, width), dtype), np.zeros(shape, np.int32)
+    deeper = np.zeros((shape[0], levels, shape[1], width), dtype) if levels else None
+    rope = np.zeros((*shape, 3), np.int32) if config.turns_by_axes else None
+    for row, piece in pieces.items():
+        numbers = piece.images.numbers[piece.start : piece.end]
+        offsets = piece.images.offsets[piece.start : piece.end]
+        images[row, : len(numbers)] = numbers
+        for number in np.unique(numbers[numbers > 0]):
+            there = np.flatnonzero(numbers == number)
+            encoded = found[piece.images.images[number - 1].digest]
+            features[row, there] = encoded.features[offsets[there]]
+            if deeper is not None and encoded.deeper is not None:
+                deeper[row][:, there] = encoded.deeper[:, offsets[there]]
+        if rope is not None:
+            rope[row, : piece.end - piece.start] = piece.images.rope_positions(piece.start, piece.end)
+    arrays = {"features": features, "deeper": deeper, "images": images, "rope_positions": rope}
+    return PromptFeatures(**jax.device_put(arrays))
+
+
+def check_images(
+    config: ModelConfig, prompt: Sequence[int], images: PromptImages, *, drafts: bool
+) -> Sequence[tuple[int, int]]:
+    """Places of images that must be read at once. ConfigError or ValueError for images that the model cannot read.
+    `drafts`: it samples with a draft model."""
+    vision = config.vision
+    if vision is None:
+        raise ConfigError(
+            "generate: the prompt has pictures, and the model is loaded without its vision tower; load it with "
+            "vision=frozen"
+        )
+    if drafts:
+        raise ConfigError(
+            "generate: the prompt has pictures, which a draft model does not see; use drafts by lookup (ngram), or none"
+        )
+    images.check(len(prompt), vision.model_type, vision.patch_size, vision.merge)
+    return images.spans if config.sees_ahead else ()
+
+
+def image_options(config: ModelConfig, tokenizer: Tokenizer | None, cache_mib: int) -> dict[str, Any]:
+    """Size of the cache of images, and tokens of images, which no sample has: behind one a model would look for a
+    picture. ConfigError for a model with a tower and no tokenizer that knows them."""
+    if config.vision is None:
+        return {}
+    if tokenizer is None:
+        raise ConfigError(
+            "model.vision: the engine of a model with a tower needs its tokenizer, which knows the tokens of images"
+        )
+    return {"image_bytes": cache_mib * 2**20, "forbidden": tokenizer.unsampled_ids}
+
+
+def without(logits: Float[Array, "R V"], forbidden: tuple[int, ...]) -> Float[Array, "R V"]:
+    """Logits of the tokens that are not forbidden, -inf elsewhere."""
+    if not forbidden:
+        return logits
+    gone = np.zeros((1, logits.shape[1]), bool)
+    gone[:, list(forbidden)] = True
+    return jnp.where(gone, -jnp.inf, logits)
