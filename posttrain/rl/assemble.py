@@ -200,7 +200,8 @@ def _image_rows(samples: Sequence[Trajectory], row_tokens: int) -> ImageRows | N
     if not held:
         return None
     policy, by_key = held[0].policy, {_key(image): image for images in held for image in images.images}
-    most = bucket_sizes(policy, row_tokens * policy.settings.merge**2)[-1]
+    merge = policy.settings.merge
+    most = bucket_sizes(merge, row_tokens * merge**2)[-1]
     return ImageRows(policy, most, lambda key: by_key[key[0]].patches())
 
 
