@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
     from posttrain.errors import ConfigError as ConfigError
     from posttrain.errors import RunError as RunError
+    from posttrain.export.resize import average as average
     from posttrain.generation import complete as complete
     from posttrain.generation import generate as generate
     from posttrain.losses.pairs import Needs as Needs
@@ -132,6 +133,7 @@ _MODULES = {
     "Trainer": "posttrain.train.trainer",
     "Trajectory": "posttrain.rollout.trajectory",
     "attach": "posttrain.results.result",
+    "average": "posttrain.export.resize",
     "compare": "posttrain.results.compare",
     "complete": "posttrain.generation",
     "evaluate": "posttrain.api",

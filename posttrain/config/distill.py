@@ -147,6 +147,8 @@ class DistillSection(SequenceSection):
             )
 
     def _samples(self) -> Iterator[str]:
+        if self.on_policy and self.optimizer.ema is not None:
+            yield "optimizer.ema is for stages that do not sample: samples are those of the last weights; remove it"
         if not self.on_policy:
             if self.sampling is not None or self.rollout != RolloutSection():
                 yield "sampling and rollout need on_policy, the share of steps on the student's own samples"

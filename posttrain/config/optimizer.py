@@ -35,6 +35,17 @@ class PhaseSection(Section):
 Schedule = PhaseKind | ListOf[PhaseSection]
 
 
+class AverageSection(Section):
+    """Exponential moving average of the trained parameters: after each update decay * average + (1 - decay) * new."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Weight of the average before; it spans about 1 / (1 - decay) updates."""
+    start: NonNegativeInt = 0
+    """Updates after which it begins; up to then it is the parameters themselves."""
+    keep_last: Flag = False
+    """Save the parameters of the last update too, in `last` beside `model`, which is the average."""
+
+
 class OptimizerSection(Section):
     """Fields of every optimiser."""
 
@@ -49,6 +60,9 @@ class OptimizerSection(Section):
     qk_clip: Rate | None = None
     """Largest attention logit of a head: after an update in whose forward pass a head had a larger one, its queries and
     keys are scaled down to it. With `kind: muon` this is MuonClip, arXiv:2507.20534, whose value is 100."""
+    ema: AverageSection | None = None
+    """Exponential moving average of the weights, 4 bytes per parameter: evaluations and the saved model are its, and
+    training goes on with the weights themselves. For stages that do not sample."""
     moments: MomentType = "float32"
     """Storage of moments, of what the optimiser keeps in the shape of a matrix: with `adamw` 8, 4 or 2.1 bytes per
     parameter, with `muon` and `lion` half. `bfloat16` and `int8` (codes with a scale per block of 64) are rounded

@@ -231,6 +231,8 @@ class OnlineSection(TrainSection):
 
     def _mistakes(self) -> Iterator[str]:
         check_evaluation(self.evaluate, self.eval_dataset, self.scored, self.held_out_sampling.temperature)
+        if self.optimizer.ema is not None:
+            yield "optimizer.ema is for stages that do not sample: samples are those of the last weights; remove it"
         skips = self.sampling.skip_special_tokens
         if self.held_out_sampling.skip_special_tokens != skips:
             yield (

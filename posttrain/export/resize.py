@@ -1,12 +1,14 @@
-"""Models of another size in Hugging Face layout, pruned, upcycled or upscaled, and verified before they get names."""
+"""Models made of others in Hugging Face layout, pruned, upcycled, upscaled or averaged, and verified before they get
+names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -18,16 +20,17 @@ from posttrain.data.tokenizer_files import TOKENIZER_FILES
 from posttrain.errors import ConfigError
 from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import Reader, default_reader
-from posttrain.models.config import MoEConfig
+from posttrain.models.config import ModelConfig, MoEConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.runtime.files import check_local
 from posttrain.stages.inputs import rows_and_renderer
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import load_model
-from posttrain.weights.lora import count_parameters
+from posttrain.weights.lora import count_parameters, has_lora
 from posttrain.weights.prune import Pruning, pruned, pruned_config
 from posttrain.weights.save import save_model
+from posttrain.weights.state import ModelWeights, is_quantized
 from posttrain.weights.upcycle import Upcycling, upcycled, upcycled_config
 from posttrain.weights.upscale import upscaled_config
 
@@ -148,6 +151,61 @@ def upscale(source: str, out: Path, plan: Upscale, *, reader: Reader | None = No
     counts = " of ".join(f"{count_parameters(one).total:,}" for one in (model, plain))
     layers = " of ".join(str(one.config.num_layers) for one in (model, plain))
     return f"{model.config.model_type}: {layers} layers, {counts} parameters\n{proof}"
+
+
+def average(models: Sequence[str | Path], out: str | Path, *, reader: Reader | None = None) -> str:
+    """Write the mean of the weights of saved models of one shape, such as `model`, `best` and `last` of a stage or the
+    models of several seeds, with the tokenizer of the first; returns a description.
+
+    Sums are in float32, and the mean has the type of the first. Routers' corrections are averaged too. ConfigError for
+    adapters, whose product is not that of their means, for quantised weights, and for another family or other shapes;
+    ProofError if the written model differs; it then stays beside `out` as `.unproved`.
+    """
+    out = Path(check_local(out)).expanduser()
+    if out.exists():
+        raise ConfigError(f"average: {out} exists; give a new folder")
+    if len(models) < 2:
+        raise ConfigError(f"average: a mean needs several models, got {len(models)}")
+    folders = [find_folder(str(one)) for one in models]
+    first = _whole_model(folders[0])
+    weights = ModelWeights(first)
+    sums = {path: np.asarray(x, np.float32) for path, x in weights.read().items()}
+    for folder in folders[1:]:
+        _check_same(first.config, weights.structs(), other := _whole_model(folder), f"{folders[0]} and {folder}")
+        for path, x in ModelWeights(other).read().items():
+            sums[path] = sums[path] + np.asarray(x, np.float32)
+    types = {path: x.dtype for path, x in weights.structs().items()}
+    weights.write({path: jnp.asarray(total / len(folders), types[path]) for path, total in sums.items()})
+    tokenizer = load_tokenizer(folders[0]) if any((folders[0] / name).is_file() for name in TOKENIZER_FILES) else None
+    with proved_folder(out) as unproved:
+        save_model(first, unproved, tokenizer=tokenizer)
+        proof = prove(first, unproved, tokenizer, reader or default_reader(adapter=False))
+    return f"{first.config.model_type}: mean of {len(folders)} models\n{proof}"
+
+
+def _whole_model(folder: Path) -> Decoder:
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"average: {folder} is an adapter, and the mean of its factors is not that of their products; give models "
+            "with it merged, by posttrain export --to merged"
+        )
+    model = load_model(folder)
+    if is_quantized(model) or has_lora(model):
+        raise ConfigError(f"average: {folder} has quantised weights or an adapter; give models of plain weights")
+    return model
+
+
+def _check_same(config: ModelConfig, shapes: Mapping[str, jax.ShapeDtypeStruct], other: Decoder, names: str) -> None:
+    """Raises ConfigError if another model is not of the same family and shapes."""
+    if (kind := other.config.model_type) != config.model_type:
+        raise ConfigError(f"average: {names} are of two families, {config.model_type} and {kind}")
+    theirs = {path: x.shape for path, x in ModelWeights(other).structs().items()}
+    for path in sorted({*shapes, *theirs}):
+        ours = shapes[path].shape if path in shapes else None
+        if ours != theirs.get(path):
+            raise ConfigError(f"average: {names} differ: {path} is {ours} and {theirs.get(path)}")
+    if other.config.blocks != config.blocks:
+        raise ConfigError(f"average: {names} have the same shapes and other settings of their layers")
 
 
 def _active(model: Decoder) -> int:

@@ -97,6 +97,10 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
                 f"{name}: queries and keys of {heads:,} heads are scaled down where a logit exceeds "
                 f"{section.optimizer.qk_clip:g}"
             )
+        if (ema := section.optimizer.ema) is not None:
+            lines.append(
+                f"{name}: evaluates and saves the average of weights, decay {ema.decay:g} from update {ema.start:,}"
+            )
         if isinstance(section, OnlineSection):
             lines += describe_roles(name, section, config, prepared.files, mesh)
     return lines + prepared.notes + row_notes(config, shards)

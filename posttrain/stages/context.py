@@ -241,13 +241,16 @@ class StageRun:
             finally:
                 sinks.close()
         assert trainer.step_number == num_steps, "the body must do all steps"
-        self._finish(trainer.model, training.result)
+        if section.optimizer.ema is not None and section.optimizer.ema.keep_last:
+            save_model(trainer.model, self.folder / "last", tokenizer=self.tokenizer)
+        with trainer.averaged():
+            self._finish(trainer.model, training.result)
 
     def _best(self, section: TrainSection, held_out: HeldOut | None) -> BestModel | None:
         if held_out is None or held_out.decides is None:
             return None
-        between = 0 if section.eval_every is None else (section.steps - 1) // section.eval_every
-        return BestModel(self.folder, held_out.decides, between + 1, self.tokenizer)
+        looks = 1 if section.eval_every is None else 1 + (section.steps - 1) // section.eval_every
+        return BestModel(self.folder, held_out.decides, looks, self.tokenizer)
 
     def _recorder(self, num_steps: int) -> StepRecorder | None:
         if self.profile is None or not processes.writes():
@@ -321,18 +324,19 @@ class Training:
             # Evaluated with other weights, if the newest checkpoints were removed.
             self._stage.forget("after")
         yield from self._loop
-        self._evaluate("after", self._num_steps)
+        with self._trainer.averaged():
+            self._evaluate("after", self._num_steps)
+            if self._best is not None:
+                self._consider(self.result["after"])
+                self.result["best"] = self._best.result()
         if self._held_out is not None and self._held_out.difference is not None:
             self.result["difference"] = self._held_out.difference(self.result["before"], self.result["after"])
-        if self._best is not None:
-            self._consider(self.result["after"])
-            self.result["best"] = self._best.result()
 
     def evaluate(self) -> Mapping[str, float]:
         """Evaluate between two steps, and keep the model if it is the best so far."""
         assert self._held_out is not None
-        found = self._held_out.evaluate()
-        self._consider(found)
+        with self._trainer.averaged():
+            self._consider(found := self._held_out.evaluate())
         return self._held_out.metrics(found)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -369,8 +373,7 @@ def read_source(folder: Path) -> tuple[str | None, str | None]:
 def print_parameters(model: Decoder) -> None:
     count = count_parameters(model)
     line = f"model: {model.config.model_type}, {model.config.num_layers} layers, {count.total:,} parameters"
-    if count.trainable != count.total:
-        line += f", {count.trainable:,} trained ({count.trainable / count.total:.2%})"
+    line += f", {count.trainable:,} trained ({count.trainable / count.total:.2%})" * (count.trainable != count.total)
     console().print(f"{line}; {jax.device_count()} x {jax.devices()[0].device_kind}", highlight=False)
     if has_lora(model):
         _print_trained(parameter_rows(model))

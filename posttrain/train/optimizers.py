@@ -74,6 +74,16 @@ class OptimizerState(NamedTuple):
     """State of the transformation for all parameters, with its moments as they are stored."""
     masters: dict[str, Array]
     """float32 master weights of low-precision parameters, by path; none with stochastic rounding."""
+    average: dict[str, Array]
+    """Exponential moving average of the parameters in float32, by path; none without `Optimizer.average`."""
+
+
+class Average(NamedTuple):
+    """Exponential moving average of parameters."""
+
+    decay: float
+    start: int
+    """Updates after which it begins; up to then it is the parameters themselves."""
 
 
 class Group(NamedTuple):
@@ -82,6 +92,7 @@ class Group(NamedTuple):
     params: Weights
     inner: Any
     masters: dict[str, Array]
+    average: dict[str, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +117,7 @@ class Optimizer:
     moments: MomentType = "float32"
     stochastic_rounding: bool = False
     seed: int | None = None
+    average: Average | None = None
 
     def __post_init__(self) -> None:
         if self.rounds and self.seed is None:
@@ -121,7 +133,8 @@ class Optimizer:
         inner = jax.tree.map(jnp.asarray, self.transformation.init(full))
         self._check(inner, params)
         low = {} if self.stochastic_rounding else {path: full[path] for path, p in params.items() if is_low(p)}
-        return OptimizerState(jnp.zeros((), jnp.int32), self._empty(inner, params), low)
+        average = {} if self.average is None else full
+        return OptimizerState(jnp.zeros((), jnp.int32), self._empty(inner, params), low, average)
 
     def _check(self, inner: Any, params: Weights) -> None:
         for place in _places(inner, params):
@@ -176,10 +189,10 @@ class Optimizer:
         def one(
             group: Group, gradients: Weights, keys: dict[str, Array], factors: Mapping[str, Array] = factors
         ) -> Group:
-            new = self._updated(group, {path: prepare(g) for path, g in gradients.items()}, keys, factors)
+            new = self._updated(group, {path: prepare(g) for path, g in gradients.items()}, keys, factors, step)
             return new if usable is None else jax.tree.map(lambda n, o: jnp.where(usable, n, o), new, group)
 
-        whole = Group(params, state.inner, state.masters)
+        whole = Group(params, state.inner, state.masters, state.average)
         # Rounding takes temporaries as large as it reads.
         stacks = [path for path, g in gradients.items() if self.elementwise and self.rounds and g.ndim > 2]
         rest = [path for path in params if path not in stacks]
@@ -194,9 +207,11 @@ class Optimizer:
             )
         new = _joined(whole, parts)
         updates = step if usable is None else jnp.where(usable, step, state.updates)
-        return new.params, OptimizerState(updates, new.inner, new.masters)
+        return new.params, OptimizerState(updates, new.inner, new.masters, new.average)
 
-    def _updated(self, group: Group, gradients: Weights, keys: dict[str, Array], factors: Mapping[str, Array]) -> Group:
+    def _updated(
+        self, group: Group, gradients: Weights, keys: dict[str, Array], factors: Mapping[str, Array], step: Array
+    ) -> Group:
         full = {path: group.masters.get(path, p).astype(jnp.float32) for path, p in group.params.items()}
         values = self._values(group.inner, group.params)
         changes, inner = self.transformation.update(gradients, values, full)
@@ -210,7 +225,13 @@ class Optimizer:
             else:
                 params[path] = new[path].astype(before.dtype)
         inner = self._stored(inner, group, {path: half[0] for path, half in halves.items()})
-        return Group(params, inner, {path: new[path] for path in group.masters})
+        average = {path: self._averaged(old, new[path], step) for path, old in group.average.items()}
+        return Group(params, inner, {path: new[path] for path in group.masters}, average)
+
+    def _averaged(self, old: Array, new: Array, step: Array) -> Array:
+        assert self.average is not None
+        decay = jnp.where(step > self.average.start, jnp.float32(self.average.decay), 0.0)
+        return decay * old + (1.0 - decay) * new
 
     def _values(self, inner: Any, params: Weights) -> Any:
         """State in float32."""
@@ -312,8 +333,10 @@ def _part(whole: Group, paths: Sequence[str]) -> Group:
         return {path: node[path] for path in paths} if _is_by_path(node, whole.params) else node
 
     inner = jax.tree.map(own, whole.inner, is_leaf=lambda node: _is_by_path(node, whole.params))
-    masters = {path: whole.masters[path] for path in paths if path in whole.masters}
-    return Group({path: whole.params[path] for path in paths}, inner, masters)
+    masters, average = (
+        {path: arrays[path] for path in paths if path in arrays} for arrays in (whole.masters, whole.average)
+    )
+    return Group({path: whole.params[path] for path in paths}, inner, masters, average)
 
 
 def _joined(whole: Group, parts: Sequence[Group]) -> Group:
@@ -332,6 +355,7 @@ def _joined(whole: Group, parts: Sequence[Group]) -> Group:
         merged([part.params for part in parts], whole.params),
         inner,
         merged([part.masters for part in parts], whole.masters),
+        merged([part.average for part in parts], whole.average),
     )
 
 

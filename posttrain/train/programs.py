@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from posttrain.batch import Batch, LossOutput, ScoreLoss, ScoreStats, TokenLoss, TokenStats, rows_per_pass
+from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.losses.router import load_metrics, updated_correction
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards
@@ -109,6 +110,11 @@ class TrainPrograms:
         )
         if settings.qk_clip is not None:
             check_clip(model.config, adapter=has_lora(model))
+        if self.optimizer.average is not None and settings.correction_rate:
+            raise ConfigError(
+                "optimizer.ema averages what the optimiser updates, and router.correction_rate changes the router's "
+                "correction beside it; remove one"
+            )
         balanced = self.objective.router_loss is not None
         if balanced or settings.correction_rate:
             check_router(model.config, settings.correction_rate, adapter=has_lora(model))

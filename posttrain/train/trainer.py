@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -290,6 +291,22 @@ class Trainer:
         for name, one in self.companions.items():
             one.restore(state.get(name, {}))
         self.step_number, self.skipped_updates = step, skipped_updates
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the exponential moving average, if there is one, in the place of the trained parameters."""
+        average = self._opt_state.average
+        if not average:
+            yield
+            return
+        last = self.params
+        self._write(
+            {path: jax.device_put(x, last[path].sharding).astype(last[path].dtype) for path, x in average.items()}
+        )
+        try:
+            yield
+        finally:
+            self._write(last)
 
     def _write(self, params: Weights) -> None:
         self._projections = {path: params[path] for path in self._projections}

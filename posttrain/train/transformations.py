@@ -28,7 +28,7 @@ from posttrain.config.optimizer import KINDS, PhaseSection
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.train.muon import BLOCK, Parameter, is_array, parameters_of, scale_by_muon
-from posttrain.train.optimizers import Optimizer, decay_mask
+from posttrain.train.optimizers import Average, Optimizer, decay_mask
 from posttrain.weights.state import ModelWeights
 
 SHARED = ("learning_rate", "schedule", "warmup_steps", "weight_decay")
@@ -92,6 +92,7 @@ def make_optimizer(
         "moments": section.moments,
         "stochastic_rounding": section.stochastic_rounding,
         "seed": seed,
+        "average": None if section.ema is None else Average(section.ema.decay, section.ema.start),
     }
     if isinstance(section, UserOptimizer):
         return Optimizer(transformation=_of_user(section, num_steps), elementwise=section.elementwise, **stored)
