@@ -379,16 +379,17 @@ def upcycle(
         Literal["copy", "split"],
         typer.Option(help="copy: each expert is the dense MLP. split: top_k experts are the dense MLP together."),
     ],
-    noise: Annotated[
-        float, typer.Option(help="Noise added to each expert, in standard deviations of its weights.")
-    ] = 0.0,
+    shared: Annotated[int, typer.Option(help="Shared experts, which every token has.")] = 0,
+    dense_layers: Annotated[int, typer.Option(help="First layers that stay dense.")] = 0,
+    noise: Annotated[float, typer.Option(help="Noise of routed experts, in deviations of their weights.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Random seed of router and noise.")] = 0,
 ) -> None:
     """Convert a dense model into an equivalent MoE model, and verify it."""
     from posttrain.export.resize import upcycle as recipe
     from posttrain.weights.upcycle import Upcycling
 
-    print(recipe(source, out, Upcycling(experts=experts, top_k=top_k, mode=mode, noise=noise), seed=seed))
+    shape: dict[str, int] = {"experts": experts, "top_k": top_k, "shared": shared, "dense_layers": dense_layers}
+    print(recipe(source, out, Upcycling(mode=mode, noise=noise, **shape), seed=seed))
 
 
 @app.command()

@@ -45,14 +45,27 @@ def golden(name: str) -> tuple[Decoder, np.ndarray, np.ndarray]:
         ("mistral", replace(SPLIT, experts=4)),
         ("qwen2", COPY),
         ("qwen3", replace(SPLIT, experts=6, top_k=2)),
+        ("llama", replace(SPLIT, experts=6, top_k=3, shared=1, dense_layers=1)),
+        ("qwen2", replace(COPY, shared=3, dense_layers=1)),
+        ("qwen3", replace(COPY, shared=1)),
+        ("qwen2", replace(COPY, dense_layers=1)),
+        ("qwen3", replace(SPLIT, dense_layers=2)),
     ],
-    ids=["llama-copy", "mistral-one-group", "qwen2-copy", "qwen3-split"],
-)
+    ids=["llama-copy", "mistral-one-group", "qwen2-copy", "qwen3-split", "llama-shared-split", "qwen2-shared-copy",
+         "qwen3-shared-copy", "qwen2-dense", "qwen3-dense"],
+)  # fmt: skip
 def test_the_mixture_has_the_logits_of_the_dense_model(name: str, plan: Upcycling) -> None:
     dense, tokens, logits = golden(name)
     model = upcycled(dense, plan, seed=1)
     assert {m.num_experts for m in model.config.mixtures} == {plan.experts}
-    assert len(model.config.mixtures) == dense.config.num_layers
+    assert [isinstance(block.mlp, MLPConfig) for block in model.config.blocks[: plan.dense_layers + 1]] == [
+        *[True] * plan.dense_layers,
+        False,
+    ]
+    assert len(model.config.mixtures) == dense.config.num_layers - plan.dense_layers
+    assert {m.shared is not None for m in model.config.mixtures} == {
+        bool(plan.shared) or model.config.model_type == "qwen2_moe"
+    }
     assert_allclose(forward(model, tokens), forward(dense, tokens), atol=2e-5)
     assert_allclose(forward(model, tokens), logits, atol=2e-4)
 
@@ -103,6 +116,7 @@ def test_noise_sets_experts_apart_and_the_seed_decides() -> None:
         ({"top_k": 3, "mode": "split"}, "experts=4 must be a multiple of top_k=3"),
         ({"top_k": 1, "mode": "split"}, "top_k at least 2; change one of them, or use copy"),
         ({"noise": -1.0}, "noise=-1.0 must not be negative"),
+        ({"shared": -1}, "shared=-1 and dense_layers=0 must not be negative"),
     ],
 )
 def test_plans_that_cannot_be(fields: dict[str, Any], message: str) -> None:
@@ -120,14 +134,24 @@ def test_models_that_cannot_be_upcycled() -> None:
         upcycled_config(config("gemma2"), COPY)
     with pytest.raises(ConfigError, match="mixtral cannot express out_bias, qkv_bias of this llama"):
         upcycled_config(config("llama", attention_bias=True), COPY)
+    with pytest.raises(ConfigError, match="dense_layers=3 leaves none of the 3 layers to have experts"):
+        upcycled_config(config("qwen3"), replace(COPY, dense_layers=3))
+    with pytest.raises(ConfigError, match="no MoE family has the attention of llama, dense first layers and no shared"):
+        upcycled_config(config("llama"), replace(COPY, dense_layers=1))
+    with pytest.raises(ConfigError, match="glm4_moe cannot express window of this mistral"):
+        upcycled_config(config("mistral"), replace(COPY, shared=1))
+    with pytest.raises(ConfigError, match="top_k \\+ shared=5 must divide intermediate_size=56 of llama"):
+        upcycled_config(config("llama"), replace(SPLIT, shared=1))
     with pytest.raises(ConfigError, match="mixtral cannot express bias of this llama"):
         upcycled_config(config("llama", mlp_bias=True), COPY)
     dim = config("llama").blocks[0].mlp.dim
     with pytest.raises(ConfigError, match=f"top_k=5 must divide intermediate_size={dim} of llama"):
         upcycled_config(config("llama"), replace(SPLIT, experts=5, top_k=5))
     low = load_model(GOLDENS / "llama_bf16")
-    with pytest.raises(ConfigError, match="rounds bfloat16 ones unless it is a power of two"):
+    with pytest.raises(ConfigError, match="rounds bfloat16 ones unless top_k is a power of two"):
         upcycled(low, replace(SPLIT, experts=7, top_k=7), seed=0)
+    with pytest.raises(ConfigError, match="rounds bfloat16 ones unless shared is a power of two"):
+        upcycled(low, replace(COPY, shared=3), seed=0)
 
 
 def test_the_default_of_another_family_is_not_taken_over() -> None:
@@ -138,6 +162,16 @@ def test_the_default_of_another_family_is_not_taken_over() -> None:
     config = upcycled_config(dense, COPY)
     assert config.blocks[0].attention == dense.blocks[0].attention
     assert config.norm_eps == dense.norm_eps
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_shared_experts_and_dense_layers_in_transformers(name: str, tmp_path: Path) -> None:
+    for number, plan in enumerate(
+        (replace(COPY, shared=1), replace(SPLIT, experts=6, top_k=3, shared=1, dense_layers=2))
+    ):
+        written = upcycle(str(GOLDENS / name), tmp_path / str(number), plan, seed=1, reader="transformers")
+        assert written.model_type == "glm4_moe" and "read again with transformers" in str(written.proof)
 
 
 @pytest.mark.thorough
