@@ -198,7 +198,7 @@ class ModelSection(Section):
     vision: Vision = "none"
     """Vision tower of a multimodal checkpoint, for data with images. `none`: the text part is loaded and saved alone;
     `frozen`: the tower is loaded, computed and saved as it is; `projector`, `tower`: the projector, or both, are
-    trained beside the language model or its adapter. With `init` only `tower`; not in stages that sample."""
+    trained beside the language model or its adapter. With `init` only `tower`."""
 
     def _mistakes(self) -> Iterator[str]:
         if (self.path is None) == (self.init is None):

@@ -110,13 +110,8 @@ class RunConfig(Section):
                 "set model.dtype=bfloat16, or remove stochastic_rounding"
             )
         vision = self.model.vision
-        if vision != "none" and (
-            any(map(trains_on_samples, self.stages)) or any(isinstance(one, RewardModelSection) for one in self.stages)
-        ):
-            yield (
-                f"model.vision={vision}: the engine samples from text alone and reward models read it alone; "
-                "set it to none in a run with RL, online preference, on-policy distillation or a reward model"
-            )
+        if vision != "none" and any(isinstance(one, RewardModelSection) for one in self.stages):
+            yield f"model.vision={vision}: reward models read text alone; set it to none in a run with a reward model"
         lora = self.model.lora
         if lora is not None and lora.dropout and self.mesh.gather == "update":
             yield f"mesh.gather=update cannot be with model.lora.dropout={lora.dropout}; set one of them to its default"

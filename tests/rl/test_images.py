@@ -124,6 +124,7 @@ def test_batches_of_a_step_have_the_pictures(world: World) -> None:
     assert not text.has_images
 
 
+@pytest.mark.thorough
 def test_pairs_share_the_pictures_of_their_prompt(world: World) -> None:
     pairs = [(group[0], group[1]) for group in world.groups]
     found = []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image, ImageDraw
 
 from posttrain.data.tokenizer import load_tokenizer
@@ -113,6 +114,56 @@ def test_teachers_that_see_other_pictures_are_refused(tmp_path: Path, shared: Pa
         outcome = posttrain("check", taught(tmp_path, shared, rows, teacher, **stage))
         assert outcome.code != 0 and "row 0: the row has pictures, and teacher" in outcome.err, outcome.err
         assert reason in outcome.err
+
+
+REWARDS = '''
+def seen(completions, images, letter, log_metric):
+    """Share of the letters of the answer that name the colour in the middle of the picture."""
+    log_metric("pictures", sum(map(len, images)) / len(images))
+    middles = [pictures[0].getpixel((24, 24)) for pictures in images]
+    names = {(255, 0, 0): "R", (0, 0, 255): "B", (0, 128, 0): "G", (255, 255, 255): "W"}
+    assert [names[middle] for middle in middles] == list(letter), (middles, letter)
+    return [c.count(x) / max(len(c), 1) for c, x in zip(completions, letter)]
+'''
+
+
+def sampled_run(folder: Path, shared: Path, rows: Path, model: dict[str, Any], **stage: Any) -> Path:
+    """A stage that samples; a reward gets the pictures, and fails where they are others."""
+    file = folder / "prompts.jsonl"
+    discs = [json.loads(line) for line in rows.read_text().splitlines()][:12]
+    asked = [{"image": one["image"], "prompt": one["prompt"], "letter": one["completion"]} for one in discs]
+    file.write_text("".join(json.dumps({**one, "image": str(rows.parent / one["image"])}) + "\n" for one in asked))
+    (folder / "seen.py").write_text(REWARDS)
+    fields = {"kind": "rl", "rewards": [{"fn": f"{folder / 'seen.py'}:seen"}], "prompts_per_step": 4, "group_size": 4}
+    fields |= {"num_steps": 2, "sampling": {"max_tokens": 6}, "micro_batch_rows": 4, **stage}
+    made = run_file(folder, shared, file, {"vision": "frozen", **model}, **fields)
+    config = yaml.safe_load(made.read_text())
+    del config["stages"][0]["batch_rows"]
+    made.write_text(yaml.safe_dump(config))
+    return made
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("model", "stage"),
+    [
+        ({}, {}),
+        ({"vision": "tower"}, {"algorithm": "ppo"}),
+        ({"lora": {"rank": 2}}, {"algorithm": {"kind": "grpo", "kl_coef": 0.1}, "updates": 2}),
+        ({}, {"kind": "online_preference"}),
+        ({}, {"asynchronous": {}}),
+    ],
+    ids=["grpo", "ppo", "reference", "online", "ahead"],
+)
+def test_samples_are_of_their_pictures(
+    tmp_path: Path, shared: Path, rows: Path, model: dict[str, Any], stage: dict[str, Any]
+) -> None:
+    """The trainer scores what the engine has sampled, and rewards get the pictures of the row."""
+    outcome = posttrain("run", sampled_run(tmp_path, shared, rows, model, **stage))
+    assert outcome.code == 0, outcome.err
+    for line in lines(tmp_path / "out"):
+        assert line["images/mean_count"] == 1.0 and line["images/mean_tokens"] == 9.0
+        assert line["sampling/logp_difference/max"] < 2e-3 and line["rewards/errors"] == 0.0, line
 
 
 @pytest.mark.thorough

@@ -132,6 +132,7 @@ def test_swapped_pictures_are_another_prompt(setting: Setting) -> None:
     assert_allclose(before[4], after[4], atol=2e-4)
 
 
+@pytest.mark.thorough
 def test_answers_of_kto_keep_the_pictures_of_their_prompt(setting: Setting) -> None:
     """Of prompts that differ in their pictures alone, one is another prompt of the other."""
     labelled = [
@@ -148,6 +149,7 @@ def test_answers_of_kto_keep_the_pictures_of_their_prompt(setting: Setting) -> N
     assert_allclose(setting.logps(rows)[0][: len(first)], first, atol=2e-4)
 
 
+@pytest.mark.thorough
 def test_reference_values_are_of_their_pictures(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(setting.folder / "cache"))
     known = with_reference_of_all(setting.units(ROWS, share=True), setting.trainer, {}, setting.folder)
