@@ -57,6 +57,16 @@ class OptimizerSection(Section):
     after the other: `[{kind: constant, steps: 800}, {kind: linear, end: 0.1}]`."""
     warmup_steps: NonNegativeInt = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    clip_value: Rate | None = None
+    """Largest size of each number of the gradient, after `max_grad_norm`."""
+    clip_adaptive: Rate | None = None
+    """Largest norm of the gradient of each output of a matrix as a share of its weights' norm, after the other two:
+    adaptive gradient clipping, arXiv:2102.06171, such as 0.01."""
+    layer_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Factor of the learning rate from each layer to the one before it: the last layer, final norm and head have the
+    rate itself, embeddings and a vision tower that of a layer before the first."""
+    update_norms: Flag = False
+    """Write the norms of update and weights of each group of parameters, and whether the gradient was clipped."""
     qk_clip: Rate | None = None
     """Largest attention logit of a head: after an update in whose forward pass a head had a larger one, its queries and
     keys are scaled down to it. With `kind: muon` this is MuonClip, arXiv:2507.20534, whose value is 100."""

@@ -97,6 +97,11 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
                 f"{name}: queries and keys of {heads:,} heads are scaled down where a logit exceeds "
                 f"{section.optimizer.qk_clip:g}"
             )
+        if (decay := section.optimizer.layer_decay) is not None and model is not None:
+            lines.append(
+                f"{name}: learning rates of layers are times {decay:g} to the power of their distance from the last: "
+                f"{decay ** (model.num_layers - 1):.3g} in the first, {decay**model.num_layers:.3g} of embeddings"
+            )
         if (ema := section.optimizer.ema) is not None:
             lines.append(
                 f"{name}: evaluates and saves the average of weights, decay {ema.decay:g} from update {ema.start:,}"

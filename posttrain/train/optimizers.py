@@ -118,6 +118,8 @@ class Optimizer:
     stochastic_rounding: bool = False
     seed: int | None = None
     average: Average | None = None
+    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Group of each parameter, where norms of update and weights are metrics."""
 
     def __post_init__(self) -> None:
         if self.rounds and self.seed is None:
@@ -378,6 +380,16 @@ def global_norm(grads: Any) -> Float[Array, ""]:
     """Square root of the sum of all squares, in float32."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
+
+
+def update_metrics(before: Weights, after: Weights, labels: Mapping[str, str]) -> dict[str, Float[Array, ""]]:
+    """Norms of an update and of the weights after it, by group: `update_norm/muon`, `weight_norm/muon`."""
+    found: dict[str, Array] = {}
+    for label in sorted({labels[path] for path in after if path in labels}):
+        new = {path: x.astype(jnp.float32) for path, x in after.items() if labels.get(path) == label}
+        change = {path: x - before[path].astype(jnp.float32) for path, x in new.items()}
+        found |= {f"update_norm/{label}": global_norm(change), f"weight_norm/{label}": global_norm(new)}
+    return found
 
 
 def clipped(grads: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:

@@ -28,7 +28,7 @@ from posttrain.models.names import TOWER
 from posttrain.runtime.xla import Recent, fast_compile_options, gc_disabled
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective, TrainSettings
-from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm, parameter_of
+from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm, parameter_of, update_metrics
 from posttrain.train.qk_clip import check_clip, clip_factors, clip_metrics
 from posttrain.tree import added_up, stack_over
 from posttrain.weights.lora import has_lora
@@ -275,6 +275,9 @@ class TrainPrograms:
             for path, numbers in config.correction_paths.items():
                 changed = updated_correction(params[path], routers.load[jnp.asarray(numbers)], settings.correction_rate)
                 new_params[path] = jnp.where(usable, changed, params[path])
+        if labels := self.optimizer.labels:
+            clip |= {"grad_clipped": (norm > settings.max_grad_norm).astype(jnp.float32)}
+            clip |= update_metrics(params, new_params, labels)
         metrics: Metrics = {
             "loss": output.loss,
             **output.metrics,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jaxtyping import Float
@@ -26,11 +27,13 @@ from posttrain.config import (
 )
 from posttrain.config.optimizer import KINDS, PhaseSection
 from posttrain.errors import ConfigError
-from posttrain.models.decoder import Decoder
+from posttrain.models.decoder import Decoder, first_layers
 from posttrain.train.muon import BLOCK, Parameter, is_array, parameters_of, scale_by_muon
 from posttrain.train.optimizers import Average, Optimizer, decay_mask
 from posttrain.weights.state import ModelWeights
 
+BEFORE_LAYERS = ("embed.", "layer_inputs.", "tower.")
+"""Starts of the paths of parameters before the layers."""
 SHARED = ("learning_rate", "schedule", "warmup_steps", "weight_decay")
 """Fields that a group of any kind has from its optimiser."""
 
@@ -94,23 +97,88 @@ def make_optimizer(
         "seed": seed,
         "average": None if section.ema is None else Average(section.ema.decay, section.ema.start),
     }
+    whole = section.clip_adaptive is not None or section.layer_decay is not None
     if isinstance(section, UserOptimizer):
-        return Optimizer(transformation=_of_user(section, num_steps), elementwise=section.elementwise, **stored)
-    stored |= {"recipe": (section, num_steps), "elementwise": True}
-    if isinstance(section, AdamW | Lion) and not section.groups:
-        return Optimizer(transformation=_of_kind(section, num_steps, {}), **stored)
+        stored |= {"elementwise": section.elementwise}
+        plain = _of_user(section, num_steps)
+    else:
+        stored |= {"recipe": (section, num_steps), "elementwise": True}
+        plain = _of_kind(section, num_steps, {}) if isinstance(section, AdamW | Lion) and not section.groups else None
+    if plain is not None and not whole and not section.update_norms:
+        return Optimizer(transformation=_with_value_clipped(section, plain), **stored)
     if model is None:
-        raise ConfigError(f"optimizer: {section.kind} and groups need the parameters of a model; give `model`")
+        raise ConfigError(
+            f"optimizer: {section.kind}, groups, clip_adaptive, layer_decay and update_norms need the parameters of a "
+            "model; give `model`"
+        )
     weights = ModelWeights(model)
-    groups, parameters = groups_of(section, weights), parameters_of(weights)
+    parameters, matrixwise = parameters_of(weights), frozenset(weights.trainable() if whole else ())
+    if plain is not None:
+        labels = dict.fromkeys(weights.trainable(), str(section.kind))
+    else:
+        assert not isinstance(section, UserOptimizer)
+        groups = groups_of(section, weights)
+        labels = {path: group.name for group in groups for path in group.paths}
+        matrixwise |= {path for one in groups if isinstance(one.section, Adafactor | Muon) for path in one.paths}
+        plain = _of_groups(section, groups, num_steps, parameters)
+    made = _wrapped(section, plain, parameters, model)
+    return Optimizer(
+        transformation=made, matrixwise=matrixwise, labels=labels if section.update_norms else {}, **stored
+    )
+
+
+def _of_groups(
+    section: GroupedOptimizer, groups: Sequence[ParameterGroup], num_steps: int, parameters: Mapping[str, Parameter]
+) -> optax.GradientTransformation:
     grouping = Grouping(section, parameters)
     settings = {grouping.name(""): grouping.settings(grouping.name(""))} | {one.name: one.section for one in groups}
     parts = {name: _of_kind(of_group, num_steps, parameters) for name, of_group in settings.items()}
     transformation = next(iter(parts.values()))
     if len(parts) > 1:
         transformation = optax.partition(parts, lambda params: {path: grouping.name(path) for path in params})
-    whole = (path for one in groups if isinstance(one.section, Adafactor | Muon) for path in one.paths)
-    return Optimizer(transformation=transformation, matrixwise=frozenset(whole), **stored)
+    return transformation
+
+
+def _with_value_clipped(
+    section: OptimizerSection, transformation: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    return transformation if section.clip_value is None else optax.chain(optax.clip(section.clip_value), transformation)
+
+
+def _wrapped(
+    section: OptimizerSection,
+    transformation: optax.GradientTransformation,
+    parameters: Mapping[str, Parameter],
+    model: Decoder,
+) -> optax.GradientTransformation:
+    """Transformation with gradients clipped before it, and its updates scaled by the depth of their layer."""
+    if section.clip_adaptive is not None:
+        clip = each_of_stack(optax.adaptive_grad_clip(section.clip_adaptive), parameters)
+        transformation = optax.chain(clip, transformation)
+    if section.layer_decay is not None:
+        factors = depth_factors(model, section.layer_decay)
+
+        def scaled(updates: Any, _: Any) -> Any:
+            arrays = {path: x for path, x in updates.items() if is_array(x) and path in factors}
+            wide = {path: factors[path].reshape(-1, *[1] * (x.ndim - 1)) for path, x in arrays.items() if x.ndim}
+            return {**updates, **{path: arrays[path] * factor for path, factor in wide.items()}}
+
+        transformation = optax.chain(transformation, optax.stateless(scaled))
+    return _with_value_clipped(section, transformation)
+
+
+def depth_factors(model: Decoder, decay: float) -> dict[str, np.ndarray]:
+    """Factors of the learning rate of each parameter: of all layers of a stack [R], or one number [1]."""
+    config, firsts = model.config, first_layers(model.config)
+    factors = {}
+    for path, dims in ModelWeights(model).dims().items():
+        depth = np.asarray([-1 if path.startswith(BEFORE_LAYERS) else config.num_layers - 1])
+        if (found := re.match(BLOCK, path)) is not None and dims[:1] == ("layers",):
+            stage, block = int(found[1]), int(found[2])
+            pattern = config.stages[stage]
+            depth = int(firsts[stage].layer) + np.arange(pattern.repeats) * len(pattern.blocks) + block
+        factors[path] = (decay ** (config.num_layers - 1 - depth)).astype(np.float32)
+    return factors
 
 
 class ParameterGroup(NamedTuple):

@@ -17,7 +17,7 @@ import optax.contrib
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.config import Adafactor, AdamW, GroupedOptimizer, Lion, LoRA, MeshSection, Muon
+from posttrain.config import Adafactor, AdamW, GroupedOptimizer, Lion, LoRA, MeshSection, Muon, UserOptimizer
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import traced_for
 from posttrain.losses.sft import SFTLoss
@@ -259,3 +259,62 @@ def test_each_kind_trains_in_few_bits_and_resumes_exactly(section: Any, tmp_path
     for _ in range(8):
         last = to_host(trainer.step(rows(0)))["loss"]
     assert last < 0.95 * first
+
+
+def changed(section: Any, model: Any, paths: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Parameters, gradients, and what one update with them takes away."""
+    params = model.read(paths.__contains__)
+    made = make_optimizer(section, 3, seed=0, model=model.model)
+    given = gradients(params, 0)
+    new, _ = jax.jit(lambda g, p: made.update(g, made.init(p), p, lambda x: x, None))(given, params)
+    return params, given, {path: np.asarray(params[path]) - np.asarray(new[path]) for path in params}
+
+
+def test_gradients_are_clipped_by_value_and_by_the_weights_of_each_output() -> None:
+    """As optax's clips one matrix, of each layer and expert; norms and biases as a whole."""
+    section = UserOptimizer(fn=optax.sgd, learning_rate=1.0, clip_value=0.05, clip_adaptive=0.2)
+    stacked_dims = {Q: 1, NORM: 1, EXPERTS: 2, "final_norm.scale": 0}
+    params, given, found = changed(section, weights("mixture"), [*stacked_dims])
+    for path, stacked in stacked_dims.items():
+        p, g = (np.asarray(x[path]) for x in (params, given))
+        axis = stacked if p.ndim - stacked == 2 else -1
+        g = np.clip(g, -0.05, 0.05)
+        most = 0.2 * np.maximum(np.linalg.norm(p, axis=axis, keepdims=True), 1e-3)
+        norm = np.linalg.norm(g, axis=axis, keepdims=True)
+        assert path != Q or ((norm > most).any() and (norm < most).any())
+        assert_allclose(found[path], np.where(norm > most, g * most / np.maximum(norm, 1e-9), g), atol=1e-6)
+
+
+def test_rates_of_layers_decay_with_their_distance_from_the_last() -> None:
+    model = ModelWeights(tiny_model(num_layers=4, windows=(None, 5), tie_word_embeddings=False))
+    expected = {
+        "embed.embedding": [[1 / 16]],
+        "stages.0.blocks.0.attention.q.kernel": [[[1 / 8]], [[1 / 2]]],
+        "stages.0.blocks.1.mlp_norm.scale": [[1 / 4], [1.0]],
+        "final_norm.scale": [1.0],
+        "head.kernel": [[[1.0]]],
+    }
+    section = UserOptimizer(fn=optax.sgd, learning_rate=1.0, layer_decay=0.5)
+    _, given, found = changed(section, model, [*expected])
+    for path, factors in expected.items():
+        assert_allclose(found[path], np.asarray(factors) * np.asarray(given[path]), atol=1e-6, err_msg=path)
+
+
+@pytest.mark.thorough
+def test_norms_of_the_update_by_group_and_few_bits() -> None:
+    model = tiny_model(num_layers=2, windows=(None,), dtype=jnp.bfloat16)
+    few = {"moments": "int8", "stochastic_rounding": True, "layer_decay": 0.5, "clip_adaptive": 0.1}
+    section = Muon(learning_rate=3e-2, update_norms=True, **few)
+    before = {path: np.asarray(x, np.float32) for path, x in ModelWeights(model).read().items()}
+    settings = TrainSettings(temperature=1.0, max_grad_norm=1e-3)
+    trainer = Trainer(model, SFTLoss(), make_optimizer(section, 4, seed=1, model=model), settings)
+    metrics = to_host(trainer.step(rows(0)))
+    after = {path: np.asarray(x, np.float32) for path, x in trainer.params.items()}
+    muon = {path for group in groups_of(section, ModelWeights(model)) if group.name == "muon" for path in group.paths}
+    for label, paths in (("muon", muon), ("adamw", {*after} - muon)):
+        for name, arrays in (("weight", after), ("update", {path: after[path] - before[path] for path in after})):
+            norm = math.sqrt(sum(float(np.square(arrays[path]).sum()) for path in paths))
+            assert_allclose(metrics[f"{name}_norm/{label}"], norm, rtol=1e-3)
+    assert metrics["grad_clipped"] == 1
+    change = after[Q] - before[Q]
+    assert_allclose(np.linalg.norm(change[0]) / np.linalg.norm(change[1]), 0.5, rtol=0.1)
