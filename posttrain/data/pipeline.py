@@ -140,10 +140,18 @@ class SFTBatches(Stream):
 class Prompts(Stream):
     """Endless indices into `kept`; every epoch holds each one once, in a new order.
 
-    `kept`: numbers of the rows to train on, by default all.
+    `kept`: numbers of the rows to train on, by default all. `pictures`: those of the prompts.
     """
 
-    def __init__(self, section: DatasetSection, rows: Rows, *, seed: int, kept: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        section: DatasetSection,
+        rows: Rows,
+        *,
+        seed: int,
+        kept: Sequence[int] | None = None,
+        pictures: Sequence[Picture] = (),
+    ) -> None:
         import grain
 
         kept = range(len(rows)) if kept is None else kept
@@ -153,6 +161,9 @@ class Prompts(Stream):
             "seed": seed,
             "shuffle": section.shuffle,
         }
+        if pictures:
+            contents = [digest(pictures[number].content()) for number in picked(len(pictures))]
+            identity["pictures"] = f"{len(pictures):,}, {digest(' '.join(contents))}"
         numbers = order(len(kept), shuffle=section.shuffle, seed=seed)
         # Computing a number is cheaper than passing it between threads.
         super().__init__(

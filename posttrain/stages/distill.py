@@ -55,7 +55,7 @@ from posttrain.runtime.event_loop import run_async
 from posttrain.stages.cluster import make_engine, sampler_gate, warm_up
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import EpochSource, Prepared
-from posttrain.stages.prompts import PromptInputs, check_cache, prepare_prompts
+from posttrain.stages.prompts import PromptInputs, check_cache, pictures_of_prompts, prepare_prompts
 from posttrain.stages.sft import (
     SequenceInputs,
     describe_sequences,
@@ -314,7 +314,8 @@ class Samples:
         self._targets = targets
         self._trainer, self._engine, self._teachers = trainer, engine, teachers
         indices = [example.index for example in self._examples]
-        prompts = Prompts(section.dataset, inputs.rows, seed=stage.seed, kept=indices)
+        pictures = pictures_of_prompts(self._examples)
+        prompts = Prompts(section.dataset, inputs.rows, seed=stage.seed, kept=indices, pictures=pictures)
         self.source = Source(prompts, self._examples)
         self._sampler = Sampler(
             engine=engine,

@@ -42,7 +42,7 @@ from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.profiler import span
 from posttrain.stages.cluster import engine_metrics, forget_prompts, make_cluster, sampler_gate, warm_up
 from posttrain.stages.context import HeldOut, StageRun, Training
-from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache
+from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache, pictures_of_prompts
 from posttrain.tracking.console import console, cut, printable
 from posttrain.train.loop import crosses
 from posttrain.train.trainer import Trainer
@@ -118,7 +118,8 @@ def make_collector(rollouts: Rollouts, *, curriculum: Curriculum | None = None) 
     """Make the acting half of the stage's steps, from the first prompt on."""
     inputs, section = rollouts.inputs, rollouts.inputs.section
     indices = [example.index for example in inputs.examples]
-    prompts = Prompts(section.dataset, inputs.rows, seed=rollouts.sampler.seed, kept=indices)
+    pictures = pictures_of_prompts(inputs.examples)
+    prompts = Prompts(section.dataset, inputs.rows, seed=rollouts.sampler.seed, kept=indices, pictures=pictures)
     return RolloutCollector(
         sampler=rollouts.sampler,
         rubric=inputs.rubric,

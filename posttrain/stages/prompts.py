@@ -21,7 +21,7 @@ from posttrain.config import (
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages, row_pictures
 from posttrain.data.messages import Message, pictures_in
-from posttrain.data.pictures import Pictures
+from posttrain.data.pictures import Picture, Pictures
 from posttrain.data.sources import Rows, each_row, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import sampled_stop_notes
@@ -30,6 +30,7 @@ from posttrain.environments.conversation import Environments, tools_of
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError
 from posttrain.reward.function import missing_arguments, reward_notes
+from posttrain.reward.model import ModelReward
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import Shares
@@ -132,6 +133,7 @@ def prepare_scored(
         name = dataset.name if isinstance(dataset, HeldOutSection) else None
         eval_sets.append(EvalSet(name=name, renderer=eval_renderer, examples=held_out))
         notes += more
+    _refuse_blind_rewards(rubric, [*examples, *(example for one in eval_sets for example in one.examples)])
     conversations = None
     if isinstance(section, RLSection):
         prompts = [(renderer, examples), *((one.renderer, one.examples) for one in eval_sets)]
@@ -149,6 +151,16 @@ def prepare_scored(
         conversations=conversations,
     )
     return scored, notes
+
+
+def _refuse_blind_rewards(rubric: Rubric, examples: Sequence[Example]) -> None:
+    """ConfigError for a reward model of prompts with pictures, of which it would read the placeholders."""
+    pictured = next((example.index for example in examples if example.images is not None), None)
+    blind = next((one.function for one in rubric.rewards if isinstance(one.function, ModelReward)), None)
+    if pictured is not None and blind is not None:
+        raise ConfigError(
+            f"rewards.model: {blind.path} reads text alone, and row {pictured} has pictures; remove one of both"
+        )
 
 
 def _tools_and_schemas(section: OnlineSection) -> tuple[list[Tool], list[dict[str, Any]] | None]:
@@ -292,6 +304,11 @@ def _seen(messages: Sequence[Message], renderer: Renderer) -> dict[str, Pictures
     """Column `images` of rewards and environments, for a model that sees: the pictures of the prompt."""
     tokenizer = renderer.tokenizer
     return {"images": Pictures(pictures_in(messages))} if tokenizer.has_images and tokenizer.tower else {}
+
+
+def pictures_of_prompts(examples: Sequence[Example]) -> list[Picture]:
+    """Pictures of all prompts, in order."""
+    return [image.picture for one in examples if one.images is not None for image in one.images.images]
 
 
 def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:

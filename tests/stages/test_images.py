@@ -167,6 +167,26 @@ def test_samples_are_of_their_pictures(
 
 
 @pytest.mark.thorough
+def test_sampling_resumes_with_its_pictures(tmp_path: Path, shared: Path, rows: Path) -> None:
+    """Bit for bit; and not with another picture under the same name."""
+    ends = []
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        file = sampled_run(folder, shared, rows, {}, num_steps=6, checkpoint_every=2)
+        if name == "killed":
+            kill_at(file, folder / "out", "0-rl", 3)
+            before = (tmp_path / "1.png").read_bytes()
+            Image.new("RGB", (61, 50), "red").save(tmp_path / "1.png")
+            outcome = posttrain("run", file)
+            assert outcome.code != 0 and "cannot resume: pictures was" in outcome.err
+            (tmp_path / "1.png").write_bytes(before)
+        finish(file)
+        ends.append(weights(folder / "out", "0-rl"))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("new", [False, True])
 def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows: Path, new: bool) -> None:
     """With a tower that is trained, whose patches come anew from the files; and with one of random weights."""
