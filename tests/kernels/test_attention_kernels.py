@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 from numpy.testing import assert_allclose
 
-from posttrain.kernels.attention import fused
+from posttrain.kernels.attention import dispatch, fused
 from posttrain.kernels.attention.blockwise import blockwise
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
 from tests.kernels.attention_cases import (
@@ -239,25 +241,105 @@ def test_some_queries_of_a_row_with_all_of_its_keys(name: str) -> None:
     assert_allclose(got, IMPLEMENTATIONS["reference"](operands, case.variant).heads[:, late], atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "block"), [("blockwise", 64), ("short_rows", 128)])
-@pytest.mark.parametrize("window", often((None, 40), 40))
-def test_tokens_of_an_image_see_one_another(name: str, block: int, window: int | None) -> None:
-    """Across blocks; in a window the past of an image is cut, not its future. Gradients too."""
-    data, images = rows(lengths=((200, 150), (384,))), np.zeros((2, LENGTH), np.int32)
-    for row, number, start, size in ((0, 1, 100, 90), (0, 2, 190, 10), (0, 3, 230, 90), (1, 1, 0, 90), (1, 2, 250, 90)):
-        images[row, start : start + size] = number
-    places = MaskInputs(*[jnp.asarray(x) for x in (data.positions, data.positions, data.segments, data.segments)], None)
-    places = places._replace(q_images=jnp.asarray(images), k_images=jnp.asarray(images))
+IMAGES = ((0, 1, 100, 90), (0, 2, 190, 10), (0, 3, 230, 90), (1, 1, 0, 90), (1, 2, 250, 90))
+"""Row, number, first token and length of images."""
+
+
+def same_with_images(served: Any, images: np.ndarray, window: int | None = None, data: Rows = DATA) -> None:
+    """As the reference, with gradients."""
     variant = Variant(window=window, scale=0.3, soft_cap=None, ahead=89)
+    there = [jnp.asarray(x) for x in (data.positions, data.segments, images)]
 
     def loss(attend: Any, q: Any, k: Any, v: Any) -> Any:
+        positions, segments, numbers = there
+        places = MaskInputs(positions, positions, segments, segments, None, numbers, numbers)
         out = attend(Operands(q, k, v, places, None), variant).heads
-        return jnp.sum(jnp.where((places.q_segments > 0)[..., None, None], jnp.sin(out), 0.0))
+        return jnp.sum(jnp.where((segments > 0)[..., None, None], jnp.sin(out), 0.0))
 
-    served = partial(blockwise, same_tokens=True, block=block, short=name == "short_rows")
     value, expected = (
         jax.jit(jax.value_and_grad(partial(loss, attend), argnums=(0, 1, 2)))(*data[:3])
         for attend in (served, IMPLEMENTATIONS["reference"])
     )
     for got, want in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=True):
         assert_allclose(got, want, atol=1e-4, rtol=1e-5)
+
+
+def by_entry(operands: Operands, variant: Variant, mesh: Any = None) -> Any:
+    """Splash as the entry point makes it; images that are the segments are the same array."""
+    q, k, v, of, _ = operands
+    numbers = of.q_segments if variant.window is None and variant.ahead == LENGTH else of.q_images
+    return dispatch.attention(
+        q,
+        k,
+        v,
+        q_positions=of.q_positions,
+        k_positions=of.q_positions,
+        q_segments=of.q_segments,
+        k_segments=of.q_segments,
+        q_parents=None,
+        window=variant.window,
+        scale=variant.scale,
+        soft_cap=None,
+        sinks=None,
+        kernel="splash",
+        mesh=mesh,
+        images=(numbers, numbers),
+        ahead=variant.ahead,
+    )
+
+
+SEEING = {
+    "blockwise": partial(blockwise, same_tokens=True, block=64, short=False),
+    "short_rows": partial(blockwise, same_tokens=True, block=128, short=True),
+    "splash": by_entry,
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("window", often((None, 40), 40))
+def test_tokens_of_an_image_see_one_another(name: str, window: int | None) -> None:
+    """Across blocks; in a window the past of an image is cut, not its future. Gradients too."""
+    same_with_images(SEEING[name], numbered_images(), window)
+
+
+def numbered_images() -> np.ndarray:
+    images = np.zeros((2, LENGTH), np.int32)
+    for row, number, start, size in IMAGES:
+        images[row, start : start + size] = number
+    return images
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("context", [1, 3])
+def test_images_on_several_devices(context: int) -> None:
+    grid = np.asarray(jax.devices()[: 2 * context]).reshape(1, 2, context, 1)
+    mesh = Mesh(grid, ("data", "fsdp", "context", "tensor"), axis_types=(AxisType.Auto,) * 4)
+    same_with_images(partial(by_entry, mesh=mesh), numbered_images(), 40)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(6))
+def test_random_images_in_random_documents(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = tuple(tuple(map(int, rng.integers(40, 128, 3))) for _ in range(2))
+    images = np.zeros((2, LENGTH), np.int32)
+    for row, parts in enumerate(lengths):
+        number = start = 0
+        for length in parts:
+            first = start + int(rng.integers(0, 20))
+            while first < start + length - 2:
+                number, size = number + 1, min(int(rng.integers(1, 91)), start + length - first)
+                images[row, first : first + size] = number
+                first += size + int(rng.integers(0, 3))
+            start += length
+    window = [None, int(rng.integers(1, 200))][seed % 2]
+    same_with_images(by_entry, images, window, rows(lengths=lengths))
+
+
+def test_patches_of_an_image_see_one_another() -> None:
+    """Images that are the segments: splash without order, and the reference's past and images."""
+
+    def whole(operands: Operands, variant: Variant) -> Any:
+        return by_entry(operands, replace(variant, ahead=LENGTH))
+
+    same_with_images(whole, DATA.segments)

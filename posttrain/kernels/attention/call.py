@@ -98,6 +98,8 @@ class AttentionCall:
     """GPU compute capability, such as 9.0."""
     images: bool = False
     """Tokens of an image see one another."""
+    whole: bool = False
+    """Each image is a segment, so that all of a segment see one another."""
     largest: bool = False
     """The largest logits are returned too."""
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, get_args
 
+import jax
+import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
@@ -15,6 +19,7 @@ from posttrain.config import AttentionKernel
 from posttrain.errors import ConfigError
 from posttrain.kernels.attention.blockwise import block_size, blockwise, even_block
 from posttrain.kernels.attention.call import (
+    SAVED,
     Attended,
     AttentionCall,
     MaskInputs,
@@ -27,7 +32,9 @@ from posttrain.kernels.attention.call import (
     with_folded_queries,
 )
 from posttrain.kernels.attention.fused import (
+    QKV,
     SPLASH_LANES,
+    SegmentIds,
     cudnn,
     cudnn_packs,
     cudnn_refusal,
@@ -44,6 +51,7 @@ from posttrain.kernels.platform import compute_capability, installed, log_choice
 from posttrain.mesh import head_shards, row_shards, token_shards
 
 Kernel: TypeAlias = Callable[[Operands], Attended]
+Kernels: TypeAlias = tuple[splash_attention_kernel.SplashAttentionKernel, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +80,7 @@ class Support:
 SUPPORT: Mapping[str, Support] = {
     "reference": Support(parents=True, images=True, largest=True, other=lambda _: None),
     "blockwise": Support(parents=True, images=True, largest=True, other=lambda _: None),
-    "splash": Support(parents=False, images=False, largest=True, other=splash_refusal),
+    "splash": Support(parents=False, images=True, largest=True, other=splash_refusal),
     "tokamax": Support(parents=True, images=False, largest=False, other=tokamax_refusal),
     "cudnn": Support(parents=True, images=False, largest=False, other=cudnn_refusal),
 }
@@ -110,7 +118,7 @@ def attention(
     """softmax(scale q k) v over keys of the same segment at positions <= the query's, at most `window` of them.
 
     With `q_parents`, keys of the parent segment are visible too; with `images` of queries and keys (0: none) those of
-    the query's image too, of which at most `ahead` are ahead of it.
+    the query's image too, of which at most `ahead` are ahead of it; images that are the segments are known by identity.
 
     Logits and softmax are float32. `soft_cap` turns logits into cap tanh(logits / cap); `sinks` add one logit per head
     whose probability goes to no value. Queries of segment 0 (padding) return finite numbers. Keys have the layout [B,
@@ -141,6 +149,7 @@ def attention(
             tokamax=installed("tokamax"),
             compute_capability=compute_capability(mesh),
             images=images is not None,
+            whole=images is not None and images[0] is q_segments and images[1] is k_segments,
             largest=largest,
         ),
         token_shards(mesh),
@@ -215,8 +224,15 @@ def run_attention(name: str, operands: Operands, variant: Variant, call: Attenti
             padding, head_dim = splash_padding(call), max(call.head_dim, call.value_dim)
             sizes = call.num_keys + padding, call.num_heads // call.head_shards, head_dim
             shards, folded = call.token_shards, splash_folds(call, variant)
-            tables = make_splash(*sizes, variant, shards=shards, interpret=interpret, folded=folded)
-            served: Callable[..., Attended] = partial(splash, variant=variant, padding=padding)
+            several = call.images and not call.whole and variant.ahead > 0
+            make = partial(make_splash, *sizes, variant, shards=shards, interpret=interpret, merged=several)
+            if several:
+                both = make(sees="past"), make(sees="ahead")
+                layouts = tuple(splash_layout(kernel, mesh) for kernel in both)
+                served: Callable[..., Attended] = partial(splash_images, variant=variant, padding=padding)
+                return attend_on_devices(served, operands, call, mesh, both, layouts)
+            tables = make(folded=folded, sees="all" if call.whole else "past")
+            served = partial(splash, variant=variant, padding=padding)
             if folded:
                 served = partial(with_folded_queries, served, shards)
             return attend_on_devices(served, operands, call, mesh, tables, splash_layout(tables, mesh))
@@ -229,6 +245,54 @@ def run_attention(name: str, operands: Operands, variant: Variant, call: Attenti
                 return Attended(cudnn(given, variant, packed=packed, block=block))
 
             return attend_on_devices(fused, operands, call, mesh)
+
+
+def splash_images(operands: Operands, kernels: Kernels, *, variant: Variant, padding: int) -> Attended:
+    """`splash` with the tokens of an image seeing one another: by a kernel of the past and one of the keys ahead."""
+    length, of = operands.q.shape[1], operands.mask_inputs
+    assert of.q_images is not None and of.k_images is not None
+    q = jnp.pad(operands.q * variant.scale, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (operands.k, operands.v))
+    # Text sees nothing ahead.
+    ahead = jnp.where(of.q_images > 0, of.q_images, -1), jnp.where(of.k_images > 0, of.k_images, -2)
+    ids = tuple(
+        SegmentIds(*(jnp.pad(x, ((0, 0), (0, padding))) for x in group))
+        for group in ((of.q_segments, of.k_segments), ahead)
+    )
+    out = jax.vmap(_merged, in_axes=(None, 0, 0))(kernels, (q, k, v), ids)
+    return Attended(out.swapaxes(1, 2)[:, :length], None)
+
+
+@jax.custom_vjp
+def _merged(kernels: Kernels, qkv: QKV, ids: tuple[SegmentIds, ...]) -> Float[Array, "N T Hv"]:
+    """Attention of a row over the keys of masks that have none in common: sum_i o_i e^(l_i) / sum_i e^(l_i), with their
+    outputs o_i and log-sum-exps l_i. A query without keys in a mask has a log-sum-exp there that is next to nothing."""
+    return _merged_forward(kernels, qkv, ids)[0]
+
+
+def _merged_forward(kernels: Kernels, qkv: QKV, ids: tuple[SegmentIds, ...]) -> tuple[Array, Any]:
+    found: list[Any] = [kernel(*qkv, of) for kernel, of in zip(kernels, ids, strict=True)]
+    sums = jnp.stack([log_sum for _, (log_sum,) in found])
+    total = jax.nn.logsumexp(sums, axis=0)
+    shares = jnp.exp(sums - total[None])[..., None]
+    whole = jnp.sum(jnp.stack([out.astype(jnp.float32) for out, _ in found]) * shares, axis=0)
+    out, total = (checkpoint_name(x, SAVED) for x in (whole.astype(qkv[0].dtype), total))
+    return out, (kernels, qkv, ids, out, total)
+
+
+def _merged_backward(saved: Any, d_out: Array) -> tuple[None, QKV, None]:
+    """Sum of the gradients of the masks, in each of which a probability is that by the log-sum-exp of all."""
+    kernels, qkv, ids, out, total = saved
+    parts = []
+    for kernel, of in zip(kernels, ids, strict=True):
+        inputs = *qkv, of, None, out, total, kernel.dq_mask_info, kernel.dkv_mask_info
+        *_, dq, dk, dv, _, _ = splash_attention_kernel._splash_attention_bwd(**kernel.kwargs, res=inputs, do=d_out)
+        parts.append((dq, dk, dv))
+    dq, dk, dv = (first + second for first, second in zip(*parts, strict=True))
+    return None, (dq, dk, dv), None
+
+
+_merged.defvjp(_merged_forward, _merged_backward)
 
 
 def _reference(operands: Operands, *, variant: Variant) -> Attended:

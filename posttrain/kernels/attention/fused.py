@@ -4,7 +4,7 @@ sequences by their places, and tokamax."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +54,16 @@ Options: TypeAlias = tuple[tuple[str, Any], ...]
 Tables: TypeAlias = tuple[Any, Any, Any]
 """Masks of the forward pass and of the two backward ones."""
 QKV: TypeAlias = tuple[Array, Array, Array]
+Sees: TypeAlias = Literal["past", "ahead", "all"]
+"""Keys of a query's segment: up to its own, those of its image ahead, or all."""
 
 
 def splash_refusal(call: AttentionCall) -> str | None:
     if call.platform not in ("cpu", "tpu"):
         return f"runs on TPU (interpreted on CPU), got {call.platform}"
     refusal = call.rows_refusal()
+    if refusal is None and call.images and not call.whole and (call.sinks or call.largest):
+        refusal = f"supports no {'sinks' if call.sinks else 'largest logits'} where tokens of an image see one another"
     if refusal is None and call.token_shards > 1 and call.num_queries % SPLASH_LANES:
         shards = call.token_shards
         refusal = f"needs a row length that is a multiple of {SPLASH_LANES * shards}, got {call.num_queries * shards}"
@@ -266,7 +270,8 @@ def splash_layout(kernel: splash_attention_kernel.SplashAttentionKernel, mesh: M
 def splash_folds(call: AttentionCall, variant: Variant) -> bool:
     """True if devices exchange queries so that each has as much to compute: without a window those at the end of a row
     see the most keys."""
-    return call.token_shards > 1 and variant.window is None and call.num_queries % (2 * SPLASH_LANES) == 0
+    past = variant.window is None and not call.images
+    return call.token_shards > 1 and past and call.num_queries % (2 * SPLASH_LANES) == 0
 
 
 def make_splash(
@@ -278,23 +283,30 @@ def make_splash(
     shards: int,
     interpret: bool,
     folded: bool = False,
+    sees: Sees = "past",
+    merged: bool = False,
 ) -> splash_attention_kernel.SplashAttentionKernel:
     """The kernel of one device's heads, with tables for all queries of a padded row, which `shards` devices split;
-    `folded`: in the order of `with_folded_queries`."""
-    shape = (length, length)
-    if variant.window is None:
+    `folded`: in the order of `with_folded_queries`; `merged`: it returns log-sum-exps, with which others are merged."""
+    shape, window = (length, length), {"past": variant.window, "ahead": variant.ahead, "all": None}[sees]
+    if sees == "all":
+        mask: splash_attention_mask.Mask = splash_attention_mask.FullMask(shape)
+    elif sees == "ahead":
+        mask = splash_attention_mask.LocalMask(shape, window_size=(-1, variant.ahead), offset=0)
+    elif variant.window is None:
         causal = splash_attention_mask.CausalMask(shape)
         if folded:
             parts = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
             causal.q_sequence = parts[[n for pair in folded_parts(shards) for n in pair]].ravel()
-        mask: splash_attention_mask.Mask = causal
+        mask = causal
     else:
         mask = splash_attention_mask.LocalMask(shape, window_size=(variant.window - 1, 0), offset=0)
     return splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([mask] * num_heads),
-        block_sizes=splash_blocks(length, head_dim, variant.window, shards=shards, folded=folded),
+        block_sizes=splash_blocks(length, head_dim, window, shards=shards, folded=folded),
         attn_logits_soft_cap=variant.soft_cap,
-        residual_checkpoint_name=SAVED,
+        save_residuals=merged,
+        residual_checkpoint_name=None if merged else SAVED,
         interpret=interpret,
         head_shards=1,
         q_seq_shards=shards,
