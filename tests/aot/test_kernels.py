@@ -40,6 +40,8 @@ class Rows(NamedTuple):
     """Chips that split a row."""
     largest: bool = False
     """With the largest logits."""
+    ahead: int | None = None
+    """Greatest number of keys ahead of a query in its image; all of a segment if the row's length."""
 
 
 ROWS = {
@@ -53,6 +55,9 @@ ROWS = {
     "deepseek_v3": Rows(16, 16, 192, value_dim=128),
     "llama_1b": Rows(32, 8, 64, length=384),
     "padded": Rows(32, 8, 128, length=1000),
+    "gemma3_images": Rows(8, 4, 256, window=512, length=1024, ahead=255),
+    "siglip": Rows(16, 16, 72, ahead=4096),
+    "qwen_tower": Rows(16, 16, 80, length=1024, ahead=1024),
     "qk_clip": Rows(8, 4, 256, window=4096, soft_cap=50.0, largest=True),
 }
 
@@ -116,7 +121,8 @@ def test_attention_and_its_gradient(kind: str, name: str) -> None:
     rows, value_dim = mesh.size // case.context, case.value_dim or case.head_dim
     spec = (("data",),)
 
-    def loss(q: Any, k: Any, v: Any, positions: Any, segments: Any, sinks: Any) -> Any:
+    def loss(q: Any, k: Any, v: Any, positions: Any, segments: Any, sinks: Any, images: Any) -> Any:
+        images = segments if case.ahead == case.length else images
         out = attention(
             q,
             k,
@@ -132,6 +138,8 @@ def test_attention_and_its_gradient(kind: str, name: str) -> None:
             sinks=sinks,
             kernel="auto",
             mesh=mesh,
+            images=None if case.ahead is None else (images, images),
+            ahead=case.ahead or 0,
             largest=case.largest,
         )
         return jnp.sum(out.heads.astype(jnp.float32)), out.largest
@@ -144,13 +152,16 @@ def test_attention_and_its_gradient(kind: str, name: str) -> None:
         ids,
         ids,
         on(mesh, (case.heads,), jnp.float32) if case.sinks else None,
+        ids,
     )
     names = kernel_names(lowered.as_text())
     backward = ("splash_mha_dkv",) if case.fused else ("splash_mha_dkv", "splash_mha_dq")
     for kernel in ("splash_mha_fwd", *backward):
         assert any(name.startswith(kernel) for name in names), f"no {kernel} in {sorted(names)}"
     assert not case.largest or len(names) == 1 + len(backward), f"the largest logits come with the output: {names}"
-    lowered.compile()
+    compiled = lowered.compile()
+    if case.ahead is not None:
+        assert f"{case.length},{case.length}]" not in compiled.as_text(), "no array of all logits"
 
 
 @pytest.mark.parametrize(("kind", "name"), cases(DECODE))
