@@ -173,15 +173,19 @@ def test_a_changed_picture_is_another_dataset(setting: Setting) -> None:
 
 
 def test_a_unit_is_never_cut_inside_a_picture(setting: Setting) -> None:
-    whole: Arrays | None = setting.units([pair("0.png", rejected="N" * 90)])(0)
+    """With weight on the prompt too, so that its beginning alone could be learned from."""
+    row = {"image": "0.png", "prompt": "Which?", "completion": "The left.", "label": True}
+
+    def cut(**section: Any) -> Arrays | None:
+        return replace(setting.units([row], kind="answers", **section), weigh_prompts=True)(0)
+
+    whole = cut()
     assert whole is not None
-    shortest = int(np.flatnonzero(whole["images"])[0]) + 1
-    for tokens in (2 * shortest, 2 * shortest + 4):
-        cut = setting.units([pair("0.png", rejected="N" * 90)], row_tokens=tokens, overlong="truncate")
-        assert cut(0) is None
-    assert setting.units([pair("0.png", rejected="N" * 90)], row_tokens=len(whole["tokens"]) - 9, overlong="truncate")(
-        0
-    )
+    places = np.flatnonzero(whole["images"])
+    inside, behind = int(places[0]) + 1, int(places[-1]) + 1
+    assert cut(row_tokens=inside, overlong="truncate") is None
+    kept = cut(row_tokens=behind, overlong="truncate")
+    assert kept is not None and len(kept["tokens"]) == behind and not kept["loss_weight"][places].any()
 
 
 @pytest.mark.parametrize(
