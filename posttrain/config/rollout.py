@@ -350,3 +350,7 @@ class CriticSection(Section):
     """First batches of rollouts from which the critic learns alone (value warm-up)."""
     optimizer: Annotated[CriticOptimizer | OtherOptimizer, Field(discriminator="kind"), ANY_KIND] = CriticOptimizer()
     """Optimiser of the critic, of the kinds of the stage's; its schedule has the stage's steps."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.optimizer.ema is not None:
+            yield "optimizer.ema: a critic's values are those of its last weights; remove it"

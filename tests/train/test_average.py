@@ -12,7 +12,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import posttrain as pt
-from posttrain.config import AdamW, MeshSection
+from posttrain.config import AdamW, DistillSection, MeshSection, RLSection
 from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
@@ -77,6 +77,17 @@ def test_devices_and_few_bits(changes: dict[str, Any]) -> None:
     with several.averaged():
         assert {x.dtype for x in several.params.values()} == {jnp.dtype(jnp.bfloat16)}
         assert {path: x.sharding.spec for path, x in several.params.items()} == shardings
+
+
+def test_stages_that_sample_refuse_it() -> None:
+    ema: dict[str, Any] = {"learning_rate": 1e-3, "ema": {}}
+    with pytest.raises(ValueError, match="ema: a critic's values are those of its last weights"):
+        pt.PPO(critic={"optimizer": ema})
+    dataset, sampled = {"path": "rows.jsonl"}, {"on_policy": 1.0, "sampling": {"max_tokens": 8}}
+    with pytest.raises(ValueError, match="optimizer.ema is for stages that do not sample"):
+        RLSection(kind="rl", dataset=dataset, rewards=[{"fn": "a.py:b"}], optimizer=ema)
+    with pytest.raises(ValueError, match="optimizer.ema is for stages that do not sample"):
+        DistillSection(kind="distill", dataset=dataset, teachers=[{"path": "t"}], **sampled, optimizer=ema)
 
 
 def test_what_is_changed_beside_the_optimiser_is_refused() -> None:
