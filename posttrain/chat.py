@@ -16,10 +16,11 @@ from posttrain.config import ToolSection
 from posttrain.config.locator import Locator
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message, checked_messages
+from posttrain.data.pictures import picture_of, written
 from posttrain.environments.conversation import message_of, tools_of
 from posttrain.environments.tool_env import ToolEnv
 from posttrain.errors import ConfigError, RunError, did_you_mean
-from posttrain.generation import Settings, request_params, without_padding
+from posttrain.generation import Settings, pictures_of, request_params, without_padding
 from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import NewTokens, sample_key
@@ -104,6 +105,7 @@ class Chat:
             max_length=self._length,
             decode_steps=DECODE_STEPS,
             tokenizer_decode=tokenizer.decode,
+            tokenizer=tokenizer,
             speculation=Speculation.of(drafts, sampled, tokenizer, "chat: speculative"),
         )
         self._thread = LoopThread("chat")
@@ -121,13 +123,18 @@ class Chat:
         first = self.messages[0] if self.messages else None
         return first["content"] if first is not None and first["role"] == "system" else None
 
-    def ask(self, text: str, listener: Listener = SILENT) -> str:
-        """Answer a message of the user; returns the text of the last turn.
+    def ask(self, text: str, listener: Listener = SILENT, *, images: Sequence[Any] = ()) -> str:
+        """Answer a message of the user; returns the text of the last turn. `images`: pictures before the text, each a
+        path, a `data:` URL, bytes or an image of Pillow, for a model with its vision tower.
 
         An interrupt ends the answer, and is raised: what was said until then stays, or without anything the message
         goes too. So it does after an error: ConfigError for a chat that is too long, or that the template refuses.
         """
-        return self._answer([*self.messages, {"role": "user", "content": text}], listener)
+        content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+        asked = {"role": "user", "content": content if images else text}
+        if images and not self.chats:
+            raise ConfigError("chat: pictures need a chat template, and the model is used without one")
+        return self._answer([*self.messages, *self._checked([asked], "message")], listener)
 
     def again(self, listener: Listener = SILENT) -> str:
         """Answer the last message of the user anew. ConfigError without one, and for a greedy answer, which would be
@@ -142,7 +149,7 @@ class Chat:
     def complete(self, messages: Sequence[Mapping[str, Any]], listener: Listener = SILENT) -> str:
         """Answer a whole conversation, which takes the place of the messages so far. ConfigError for one that the model
         cannot be given."""
-        checked = checked_messages(list(messages), "messages")
+        checked = self._checked(list(messages), "messages")
         roles = [message["role"] for message in checked]
         if roles[-1] == "assistant":
             raise ConfigError("chat: the conversation ends with an assistant message; end before the answer")
@@ -152,6 +159,9 @@ class Chat:
                 "system; give no more, or a model with a template"
             )
         return self._answer(checked, listener)
+
+    def _checked(self, messages: Sequence[Any], name: str) -> list[Message]:
+        return checked_messages(messages, name, pictures_of(self._renderer.tokenizer))
 
     def _answer(self, messages: list[Message], listener: Listener) -> str:
         before, self.messages, self._said = self.messages, messages, ""
@@ -196,7 +206,7 @@ class Chat:
         raise RunError(f"chat: {MAX_ROUNDS} turns in a row called tools; ask in another way")
 
     async def _turn(self, told: Listener) -> Message:
-        prompt = self._renderer.prompt(self._prompt(), self._schemas)
+        prompt, images = self._renderer.prompt_with_images(self._prompt(), self._schemas)
         room = self._length - len(prompt)
         if room < 1:
             raise ConfigError(
@@ -215,7 +225,7 @@ class Chat:
         def on_tokens(new: NewTokens) -> None:
             take(stream.add(new.tokens)[0])
 
-        completion = await self._engine.generate(prompt, params, on_tokens=on_tokens)
+        completion = await self._engine.generate(prompt, params, images=images, on_tokens=on_tokens)
         take(stream.end()[0])
         if completion.stop == "length":
             told.note(f"cut after {limit} tokens" + (", at max_length" if limit == room else ""))
@@ -228,6 +238,14 @@ class Chat:
         system = [message for message in self.messages if message["role"] == "system"]
         return [*system, self.messages[-1]]
 
+    def picture(self, path: str) -> Path:
+        """File of a picture, which can be read. ConfigError for others, and for a model that takes none."""
+        if pictures_of(self._renderer.tokenizer) is None:
+            raise ConfigError("chat: the model takes no pictures, or is loaded without its vision tower")
+        file = Path(path).expanduser()
+        self._renderer.tokenizer.image_of(picture_of(str(file), "picture", Path()))
+        return file
+
     @property
     def shared_tokens(self) -> int:
         """Prompt tokens since the last call that the cache had already."""
@@ -235,7 +253,7 @@ class Chat:
 
     def save(self, file: Path) -> None:
         """Write the messages as JSONL."""
-        write_whole(file, "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in self.messages))
+        write_whole(file, "".join(json.dumps(written(one), ensure_ascii=False) + "\n" for one in self.messages))
 
     def load(self, file: Path) -> None:
         """Read messages from JSONL in place of those so far. ConfigError for a file that holds none."""
@@ -246,7 +264,7 @@ class Chat:
             raise ConfigError(f"chat: {missing_path(file.absolute()) if not file.exists() else error}") from error
         except ValueError as error:
             raise ConfigError(f"chat: {file} is no JSONL of messages: {error}") from error
-        self.messages = checked_messages(messages, str(file))
+        self.messages = self._checked(messages, str(file))
 
     def close(self) -> None:
         """Free the engine, and end what tools hold."""
@@ -273,6 +291,7 @@ def tools_from(given: Sequence[Any]) -> list[Tool]:
 
 
 COMMANDS = {
+    "/image": "PATH show a picture with the next message",
     "/reset": "begin anew",
     "/system": "[TEXT] show the system message, or begin anew with another",
     "/regenerate": "answer the last message again",
@@ -301,6 +320,8 @@ class Terminal:
         self._interactive = sys.stdin.isatty() or self.until_empty
         self._column = 0
         self._last = ""
+        self._images: list[str] = []
+        """Pictures of the next message."""
         if self.history is not None and self.history.exists():
             self.chat.load(self.history)
 
@@ -352,7 +373,8 @@ class Terminal:
         """Answer a message or do what a command says; False at the end."""
         try:
             if text.startswith("//") or not text.startswith("/"):
-                self._answer(lambda: self.chat.ask(text.removeprefix("/"), self._listener))
+                images, self._images = self._images, []
+                self._answer(lambda: self.chat.ask(text.removeprefix("/"), self._listener, images=images))
                 return True
             return self._command(*text.split(maxsplit=1))
         except KeyboardInterrupt:
@@ -371,7 +393,7 @@ class Terminal:
         if command not in COMMANDS:
             near = did_you_mean(command, COMMANDS)
             raise ConfigError(f"chat: {command} is no command{near}; a message that begins with / is written //...")
-        if command in ("/save", "/load") and argument is None:
+        if command in ("/save", "/load", "/image") and argument is None:
             raise ConfigError(f"chat: {command} needs a file")
         if command == "/reset":
             self.chat.begin(self.chat.system)
@@ -379,6 +401,8 @@ class Terminal:
             self._note(self.chat.system or "no system message")
         elif command == "/system":
             self.chat.begin(argument)
+        elif command == "/image":
+            self._images.append(str(self.chat.picture(argument or "")))
         elif command == "/regenerate":
             self._answer(lambda: self.chat.again(self._listener))
         elif command == "/save":

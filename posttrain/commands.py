@@ -53,6 +53,9 @@ PromptLogprobs = Annotated[
 ]
 
 
+Images = Annotated[list[str] | None, typer.Option("--image", help="Picture before each prompt; may be repeated.")]
+
+
 def _drafts(text: str) -> Drafts:
     from posttrain.config.rollout import drafts_of
 
@@ -93,6 +96,7 @@ def generate(
     logit_bias: LogitBias = None,
     allowed_token: AllowedToken = None,
     grammar: GrammarText = None,
+    image: Images = None,
     n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
     chat: Chat = None,
@@ -103,16 +107,15 @@ def generate(
     speculative: Speculative = None,
 ) -> None:
     """Print completions of each prompt; without a chat template (or with `--no-chat`) after the prompt itself."""
-    from posttrain.generation import complete
+    from posttrain.generation import complete, with_pictures
     from posttrain.runs.finished import load_generator
 
     loaded = load_generator(model, adapter=adapter, family=family)
-    chat = (messages or loaded.chats) if chat is None else chat
     texts = prompts or [line.rstrip("\n") for line in sys.stdin]
     answers = complete(
         loaded.model,
         loaded.tokenizer,
-        _conversations(texts) if messages else texts,
+        with_pictures(_conversations(texts) if messages else texts, image or []),
         max_new_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -128,7 +131,7 @@ def generate(
         ignore_eos=ignore_eos,
         n=n,
         seed=seed,
-        chat=chat,
+        chat=(messages or loaded.chats) if chat is None else chat,
         chat_template_args=_template_args(chat_template_args),
         top_logps=logprobs or 0,
         prompt_logps=prompt_logprobs,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from posttrain.config import Drafts
+from posttrain.config import Drafts, ImageSection
 from posttrain.data.chat import Renderer
 from posttrain.data.grammar import Grammar, GrammarError
 from posttrain.data.messages import Message, checked_messages
+from posttrain.data.pictures import RowPictures
+from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
@@ -112,12 +116,13 @@ def complete(
 ) -> list[Generated]:
     """Generate completions with tokens and log-probabilities: `n` per prompt, consecutive.
 
-    `prompts`: a string, a conversation (list of messages with role and content), or a list of these. A conversation
-    uses the chat template; for strings see `chat`. `max_new_tokens`: by default 128, or less if the longest prompt
-    leaves less of the model's context. `temperature`: 0 is greedy and deterministic; sample with 1.0. `top_logps`:
-    number of most probable tokens per position; `prompt_logps`: log-probabilities of the prompt. Embedding rows beyond
-    the tokenizer's ids are never sampled. Raises ConfigError for settings out of range, for `n` equal greedy
-    completions, and for prompts that are empty or too long.
+    `prompts`: a string, a conversation (list of messages with role and content), or a list of these; for a model with
+    its vision tower contents may have parts `{"type": "image", "path": ...}`. A conversation uses the chat template;
+    for strings see `chat`. `max_new_tokens`: by default 128, or less if the longest prompt leaves less of the model's
+    context. `temperature`: 0 is greedy and deterministic; sample with 1.0. `top_logps`: number of most probable tokens
+    per position; `prompt_logps`: log-probabilities of the prompt. Embedding rows beyond the tokenizer's ids are never
+    sampled, nor are tokens of images. Raises ConfigError for settings out of range, for `n` equal greedy completions,
+    and for prompts that are empty or too long.
     """
     n, seed, chat = settings.pop("n", 1), settings.pop("seed", None), settings.pop("chat", None)
     drafts = settings.pop("speculative", None)
@@ -128,8 +133,9 @@ def complete(
     named = _named(prompts)
     if not named:
         return []
+    tokenizer = seeing(model, tokenizer)
     rendering = tokenizer.with_template_args(settings.pop("chat_template_args", {}))
-    renderers, rendered = _render(rendering, named, chat)
+    renderers, rendered, images = _render(rendering, named, chat)
     if max_new_tokens is None:
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, model.config.max_positions - max(map(len, rendered))))
     _check_lengths(model, [name for name, _ in named], rendered, max_new_tokens)
@@ -137,12 +143,8 @@ def complete(
         model, tokenizer, settings, max_new_tokens, temperature, top_logps=top_logps, prompt_logps=prompt_logps
     )
     seed = secrets.randbits(31) if seed is None else seed
-    grammars = [grammar_of(renderer, common.grammar) for renderer in renderers]
-    params = [
-        p
-        for index, grammar in enumerate(grammars)
-        for p in samples_of(replace(common, grammar=grammar), n=n, seed=seed, prompt=index)
-    ]
+    own = [replace(common, grammar=grammar_of(renderer, common.grammar)) for renderer in renderers]
+    params = [p for index, one in enumerate(own) for p in samples_of(one, n=n, seed=seed, prompt=index)]
     sampled = without_padding(model, tokenizer)
     engine = NativeEngine(
         sampled,
@@ -155,7 +157,7 @@ def complete(
     )
     several = [tuple(prompt) for prompt in rendered for _ in range(n)]
     try:
-        completions = engine.generate_all(several, params)
+        completions = engine.generate_all(several, params, [one for one in images for _ in range(n)])
     except GrammarError as error:
         raise ConfigError(f"generate: {str(error).removeprefix('sampling.')}") from error
     finally:
@@ -172,10 +174,11 @@ def complete(
 
 def _render(
     tokenizer: Tokenizer, prompts: Sequence[tuple[str, Any]], chat: bool | None
-) -> tuple[list[Renderer], list[list[int]]]:
-    """Renderer of each prompt, and its tokens."""
+) -> tuple[list[Renderer], list[list[int]], list[PromptImages | None]]:
+    """Renderer of each prompt, its tokens, and its pictures."""
     renderers: dict[bool, Renderer] = {}
     used, rendered = [], []
+    said: list[Message]
     for name, prompt in prompts:
         text = isinstance(prompt, str)
         templated = tokenizer.chat_template is not None if chat is None else chat
@@ -184,12 +187,12 @@ def _render(
             raise ConfigError(
                 f"generate: {name} is a conversation, which needs a chat template, and {why}; pass a string"
             )
-        messages: list[Message] = [{"role": "user", "content": prompt}] if text else _conversation(prompt, name)
+        said = [{"role": "user", "content": prompt}] if text else _conversation(prompt, name, tokenizer)
         if templated not in renderers:
             renderers[templated] = Renderer(tokenizer, templated)
         used.append(renderers[templated])
-        rendered.append(used[-1].prompt(messages))
-    return used, rendered
+        rendered.append(used[-1].prompt_with_images(said))
+    return used, [one.tokens for one in rendered], [one.images for one in rendered]
 
 
 def _named(prompts: Any) -> list[tuple[str, Any]]:
@@ -204,13 +207,39 @@ def _named(prompts: Any) -> list[tuple[str, Any]]:
     return [(f"prompt {index}", one) for index, one in enumerate(several)]
 
 
-def _conversation(prompt: Any, name: str) -> list[Message]:
+def with_pictures(prompts: Sequence[Any], images: Sequence[Any]) -> list[Any]:
+    """Texts as messages with pictures before them. ConfigError for conversations, whose contents have parts."""
+    if not images:
+        return list(prompts)
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError(
+            'generate: images are for texts; write parts {"type": "image", "path": ...} into contents of messages'
+        )
+    parts = [{"type": "image", "image": image} for image in images]
+    return [[{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}] for prompt in prompts]
+
+
+def seeing(model: Decoder, tokenizer: Tokenizer) -> Tokenizer:
+    """Tokenizer of a model with its vision tower, for its images too."""
+    if model.config.vision is None or tokenizer.vision is not None:
+        return tokenizer
+    return tokenizer.for_images(json.loads(model.config.hf_json), tokenizer.name, ImageSection())
+
+
+def pictures_of(tokenizer: Tokenizer) -> RowPictures | None:
+    """Reader of pictures in messages; None for a model that takes none."""
+    if not tokenizer.has_images or not tokenizer.tower:
+        return None
+    return RowPictures({}, Path())
+
+
+def _conversation(prompt: Any, name: str, tokenizer: Tokenizer) -> list[Message]:
     if not isinstance(prompt, Sequence) or not all(isinstance(message, Mapping) for message in prompt) or not prompt:
         raise ConfigError(
             f"generate: {name} must be a string, or a list of messages with role and content; got {str(prompt)[:60]!r}"
         )
     try:
-        messages = checked_messages(prompt, "messages")
+        messages = checked_messages(prompt, "messages", pictures_of(tokenizer))
     except ConfigError as error:
         raise ConfigError(f"generate: {name}: {error}") from error
     if messages[-1]["role"] == "assistant":

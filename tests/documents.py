@@ -162,6 +162,7 @@ def write_photographs(folder: Path) -> None:
     for number, colour in enumerate(("red", "blue", "green", "white")):
         Image.new("RGB", (60, 40 + number), colour).save(folder / "photos" / f"{number}.jpg")
         lines.append(f"photos/{number}.jpg,A {colour} wall.")
+    Image.new("RGB", (50, 40), "red").save(folder / "photos" / "new.jpg")
     (folder / "captions.csv").write_text("\n".join(lines) + "\n")
 
 

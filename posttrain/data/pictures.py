@@ -242,6 +242,7 @@ def written(value: Any, *, is_picture: bool = False) -> Any:
         return written(value.source, is_picture=True)
     if not is_picture:
         return value
+    value = value.source if isinstance(value, Picture) else value
     if isinstance(value, str | Path):
         path = Path(value).expanduser()
         named = re.match(r"data:|\w+://", str(value)) is None

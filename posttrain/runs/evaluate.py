@@ -14,6 +14,7 @@ from jaxtyping import Float
 from posttrain.config import DatasetSection, OnlineSection, RewardSection, RLSection, SamplingSection
 from posttrain.config.train import MAX_NEW_TOKENS
 from posttrain.config.yaml_file import load_recorded
+from posttrain.data.pictures import written
 from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import prompt_means
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate_prompts
@@ -71,7 +72,7 @@ class Evaluation:
 
         ValueError unless both evaluate the same prompts.
         """
-        prompts, others = ([group[0].answer.example.messages for group in e.groups] for e in (self, other))
+        prompts, others = ([written(group[0].answer.example.messages) for group in e.groups] for e in (self, other))
         if prompts != others:
             raise ValueError("difference: the evaluations are of different prompts; give both the same dataset")
         found = {}
@@ -88,7 +89,7 @@ class Evaluation:
             "values": {name: [None if np.isnan(v) else float(v) for v in of] for name, of in self.values.items()},
             "errors": list(self.errors),
             "samples": [
-                {"messages": list(group[0].answer.example.messages), "completion": group[0].shown}
+                {"messages": written(group[0].answer.example.messages), "completion": group[0].shown}
                 for group in self.groups
             ],
         }
@@ -137,6 +138,7 @@ def evaluate(
             max_length=max(len(one.prompt_tokens) for one in examples) + settings.sampling.max_tokens,
             decode_steps=DECODE_STEPS,
             tokenizer_decode=tokenizer.decode,
+            tokenizer=tokenizer,
         )
         stack.enter_context(closing(engine))
         rubric.load_models(single_device_mesh(), renderer, min(count, MAX_SLOTS))

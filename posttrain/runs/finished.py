@@ -10,9 +10,10 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from posttrain.config import ModelSection, RunConfig, trains_on_samples
+from posttrain.config import ImageSection, ModelSection, RunConfig, Vision, trains_on_samples
 from posttrain.config.locator import Locator
 from posttrain.config.yaml_file import load_recorded
+from posttrain.data.images import takes_images
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.tokenizer_files import model_end_ids
 from posttrain.errors import ConfigError
@@ -164,13 +165,30 @@ def _of_run(output: Path, stage_name: str, name: str) -> Generator:
     tokenizer = tokenizer_of(output, stage_name, config)
     section, saved = config.stages[stage_names(config).index(stage_name)], output / stage_name / "model"
     if saved.is_dir():
-        model = load_model(saved)
+        model = load_model(saved, vision=_vision(tokenizer))
     else:
         # Standard output is that of the answers.
         with redirect_stdout(sys.stderr):
             model = trained_model(open_stage(output, stage_name, config, tokenizer, single_device_mesh()), None)
     data = section.datasets[0]
     return Generator(name=name, model=model, tokenizer=tokenizer, chat=data.chat, system=data.system)
+
+
+def _seeing(tokenizer: Tokenizer, name: str) -> Tokenizer:
+    """Tokenizer of a model, for its images too if it takes any; a processor that is not supported is a warning."""
+    fields = read_model_files(name).hf_json
+    if fields is None or not takes_images(fields):
+        return tokenizer
+    try:
+        return tokenizer.for_images(fields, name, ImageSection())
+    except ConfigError as error:
+        print(f"WARNING: {error}; the model reads text alone", file=sys.stderr)
+        return tokenizer
+
+
+def _vision(tokenizer: Tokenizer) -> Vision:
+    """Vision tower of a model that generates."""
+    return "frozen" if tokenizer.has_images and tokenizer.tower else "none"
 
 
 def _of_model(name: str, adapter: str | None, family: str | None) -> Generator:
@@ -182,7 +200,8 @@ def _of_model(name: str, adapter: str | None, family: str | None) -> Generator:
     tokenizer = load_tokenizer(own or name)
     if own is not None:
         tokenizer = tokenizer.with_stop_ids(model_end_ids(name))
-    model = load_model(name, adapter=adapter)
+    tokenizer = _seeing(tokenizer, name)
+    model = load_model(name, adapter=adapter, vision=_vision(tokenizer))
     if adapter is not None and model.config.resized:
         check_added_tokens(tokenizer, adapter, vocabulary_of(name), model.config.vocab_size, named=False)
     return Generator(name=name, model=model, tokenizer=tokenizer)
