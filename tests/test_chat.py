@@ -181,7 +181,9 @@ def test_tools_of_a_file_are_called(generator: Generator, tmp_path: Path, monkey
     turns, prompts = ["Let me see.\n" + call, "It is 15."], []
     tokenizer = generator.tokenizer
 
-    async def scripted(prompt: Any, params: SamplingParams, *, on_tokens: Callable[[NewTokens], None]) -> Completion:
+    async def scripted(
+        prompt: Any, params: SamplingParams, *, images: None, on_tokens: Callable[[NewTokens], None]
+    ) -> Completion:
         prompts.append(tokenizer.decode(prompt))
         tokens = (*tokenizer.encode(turns[len(prompts) - 1]), tokenizer.stop_ids[0])
         for start in range(0, len(tokens), 8):
