@@ -146,7 +146,16 @@ class GroupedOptimizer(OptimizerSection):
                 yield from _lacking(f"groups.{number}", group, type(self))
 
 
-class AdamW(GroupedOptimizer):
+class WidthScaled(GroupedOptimizer):
+    """Fields of the optimisers whose updates have the same size whatever the gradient's."""
+
+    base_width: PositiveInt | None = None
+    """Width (`hidden_size`) of the model for which the learning rates were found. Those of matrices that read the
+    hidden states, in layers and an untied head, are multiplied by base_width / hidden_size, as in muP
+    (arXiv:2203.03466); embeddings, norms and biases keep theirs. Muon does as much by `scale`."""
+
+
+class AdamW(WidthScaled):
     """AdamW, arXiv:1711.05101."""
 
     kind: Literal["adamw"] = "adamw"
@@ -155,7 +164,7 @@ class AdamW(GroupedOptimizer):
     eps: Rate = 1e-8
 
 
-class Lion(GroupedOptimizer):
+class Lion(WidthScaled):
     """Lion, arXiv:2302.06675: the sign of a mix of momentum and gradient; rates are 3 to 10 times below AdamW's."""
 
     kind: Literal["lion"] = "lion"

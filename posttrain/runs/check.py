@@ -25,6 +25,7 @@ from posttrain.config import (
     UserOptimizer,
 )
 from posttrain.config.algorithm import PPO
+from posttrain.config.optimizer import WidthScaled
 from posttrain.config.rollout import CriticSection
 from posttrain.errors import ConfigError
 from posttrain.mesh import mesh_sizes, split_axes
@@ -146,7 +147,10 @@ def describe_size(config: RunConfig, files: ModelFiles, mesh: Mapping[str, int])
 def describe_groups(name: str, optimizer: AnyOptimizer, config: RunConfig, files: ModelFiles) -> list[str]:
     """Report which parameters each part of an optimiser takes, where it has several, with the bytes of their state.
     ConfigError as in `groups_of`."""
-    if isinstance(optimizer, UserOptimizer) or not (optimizer.groups or isinstance(optimizer, Muon)):
+    if isinstance(optimizer, UserOptimizer):
+        return []
+    wide = isinstance(optimizer, WidthScaled) and optimizer.base_width is not None
+    if not (optimizer.groups or isinstance(optimizer, Muon) or wide):
         return []
     if files.config is None:
         return []

@@ -96,6 +96,11 @@ class Parameter(NamedTuple):
         """Tell whether it is a matrix of the layers between hidden states, not one of tokens, routes or scores."""
         return self.dims[:1] == ("layers",) and self.is_matrix and {*self.dims[-2:]} <= HIDDEN
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Tell whether it is a matrix whose inputs grow with the width of the model, and not a table of tokens."""
+        return self.is_matrix and self.dims[-2] in HIDDEN
+
 
 BLOCK = r"^stages\.(\d+)\.blocks\.(\d+)\."
 """Start of the paths of parameters of layers."""

@@ -25,15 +25,17 @@ from posttrain.config import (
     OptimizerSection,
     UserOptimizer,
 )
-from posttrain.config.optimizer import KINDS, PhaseSection
+from posttrain.config.optimizer import KINDS, PhaseSection, WidthScaled
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder, first_layers
 from posttrain.train.muon import BLOCK, Parameter, is_array, parameters_of, scale_by_muon
 from posttrain.train.optimizers import Average, Optimizer, decay_mask
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ADAPTER, ModelWeights
 
 BEFORE_LAYERS = ("embed.", "layer_inputs.", "tower.")
 """Starts of the paths of parameters before the layers."""
+WIDE = "@"
+"""End of the names of groups whose learning rates fall with the width of the model."""
 SHARED = ("learning_rate", "schedule", "warmup_steps", "weight_decay")
 """Fields that a group of any kind has from its optimiser."""
 
@@ -103,7 +105,8 @@ def make_optimizer(
         plain = _of_user(section, num_steps)
     else:
         stored |= {"recipe": (section, num_steps), "elementwise": True}
-        plain = _of_kind(section, num_steps, {}) if isinstance(section, AdamW | Lion) and not section.groups else None
+        alone = isinstance(section, AdamW | Lion) and not section.groups and section.base_width is None
+        plain = _of_kind(section, num_steps, {}) if alone else None
     if plain is not None and not whole and not section.update_norms:
         return Optimizer(transformation=_with_value_clipped(section, plain), **stored)
     if model is None:
@@ -120,19 +123,16 @@ def make_optimizer(
         groups = groups_of(section, weights)
         labels = {path: group.name for group in groups for path in group.paths}
         matrixwise |= {path for one in groups if isinstance(one.section, Adafactor | Muon) for path in one.paths}
-        plain = _of_groups(section, groups, num_steps, parameters)
+        plain = _of_groups(Grouping.of(section, weights), groups, num_steps)
     made = _wrapped(section, plain, parameters, model)
     return Optimizer(
         transformation=made, matrixwise=matrixwise, labels=labels if section.update_norms else {}, **stored
     )
 
 
-def _of_groups(
-    section: GroupedOptimizer, groups: Sequence[ParameterGroup], num_steps: int, parameters: Mapping[str, Parameter]
-) -> optax.GradientTransformation:
-    grouping = Grouping(section, parameters)
+def _of_groups(grouping: Grouping, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformation:
     settings = {grouping.name(""): grouping.settings(grouping.name(""))} | {one.name: one.section for one in groups}
-    parts = {name: _of_kind(of_group, num_steps, parameters) for name, of_group in settings.items()}
+    parts = {name: _of_kind(of_group, num_steps, grouping.parameters) for name, of_group in settings.items()}
     transformation = next(iter(parts.values()))
     if len(parts) > 1:
         transformation = optax.partition(parts, lambda params: {path: grouping.name(path) for path in params})
@@ -192,19 +192,21 @@ class ParameterGroup(NamedTuple):
     @property
     def label(self) -> str:
         """Kind, with the number of the group in `optimizer.groups`."""
-        kind, _, number = self.name.partition("_")
-        return f"{kind} (groups.{number})" if number else kind
+        name, wide, _ = self.name.partition(WIDE)
+        kind, _, number = name.partition("_")
+        told = ([f"groups.{number}"] if number else []) + (["base_width"] if wide else [])
+        return f"{kind} ({', '.join(told)})" if told else kind
 
 
 def groups_of(section: GroupedOptimizer, model: ModelWeights) -> list[ParameterGroup]:
     """Groups of the trained parameters of a model. ConfigError for a group that takes none, for a setting that is not
     its kind's, for what is no matrix under `muon`, and for `muon` with nothing to take."""
-    grouping = Grouping(section, parameters_of(model))
+    grouping = Grouping.of(section, model)
     taken: dict[str, list[str]] = {}
     for path in sorted(model.trainable()):
         taken.setdefault(grouping.name(path), []).append(path)
     for number, one in enumerate(section.groups):
-        if not any(name.endswith(f"_{number}") for name in taken):
+        if not any(name.partition(WIDE)[0].endswith(f"_{number}") for name in taken):
             trained = sorted({re.sub(BLOCK, "", path) for path in model.trainable()})
             raise ConfigError(
                 f"optimizer.groups.{number}: {one.match!r} matches no trained parameter that no group before takes; "
@@ -228,9 +230,33 @@ class Grouping(NamedTuple):
 
     section: GroupedOptimizer
     parameters: Mapping[str, Parameter]
+    width: int
+    """Width of the model."""
+
+    @classmethod
+    def of(cls, section: GroupedOptimizer, model: ModelWeights) -> Grouping:
+        config = model.model.config
+        if isinstance(section, WidthScaled) and section.base_width is not None:
+            if config.tie_embeddings and not config.scalar_head:
+                raise ConfigError(
+                    "optimizer.base_width: a tied table of tokens would need one rate as input, which stays, and "
+                    "another as output, which falls with the width; untie it (tie_word_embeddings), or remove this"
+                )
+            if any(ADAPTER in path for path in model.trainable()):
+                raise ConfigError("optimizer.base_width is for training in full, not for adapters; remove it")
+        return cls(section, parameters_of(model), config.embed_dim)
 
     def name(self, path: str) -> str:
-        """Kind of the optimiser of a parameter, with the number of its group if it is in one."""
+        """Kind of the optimiser of a parameter, with the number of its group if it is in one, and `WIDE` if its rate
+        falls with the width."""
+        name = self._plain_name(path)
+        scaled = (
+            isinstance(self.section, WidthScaled) and self.section.base_width is not None and path in self.parameters
+        )
+        wide = scaled and self.parameters[path].reads_hidden and issubclass(KINDS[name.partition("_")[0]], WidthScaled)
+        return f"{name}{WIDE}" if wide else name
+
+    def _plain_name(self, path: str) -> str:
         kind = type(self.section).model_fields["kind"].default
         # Projections of layer matching are no parameters of the model, and in no group.
         if kind == "muon" and not (path in self.parameters and self.parameters[path].is_hidden):
@@ -242,7 +268,8 @@ class Grouping(NamedTuple):
 
     def settings(self, name: str) -> GroupedOptimizer:
         """Settings of the group of this name."""
-        word, _, number = name.partition("_")
+        plain, wide, _ = name.partition(WIDE)
+        word, _, number = plain.partition("_")
         kind, section = KINDS[word], self.section
         group = section.groups[int(number)].settings if number else {}
         if lacking := [field for field in group if field not in kind.model_fields]:
@@ -250,7 +277,11 @@ class Grouping(NamedTuple):
         related = isinstance(section, kind) or (isinstance(section, Muon) and kind is AdamW)
         fields = [f for f in kind.model_fields if f in type(section).model_fields and f not in ("kind", "groups")]
         own = {field: getattr(section, field) for field in fields if related or field in SHARED}
-        return kind(**own | group)
+        found = kind(**own | group)
+        if not wide:
+            return found
+        assert isinstance(section, WidthScaled) and section.base_width is not None
+        return found.model_copy(update={"learning_rate": found.learning_rate * section.base_width / self.width})
 
 
 def _of_kind(

@@ -190,6 +190,37 @@ def test_what_each_group_takes() -> None:
     assert {path.split(".")[5] for path in groups["lion (groups.1)"].paths} == {"q", "k", "v", "o"}
 
 
+def test_rates_of_what_reads_hidden_states_fall_with_the_width() -> None:
+    """Adam's first update is the rate itself: a quarter of it for the matrices of a model four times as wide."""
+    model = weights()
+    section = AdamW(learning_rate=0.1, base_width=8, groups=[{"match": "attention.q", "learning_rate": 0.2}])
+    assert {g.label: g.section.learning_rate for g in groups_of(section, model)} == {
+        "adamw": 0.1,
+        "adamw (base_width)": 0.025,
+        "adamw (groups.0)": 0.2,
+        "adamw (groups.0, base_width)": 0.05,
+    }
+    optimizer = make_optimizer(section, 10, seed=0, model=model.model)
+    params = jax.tree.map(jnp.zeros_like, model.read())
+    update = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p, lambda x: x, None)[0])
+    moved = update(gradients(params, 0), params)
+    wide = {path for path in params if path.endswith("kernel") and "embed" not in path}
+    assert {path.split(".")[-2] for path in wide} == {*"qkvo", "gate", "up", "down", "head"}
+    for path, array in moved.items():
+        rate = (0.2 if "attention.q" in path else 0.1) / (4 if path in wide else 1)
+        assert_allclose(np.abs(array), rate, rtol=1e-4, err_msg=path)
+    lion = groups_of(Lion(learning_rate=0.1, base_width=64, groups=[{"match": "mlp.up", "kind": "muon"}]), model)
+    assert {g.label: g.section.learning_rate for g in lion} == {
+        "lion": 0.1,
+        "lion (base_width)": 0.2,
+        "muon (groups.0)": 0.1,
+    }
+    with pytest.raises(ConfigError, match="a tied table of tokens would need one rate as input"):
+        groups_of(section, ModelWeights(tiny_model()))
+    with pytest.raises(ConfigError, match="base_width is for training in full, not for adapters"):
+        groups_of(AdamW(learning_rate=0.1, base_width=8), weights("lora"))
+
+
 @pytest.mark.parametrize(
     ("kind", "section", "words"),
     [
