@@ -92,9 +92,11 @@ def database(csv: Path | None) -> str:
     table = _values(csv)
     connection = sqlite3.connect(address, uri=True, check_same_thread=False)
     with connection:
-        connection.execute("CREATE TABLE foods (name TEXT PRIMARY KEY, grams REAL, kcal REAL, protein REAL)")
+        connection.execute(
+            "CREATE TABLE IF NOT EXISTS foods (name TEXT PRIMARY KEY, grams REAL, kcal REAL, protein REAL)"
+        )
         rows = [(name, food.grams, *table[food.number]) for name, food in FOODS.items()]
-        connection.executemany("INSERT INTO foods VALUES (?, ?, ?, ?)", rows)
+        connection.executemany("INSERT OR REPLACE INTO foods VALUES (?, ?, ?, ?)", rows)
     _OPEN.append(connection)
     return address
 

@@ -50,6 +50,7 @@ def half(rewards_PG: np.ndarray, share: float = 0.5) -> np.ndarray:
     return share * (rewards_PG - np.nanmean(rewards_PG, axis=1, keepdims=True))
 
 
+@pytest.mark.thorough
 def test_objects_and_functions_of_the_user(folder: Path) -> None:
     """The same call finds its run; the command line says that it cannot."""
     loss = dataclasses.replace(pt.losses.GRPO, clip_high=0.3, kl_coef=0.0)

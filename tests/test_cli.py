@@ -225,6 +225,7 @@ def test_generate_hands_its_options_on(finished: tuple[Path, str]) -> None:
     assert printed == "".join(f"1+1={text}\n" for text in texts)
 
 
+@pytest.mark.thorough
 def test_generate_says_how_likely_and_draws_from_what_may_come(finished: tuple[Path, str]) -> None:
     options = (
         "--max-tokens 5 --no-chat --ignore-eos --logprobs 2 --prompt-logprobs --allowed-token 49 --allowed-token 50"

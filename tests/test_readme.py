@@ -22,7 +22,7 @@ import pytest
 import typer
 
 from posttrain.cli import app
-from posttrain.config import Locator, RunConfig
+from posttrain.config import DatasetSection, Locator, RunConfig
 from posttrain.config.yaml_file import build_config, load_config
 from posttrain.runs.check import check
 from posttrain.stages.table import stage_names
@@ -88,10 +88,13 @@ def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int = 50)
 
 
 def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
-    stages = [
-        stage.model_copy(update={"dataset": stage.dataset.model_copy(update={"limit": num_rows})})
-        for stage in config.stages
-    ]
+    """The configuration over so many rows of each dataset; a function that draws `count` rows draws no more."""
+
+    def few(section: DatasetSection) -> DatasetSection:
+        drawn = {"count": min(section.args["count"], num_rows)} if "count" in section.args else {}
+        return section.model_copy(update={"limit": num_rows, "args": {**section.args, **drawn}})
+
+    stages = [stage.model_copy(update={"dataset": few(stage.dataset)}) for stage in config.stages]
     return config.model_copy(update={"stages": tuple(stages)})
 
 
