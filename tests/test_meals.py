@@ -135,7 +135,7 @@ def test_a_run_sees_calls_and_is_scored(tmp_path: Path) -> None:
             if dataset is not None:
                 dataset["args"]["count"] = 32
         if stage["kind"] == "sft":
-            stage |= {"batch_rows": 4}
+            stage |= {"batch_rows": 4, "optimizer": {"learning_rate": 1e-3}}
             stage.pop("eval_dataset", None)
     example["stages"][2] |= {"prompts_per_step": 2, "group_size": 2}
     example["stages"][2].pop("eval_dataset")
