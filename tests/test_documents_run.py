@@ -16,7 +16,15 @@ from tests.test_readme import commands
 PAGES = [page for page in DOCUMENTS if any(block.title for block in blocks_of(page, *YAML))]
 METRICS = ROOT / "docs" / "reference" / "metrics.md"
 PHASES = ROOT / "docs" / "reference" / "profile.md"
-SMALLER = {"num_steps": 2, "count": 80, "batch_rows": 4, "micro_batch_rows": 4, "prompts_per_step": 2}
+SMALLER = {
+    "num_steps": 2,
+    "count": 80,
+    "batch_rows": 4,
+    "micro_batch_rows": 4,
+    "prompts_per_step": 2,
+    "warmup_steps": 0,
+    "steps": 1,
+}
 PACKAGE = ROOT / "posttrain"
 NAME = re.compile(r'"((?:eval/)?[a-z_0-9]+(?:/[a-z_0-9]+)+)"(\s*[:\]])?')
 """A literal such as "reward/mean", and whether it is the key of a dictionary."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.agents.session import SampledTurn, Session
+from posttrain.data.messages import pictures_in
 from posttrain.errors import RunError
 from posttrain.rollout.types import NewTokens
 from posttrain.serve.app import LOOPBACK, application, check_key, listen, server_of
@@ -60,6 +61,8 @@ class SessionBackend:
         ask.body.finish()
         if not ask.parallel:
             raise wrong("parallel_tool_calls", "false is not supported in a session: all that is sampled is trained on")
+        if pictures_in(ask.messages):
+            raise wrong("messages", "pictures are not supported in a session; send text alone")
         if ask.top_logprobs:
             raise wrong("top_logprobs", "is not supported in a session; ask for logprobs alone")
         sampling = asyncio.run_coroutine_threadsafe(_complete(self.session, ask), self.loop)

@@ -219,7 +219,7 @@ def _part(part: Any, at: str, pictures: RowPictures | None) -> dict[str, Any]:
     if kind in ("image", "image_url") and pictures is not None:
         return pictures.part({key: value for key, value in fields.items() if key != "text"}, at)
     what = f"a part of type {kind!r}" if kind != "text" else f"{str(part)[:60]!r}"
-    where = "images are for users and tools, in training of models with images" if "image" in kind else "no sound"
+    where = "images are for messages of users and tools, to a model with images" if "image" in kind else "no sound"
     raise ConfigError(f'{at} is {what}; only text is read, as {{"type": "text", "text": ...}}: {where}')
 
 
@@ -426,9 +426,9 @@ def _holds(text: str, part: str) -> bool:
     return part.strip() in text or squeezed(part) in squeezed(text)
 
 
-def from_wire(messages: Any) -> list[Message]:
+def from_wire(messages: Any, pictures: RowPictures) -> list[Message]:
     """Messages of a request of the OpenAI chat API. ConfigError for what is no conversation that ends before an
-    assistant turn."""
+    assistant turn. `pictures`: reader of the pictures in them."""
     if not isinstance(messages, list):
         raise ConfigError("messages must be a list")
     # A turn that says nothing comes back with null.
@@ -436,7 +436,7 @@ def from_wire(messages: Any) -> list[Message]:
     present = [
         silent | {k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in messages
     ]
-    checked = checked_messages(present, "messages")
+    checked = checked_messages(present, "messages", pictures)
     if checked[-1]["role"] == "assistant":
         raise ConfigError("messages must end before the assistant turn to sample")
     return checked

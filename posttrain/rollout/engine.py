@@ -174,6 +174,10 @@ class NativeEngine:
             self._scheduler.restart()
             self._runner.reset()
 
+    async def decode(self, images: PromptImages) -> None:
+        """Decode pictures, which `generate` does too. PictureError for one that cannot be."""
+        await asyncio.gather(*map(asyncio.wrap_future, self._runner.images.load(images)))
+
     async def generate(
         self,
         prompt: Sequence[int],
@@ -190,7 +194,7 @@ class NativeEngine:
         """
         self._check_loop()
         if images is not None:
-            await asyncio.gather(*map(asyncio.wrap_future, self._runner.images.load(images)))
+            await self.decode(images)
         request = self._submit(Call(prompt, params, partial, images))
         request.on_tokens = on_tokens
         self._start_driver()

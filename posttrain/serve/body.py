@@ -6,10 +6,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.data.grammar import Grammar
 from posttrain.data.messages import Message, checked_tools, from_wire
+from posttrain.data.pictures import RowPictures
 from posttrain.errors import ConfigError
 
 MAX_DEPTH = 100
@@ -194,12 +196,38 @@ MAX_CHOICES = 128
 MAX_TOP = 20
 
 
+class SentPictures(RowPictures):
+    """Pictures of a request: `data:` URLs alone, as nothing is fetched and a client names no file of this machine."""
+
+    def __init__(self) -> None:
+        super().__init__({}, Path())
+
+    def part(self, fields: Mapping[str, Any], at: str) -> dict[str, Any]:
+        sent = fields.get("image_url")
+        held: Mapping[str, Any] = sent if isinstance(sent, Mapping) else {"url": sent}
+        url = held.get("url")
+        if fields["type"] != "image_url" or not isinstance(url, str) or not url.startswith("data:"):
+            raise ConfigError(
+                f'{at}: a picture is sent as {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,"}}}} '
+                "with its bytes; nothing is fetched, and no file is read"
+            )
+        others = {key: value for key, value in held.items() if key != "url" and (key, value) != ("detail", "auto")}
+        if others:
+            raise ConfigError(f"{at}: image_url has {others}, which is not supported; give its url alone")
+        return super().part({"type": "image_url", "image_url": url}, at)
+
+
+def read_messages(messages: Any, field: str) -> list[Message]:
+    """Messages of a request's field. Refused for what is no conversation that ends before an assistant turn."""
+    try:
+        return from_wire(messages, SentPictures())
+    except ConfigError as error:
+        raise Refused(400, "invalid_value", str(error), field) from error
+
+
 def chat_ask(body: Body) -> ChatAsk:
     """Read the fields of a chat completion that are not of sampling."""
-    try:
-        messages = from_wire(body.take("messages"))
-    except ConfigError as error:
-        raise Refused(400, "invalid_value", str(error), "messages") from error
+    messages = read_messages(body.take("messages"), "messages")
     longest = body.whole("max_completion_tokens", 1), body.whole("max_tokens", 1)
     logprobs, top = body.flag("logprobs"), body.whole("top_logprobs", 0, MAX_TOP)
     if top is not None and not logprobs:

@@ -8,9 +8,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from posttrain.data.messages import from_wire
-from posttrain.errors import ConfigError
-from posttrain.serve.body import Body, ChatAsk, Refused, chat_ask, chosen_tools, wrong
+from posttrain.serve.body import Body, ChatAsk, chat_ask, chosen_tools, read_messages, wrong
 from posttrain.serve.completions import DONE, Streaming, event
 from posttrain.serve.model import Backend, Delta, Turns
 from posttrain.tools.types import ToolCall
@@ -342,10 +340,7 @@ def _messages(given: Any, instructions: str | None) -> list[Any]:
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for number, item in enumerate(items):
         _add_item(messages, item, f"input[{number}]")
-    try:
-        return from_wire(messages)
-    except ConfigError as error:
-        raise Refused(400, "invalid_value", str(error), "input") from error
+    return read_messages(messages, "input")
 
 
 def _add_item(messages: list[dict[str, Any]], item: Any, at: str) -> None:
@@ -375,7 +370,11 @@ def _content(content: Any, at: str) -> Any:
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "input_image":
+            held = {"url": part.get("image_url")} | {key: part[key] for key in part if key not in ("type", "image_url")}
+            parts.append({"type": "image_url", "image_url": held})
+            continue
         if kind not in TEXTS:
-            raise wrong("input", f"{at}: a part of type {kind!r} is not supported here; use text")
+            raise wrong("input", f"{at}: a part of type {kind!r} is not supported here; use text and input_image")
         parts.append({"type": "text", "text": part.get("text")})
     return parts

@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 from posttrain.config import Drafts
-from posttrain.data.chat import Renderer
+from posttrain.data.chat import Prompt, Renderer
 from posttrain.data.grammar import Grammar
+from posttrain.data.messages import pictures_in
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
@@ -202,13 +203,18 @@ class Served:
             renderer = self.renderer(json.dumps(arguments, sort_keys=True))
         except ConfigError as error:
             raise Refused(400, "invalid_value", str(error), "chat_template_kwargs") from error
-        prompt, tool_format = self._prompt(renderer, ask)
+        (prompt, images), tool_format = self._prompt(renderer, ask)
+        if images is not None:
+            try:
+                await self.engine.decode(images)
+            except ConfigError as error:
+                raise Refused(400, "invalid_value", str(error), "messages") from error
         top_logps = ask.top_logprobs
         grammar = self._grammar(ask, renderer, prompt, tool_format)
         params, seed = self.params_of(
             ask.body, prompt, ask.max_tokens, ask.stop, top_logps=top_logps, grammar=grammar, adapter=adapter
         )
-        samples = self.sample([Call(prompt, one) for one in samples_of(params, n=ask.n, seed=seed)])
+        samples = self.sample([Call(prompt, one, images=images) for one in samples_of(params, n=ask.n, seed=seed)])
         turns = [TurnStream(renderer, prompt, params, tool_format, parallel=ask.parallel) for _ in range(ask.n)]
         return Turns(
             num_prompt_tokens=len(prompt),
@@ -216,8 +222,8 @@ class Served:
             close=samples.close,
         )
 
-    def _prompt(self, renderer: Renderer, ask: ChatAsk) -> tuple[list[int], Format | None]:
-        """Tokens of a chat's prompt, and the format in which its answer may call tools."""
+    def _prompt(self, renderer: Renderer, ask: ChatAsk) -> tuple[Prompt, Format | None]:
+        """Tokens and pictures of a chat's prompt, and the format in which its answer may call tools."""
         try:
             # GPT-OSS writes its text into a channel, with or without tools.
             harmony = ask.tools is None and "<|channel|>" in str(self.tokenizer.hf.chat_template)
@@ -225,8 +231,10 @@ class Served:
             tool_format = None if tools is None else make_format(self.tool_format, self.tokenizer, tools)
         except ConfigError as error:
             raise Refused(400, "invalid_value", str(error), "tools") from error
+        if pictures_in(ask.messages) and not (self.tokenizer.has_images and self.tokenizer.tower):
+            raise wrong("messages", f"{self.name} takes no pictures; send text alone")
         try:
-            return renderer.prompt(ask.messages, ask.tools), tool_format
+            return renderer.prompt_with_images(ask.messages, ask.tools), tool_format
         except ConfigError as error:
             raise Refused(400, "invalid_value", str(error), "messages") from error
 
@@ -418,7 +426,7 @@ class Samples:
             self._parts.put_nowait((index, part))
 
         try:
-            done = await self._served.engine.generate(call.prompt, call.params, on_tokens=told)
+            done = await self._served.engine.generate(call.prompt, call.params, images=call.images, on_tokens=told)
             if count:
                 metrics.token_s.add((time.perf_counter() - first) / count)
             self._parts.put_nowait((index, done))

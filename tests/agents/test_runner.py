@@ -279,6 +279,9 @@ ODD_REQUESTS = {
     b'{"response_format": {"type": "json_object"}, "messages": [{"role": "user", "content": "a"}]}': "response_format",
     b'{"parallel_tool_calls": false, "messages": [{"role": "user", "content": "a"}]}': "parallel_tool_calls",
     b'{"n": 20000, "messages": [{"role": "user", "content": "a"}]}': "n: 20000 must be a whole number from 1 to 128",
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,AA"}]}]}': (
+        "messages: pictures are not supported in a session"
+    ),
     b" " * ((64 << 20) + 1): "must be at most 64 MiB",
 }
 
@@ -293,7 +296,7 @@ def test_odd_requests_are_refused(sessions: Sessions, tokenizer: Tokenizer) -> N
         return 1.0
 
     run(sessions, tokenizer, agent)
-    assert [status for status, _ in told] == [400] * 11 + [413]
+    assert [status for status, _ in told] == [400] * 12 + [413]
     for (_, message), words in zip(told, ODD_REQUESTS.values(), strict=True):
         assert words in message and "\n" not in message
 

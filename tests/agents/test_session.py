@@ -17,7 +17,7 @@ from posttrain.data.messages import Message, from_wire, to_wire
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import Completion, SamplingParams
-from posttrain.serve.body import Refused
+from posttrain.serve.body import Refused, SentPictures
 from posttrain.tools.formats import make_format
 from posttrain.tools.grammar import tool_grammar
 from posttrain.tools.prompts import ToolText
@@ -198,21 +198,21 @@ def test_messages_of_the_api() -> None:
         "tool_call_id": "a",
         "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}],
     }
-    back = from_wire([USER, wire, tool])
+    back = from_wire([USER, wire, tool], SentPictures())
     assert same_history(back[1:2], [sampled]) and back[2]["content"] == "12"
     assert not same_history(back[1:2], [{**sampled, "content": "x"}])
     for wrong, reason in (
         ({}, "must be a list"),
         ([{"role": "judge", "content": "?"}], "role='judge'"),
         ([USER, wire], "end before the assistant turn"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "only text is read"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "a picture is sent as"),
         (
             [{**wire, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, USER],
             "arguments is text, but no JSON",
         ),
     ):
         with pytest.raises(ConfigError, match=reason):
-            from_wire(wrong)
+            from_wire(wrong, SentPictures())
 
 
 def test_calls_of_tools_are_parsed(tokenizer: Tokenizer) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,12 +24,12 @@ from posttrain.generation import without_padding
 from posttrain.rollout.adapters import AdapterSlots
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import SamplingParams, samples_of, text_of
-from posttrain.serve.app import application, listen, server_of
 from posttrain.serve.body import Body, Refused, chat_ask
 from posttrain.serve.chat import ResponseRequest
 from posttrain.serve.model import Limits, Served
 from posttrain.tools.formats import Format
 from posttrain.tools.grammar import tool_grammar
+from tests.serve.serving import listening
 from tests.tiny import tiny_model
 
 MODEL, LENGTH = "tiny/model", 512
@@ -63,13 +62,8 @@ def served(tokenizer: Tokenizer) -> Served:
 
 @pytest.fixture(scope="module")
 def url(served: Served) -> Iterator[str]:
-    listener = listen("127.0.0.1", 0, "test")
-    server = server_of(application(lambda request: served, served=served, loads=True))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    server.should_exit = True
-    thread.join()
+    with listening(served) as address:
+        yield address
 
 
 @pytest.fixture
@@ -247,7 +241,7 @@ def test_strict_tools(served: Served) -> None:
     def asked(**fields: Any) -> tuple[list[int], Any]:
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema} | fields}]
         ask = chat_ask(Body({"model": MODEL, "messages": [{"role": "user", "content": "?"}], "tools": tools}))
-        prompt, tool_format = served._prompt(served.renderer("{}"), ask)
+        (prompt, _), tool_format = served._prompt(served.renderer("{}"), ask)
         return prompt, served._grammar(ask, served.renderer("{}"), prompt, tool_format)
 
     prompt, grammar = asked(strict=True)
@@ -361,7 +355,7 @@ ODD: dict[str, tuple[str, Any, int, str]] = {
         "chat/completions",
         {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         400,
-        "only text",
+        "a picture is sent as",
     ),
     "template": (
         "chat/completions",
