@@ -279,7 +279,7 @@ ODD_REQUESTS = {
     b'{"response_format": {"type": "json_object"}, "messages": [{"role": "user", "content": "a"}]}': "response_format",
     b'{"parallel_tool_calls": false, "messages": [{"role": "user", "content": "a"}]}': "parallel_tool_calls",
     b'{"n": 20000, "messages": [{"role": "user", "content": "a"}]}': "n: 20000 must be a whole number from 1 to 128",
-    b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,AA"}]}]}': (
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:;base64,AAAA"}]}]}': (
         "messages: pictures are not supported in a session"
     ),
     b" " * ((64 << 20) + 1): "must be at most 64 MiB",
