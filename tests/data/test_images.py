@@ -272,7 +272,7 @@ def one_part(image: Image.Image) -> dict[str, Any]:
         ({"messages": CASES["one"], "image": drawn(0), "images": [drawn(0)]}, "in both columns images and image"),
         (
             {"messages": [user("a"), {**user(IMAGE), "role": "assistant"}], "image": drawn(0)},
-            "images are for users and tools",
+            "images are for messages of users and tools",
         ),
         ({"text": "a", "image": drawn(0)}, "pictures have no place in the plain column text"),
     ],
@@ -439,5 +439,5 @@ def test_other_stages_refuse_pictures(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="the row has pictures, which only SFT reads yet"):
         refuse_pictures(row, section, Renderer(tokenizer, True))
     refuse_pictures(row, section, Renderer(replace(tokenizer, vision=None), True))
-    with pytest.raises(ConfigError, match="images are for users and tools, in training of models with images"):
+    with pytest.raises(ConfigError, match="images are for messages of users and tools, to a model with images"):
         prompt_messages({"prompt": [user(IMAGE)]}, section)
