@@ -20,7 +20,7 @@ from posttrain.data.pictures import picture_of, written
 from posttrain.environments.conversation import message_of, tools_of
 from posttrain.environments.tool_env import ToolEnv
 from posttrain.errors import ConfigError, RunError, did_you_mean
-from posttrain.generation import Settings, pictures_of, request_params, without_padding
+from posttrain.generation import Settings, request_params, without_padding
 from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import NewTokens, sample_key
@@ -161,7 +161,7 @@ class Chat:
         return self._answer(checked, listener)
 
     def _checked(self, messages: Sequence[Any], name: str) -> list[Message]:
-        return checked_messages(messages, name, pictures_of(self._renderer.tokenizer))
+        return checked_messages(messages, name, self._renderer.tokenizer.picture_reader())
 
     def _answer(self, messages: list[Message], listener: Listener) -> str:
         before, self.messages, self._said = self.messages, messages, ""
@@ -240,7 +240,7 @@ class Chat:
 
     def picture(self, path: str) -> Path:
         """File of a picture, which can be read. ConfigError for others, and for a model that takes none."""
-        if pictures_of(self._renderer.tokenizer) is None:
+        if not self._renderer.tokenizer.sees:
             raise ConfigError("chat: the model takes no pictures, or is loaded without its vision tower")
         file = Path(path).expanduser()
         self._renderer.tokenizer.image_of(picture_of(str(file), "picture", Path()))

@@ -6,14 +6,12 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from posttrain.config import Drafts, ImageSection
 from posttrain.data.chat import Renderer
 from posttrain.data.grammar import Grammar, GrammarError
 from posttrain.data.messages import Message, checked_messages
-from posttrain.data.pictures import RowPictures
 from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
@@ -226,20 +224,13 @@ def seeing(model: Decoder, tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer.for_images(json.loads(model.config.hf_json), tokenizer.name, ImageSection())
 
 
-def pictures_of(tokenizer: Tokenizer) -> RowPictures | None:
-    """Reader of pictures in messages; None for a model that takes none."""
-    if not tokenizer.has_images or not tokenizer.tower:
-        return None
-    return RowPictures({}, Path())
-
-
 def _conversation(prompt: Any, name: str, tokenizer: Tokenizer) -> list[Message]:
     if not isinstance(prompt, Sequence) or not all(isinstance(message, Mapping) for message in prompt) or not prompt:
         raise ConfigError(
             f"generate: {name} must be a string, or a list of messages with role and content; got {str(prompt)[:60]!r}"
         )
     try:
-        messages = checked_messages(prompt, "messages", pictures_of(tokenizer))
+        messages = checked_messages(prompt, "messages", tokenizer.picture_reader())
     except ConfigError as error:
         raise ConfigError(f"generate: {name}: {error}") from error
     if messages[-1]["role"] == "assistant":

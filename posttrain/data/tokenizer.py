@@ -40,7 +40,7 @@ from posttrain.user_code import missing_path
 
 if TYPE_CHECKING:
     from posttrain.data.images import Grid, ImagePolicy
-    from posttrain.data.pictures import Picture
+    from posttrain.data.pictures import Picture, RowPictures
     from posttrain.data.prompt_images import PromptImage
 
 MEDIA = ("<|video_pad|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
@@ -201,6 +201,17 @@ class Tokenizer:
         from posttrain.data.images import takes_images
 
         return takes_images(self.vision[0])
+
+    @property
+    def sees(self) -> bool:
+        """True for a model that is loaded with its vision tower."""
+        return self.has_images and self.tower
+
+    def picture_reader(self) -> RowPictures | None:
+        """Reader of pictures in messages that come without a row; None for a model that does not see."""
+        from posttrain.data.pictures import RowPictures
+
+        return RowPictures({}, Path()) if self.sees else None
 
     @cached_property
     def image_ids(self) -> list[int]:

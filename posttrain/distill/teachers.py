@@ -144,7 +144,7 @@ def find_teachers(
 
 def _blind(teacher: TeacherSection, files: ModelFiles, tokenizer: Tokenizer) -> str | None:
     """Reason why a teacher cannot read pictures as the student does, by the same patches and tokens; None: it can."""
-    if not tokenizer.has_images or not tokenizer.tower:
+    if not tokenizer.sees:
         return "the student reads none"
     if teacher.url is not None:
         return SERVED

@@ -8,14 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from posttrain.config import RLSection, ToolSection
 from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message, checked_messages
-from posttrain.data.pictures import RowPictures
 from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import ReplyRole, check_turns
@@ -332,9 +330,7 @@ class EnvConversation:
 
     def _checked(self, name: str, messages: Any) -> list[Message]:
         try:
-            tokenizer = self._renderer.tokenizer
-            pictures = RowPictures({}, Path()) if tokenizer.has_images and tokenizer.tower else None
-            return checked_messages(messages, f"{name}: messages", pictures)
+            return checked_messages(messages, f"{name}: messages", self._renderer.tokenizer.picture_reader())
         except ConfigError as failure:
             raise EnvError("env_error", str(failure)) from failure
 

@@ -188,7 +188,7 @@ def _seeing(tokenizer: Tokenizer, name: str) -> Tokenizer:
 
 def _vision(tokenizer: Tokenizer) -> Vision:
     """Vision tower of a model that generates."""
-    return "frozen" if tokenizer.has_images and tokenizer.tower else "none"
+    return "frozen" if tokenizer.sees else "none"
 
 
 def _of_model(name: str, adapter: str | None, family: str | None) -> Generator:

@@ -231,7 +231,7 @@ class Served:
             tool_format = None if tools is None else make_format(self.tool_format, self.tokenizer, tools)
         except ConfigError as error:
             raise Refused(400, "invalid_value", str(error), "tools") from error
-        if pictures_in(ask.messages) and not (self.tokenizer.has_images and self.tokenizer.tower):
+        if pictures_in(ask.messages) and not self.tokenizer.sees:
             raise wrong("messages", f"{self.name} takes no pictures; send text alone")
         try:
             return renderer.prompt_with_images(ask.messages, ask.tools), tool_format

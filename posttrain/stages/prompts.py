@@ -303,7 +303,7 @@ def examples_of(
 def _seen(messages: Sequence[Message], renderer: Renderer) -> dict[str, Pictures]:
     """Column `images` of rewards and environments, for a model that sees: the pictures of the prompt."""
     tokenizer = renderer.tokenizer
-    return {"images": Pictures(pictures_in(messages))} if tokenizer.has_images and tokenizer.tower else {}
+    return {"images": Pictures(pictures_in(messages))} if tokenizer.sees else {}
 
 
 def pictures_of_prompts(examples: Sequence[Example]) -> list[Picture]:
