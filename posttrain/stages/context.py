@@ -363,8 +363,7 @@ def _relative(name: str | None) -> str | None:
 
 
 def read_source(folder: Path) -> tuple[str | None, str | None]:
-    """Folders or hub ids of the model and adapter from which a stage started; None: random weights, no adapter, or the
-    stage never started."""
+    """Folders or hub ids of a stage's model and adapter; None: random weights, no adapter, or a stage never begun."""
     file = folder / "source.json"
     source = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"name": None}
     return None if source["name"] == locate.RANDOM_WEIGHTS else source["name"], source.get("adapter")
@@ -373,7 +372,8 @@ def read_source(folder: Path) -> tuple[str | None, str | None]:
 def print_parameters(model: Decoder) -> None:
     count = count_parameters(model)
     line = f"model: {model.config.model_type}, {model.config.num_layers} layers, {count.total:,} parameters"
-    line += f", {count.trainable:,} trained ({count.trainable / count.total:.2%})" * (count.trainable != count.total)
+    if count.trainable != count.total:
+        line += f", {count.trainable:,} trained ({count.trainable / count.total:.2%})"
     console().print(f"{line}; {jax.device_count()} x {jax.devices()[0].device_kind}", highlight=False)
     if has_lora(model):
         _print_trained(parameter_rows(model))

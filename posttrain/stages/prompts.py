@@ -14,6 +14,7 @@ from posttrain.config import (
     DatasetSection,
     DistillSection,
     HeldOutSection,
+    ModelDrafts,
     OnlineSection,
     RLSection,
     SamplingSection,
@@ -133,7 +134,7 @@ def prepare_scored(
         name = dataset.name if isinstance(dataset, HeldOutSection) else None
         eval_sets.append(EvalSet(name=name, renderer=eval_renderer, examples=held_out))
         notes += more
-    _refuse_blind_rewards(rubric, [*examples, *(example for one in eval_sets for example in one.examples)])
+    _refuse_blind(section, rubric, [*examples, *(example for one in eval_sets for example in one.examples)])
     conversations = None
     if isinstance(section, RLSection):
         prompts = [(renderer, examples), *((one.renderer, one.examples) for one in eval_sets)]
@@ -153,13 +154,19 @@ def prepare_scored(
     return scored, notes
 
 
-def _refuse_blind_rewards(rubric: Rubric, examples: Sequence[Example]) -> None:
-    """ConfigError for a reward model of prompts with pictures, of which it would read the placeholders."""
+def _refuse_blind(section: OnlineSection | DistillSection, rubric: Rubric, examples: Sequence[Example]) -> None:
+    """ConfigError for a reward model or a draft model of prompts with pictures, of which they would read the ids."""
     pictured = next((example.index for example in examples if example.images is not None), None)
+    if pictured is None:
+        return
     blind = next((one.function for one in rubric.rewards if isinstance(one.function, ModelReward)), None)
-    if pictured is not None and blind is not None:
+    if blind is not None:
         raise ConfigError(
             f"rewards.model: {blind.path} reads text alone, and row {pictured} has pictures; remove one of both"
+        )
+    if isinstance(section.rollout.speculative, ModelDrafts):
+        raise ConfigError(
+            f"rollout.speculative: a draft model sees no pictures, and row {pictured} has them; use ngram, or none"
         )
 
 
@@ -230,6 +237,7 @@ def prepare_prompts(
         max_tokens=limit,
         make_engine=engine_factory(section.rollout),
     )
+    _refuse_blind(section, Rubric([]), [*inputs.examples, *inputs.eval_examples])
     notes = sampled_stop_notes(sources[0][2], examples[0][0][0].messages)
     return inputs, [*(note for _, more in examples for note in more), *notes]
 

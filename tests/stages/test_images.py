@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.weights.load import load_model
 from posttrain.weights.save import save_model
+from posttrain.weights.scalar_head import add_scalar_head
 from tests.models.test_new_tower import INITS
 from tests.runs.test_resume import finish, kill_at
 from tests.stages.runs import lines, posttrain, weights, write_run
@@ -143,6 +144,21 @@ def sampled_run(folder: Path, shared: Path, rows: Path, model: dict[str, Any], *
     del config["stages"][0]["batch_rows"]
     made.write_text(yaml.safe_dump(config))
     return made
+
+
+def test_models_that_would_read_placeholders_are_refused(tmp_path: Path, shared: Path, rows: Path) -> None:
+    """A draft model and a reward model, before anything compiles."""
+    checkpoint = shared / "goldens" / "vision" / "gemma3"
+    text = load_model(checkpoint, vision="none")
+    add_scalar_head(text, seed=0)
+    save_model(text, tmp_path / "scores", tokenizer=load_tokenizer(str(checkpoint)))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"rollout": {"speculative": {"kind": "draft", "path": str(checkpoint)}}}, "a draft model sees no pictures"),
+        ({"rewards": [{"model": str(tmp_path / "scores")}]}, "reads text alone"),
+    ]
+    for stage, reason in cases:
+        outcome = posttrain("check", sampled_run(tmp_path, shared, rows, {}, **stage))
+        assert outcome.code != 0 and reason in outcome.err and "row 0 has" in " ".join(outcome.err.split()), outcome.err
 
 
 @pytest.mark.thorough
