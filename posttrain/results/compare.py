@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import RunConfig
+from posttrain.config import RunConfig, SequenceSection
 from posttrain.config.yaml_file import diff_config, dump_config, stage_settings
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.evaluation.sequences import SEQUENCES, sequence_differences
 from posttrain.results.result import RunResult, attach
 from posttrain.runs.folder import NO_EFFECT
 from posttrain.runtime.files import digest
@@ -49,8 +50,11 @@ class Comparison:
     settings: Mapping[str, Sequence[Any]]
     """Settings that differ, each with its value in every group."""
     paired: Mapping[str, Mapping[str, PairedDifference]]
-    """By the label of a group after the first, and by metric: the difference from the first group over the prompts that
-    both were evaluated on at their end, as means of their seeds."""
+    """By the label of a group after the first, and by metric: the difference from the first group over the prompts or
+    sequences that both were evaluated on at their end, as means of their seeds."""
+
+    unit: str = "shared prompts"
+    """Unit of these differences."""
 
     def save(self, path: str | Path) -> Path:
         """Write the curves as `.svg`, one below the other, or as `.html`. ConfigError for another ending."""
@@ -101,7 +105,7 @@ class Comparison:
             for metric, one in found.items():
                 chance = "p < 0.001" if one.p_value < 0.001 else f"p = {one.p_value:.3f}"
                 lines.append(
-                    f"{metric}, {label} less {self.groups[0].label} over {one.n} shared prompts: {one.mean:+.4g} "
+                    f"{metric}, {label} less {self.groups[0].label} over {one.n} {self.unit}: {one.mean:+.4g} "
                     f"[{one.low:+.4g}, {one.high:+.4g}], {chance}"
                 )
         return lines
@@ -148,9 +152,16 @@ def compare(*runs: str | Path | RunResult, metrics: Sequence[str] = (), stage: s
         if not any(name in group.curves for group in groups):
             known = {key for r, place in zip(results, places, strict=True) for row in _rows(r, place) for key in row}
             raise ConfigError(f"compare: no run has the metric {name!r}{did_you_mean(name, known)}")
-    values = [_evaluated(group, places[results.index(group.runs[0])]) for group in groups]
+    own_places = [places[results.index(group.runs[0])] for group in groups]
+    values = [_evaluated(group, place) for group, place in zip(groups, own_places, strict=True)]
     paired = {group.label: _differences(values[0], own) for group, own in zip(groups[1:], values[1:], strict=True)}
-    return Comparison(groups=groups, settings=_settings(groups), paired={k: v for k, v in paired.items() if v})
+    unit = Comparison.unit
+    if not any(values):
+        sums = [_sequences(group, place) for group, place in zip(groups, own_places, strict=True)]
+        paired = {g.label: _sequence_differences(sums[0], own) for g, own in zip(groups[1:], sums[1:], strict=True)}
+        unit = "held-out sequences"
+    paired = {label: found for label, found in paired.items() if found}
+    return Comparison(groups=groups, settings=_settings(groups), paired=paired, unit=unit)
 
 
 def _place(result: RunResult, stage: str | None) -> int:
@@ -220,6 +231,32 @@ def _evaluated(group: SeedGroup, place: int) -> dict[str, dict[str, float]]:
     return {
         key: {text: sum(one[text] for one in each) / len(each) for text in shared[key]} for key, each in whole.items()
     }
+
+
+def _sequences(group: SeedGroup, place: int) -> tuple[Any, dict[str, np.ndarray]]:
+    """Held-out dataset, and the sums of each sequence in the last evaluation, means over seeds; none where seeds saw
+    other sequences."""
+    each = []
+    for run in group.runs:
+        file = run.output / run.stages[place] / "result.json"
+        after = json.loads(file.read_text(encoding="utf-8")).get("after", {}) if file.is_file() else {}
+        each.append({name: np.asarray(sums) for name, sums in after.get(SEQUENCES, {}).items()})
+    same = all(np.array_equal(one.get("weight", ()), each[0].get("weight", ())) for one in each)
+    section = group.configs[0].stages[place]
+    held_out = section.eval_dataset if isinstance(section, SequenceSection) else None
+    return held_out, {name: np.mean([one[name] for one in each], axis=0) for name in each[0]} if same else {}
+
+
+def _sequence_differences(
+    first: tuple[Any, Mapping[str, np.ndarray]], other: tuple[Any, Mapping[str, np.ndarray]]
+) -> dict[str, PairedDifference]:
+    """Differences over the same sequences: those of one dataset with the same numbers of tokens, in order."""
+    (dataset, before), (other_dataset, after) = first, other
+    weights = before.get("weight", np.empty(0))
+    if dataset != other_dataset or len(weights) < 2 or not np.array_equal(weights, after.get("weight", ())):
+        return {}
+    found = sequence_differences({SEQUENCES: before}, {SEQUENCES: after})
+    return {metric: PairedDifference(**one) for metric, one in found.items()}
 
 
 def _by_prompt(texts: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:

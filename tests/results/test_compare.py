@@ -14,7 +14,7 @@ import pytest
 import posttrain as pt
 from posttrain.config.yaml_file import dump_config, load_config
 from posttrain.results.compare import over_seeds
-from posttrain.statistics import paired_difference
+from posttrain.statistics import paired_difference, paired_ratio_difference
 from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
 
 PROMPTS = [f"{n}+1=" for n in range(8)]
@@ -62,6 +62,38 @@ def test_seeds_are_one_group_and_prompts_are_paired(tmp_path: Path) -> None:
     assert tags.count("polyline") == 2 and tags.count("polygon") == 1
     said = posttrain("compare", *runs[::2], "--metric", "reward")
     assert said.code == 0 and "B less A" in said.out
+
+
+def sft_folder(folder: Path, seed: int, nll: Sequence[float], weight: Sequence[float], **changes: Any) -> Path:
+    """Folder of an SFT run with these sums of each held-out sequence after it."""
+    held_out = changes.pop("held_out", "held_out.jsonl")
+    stage = sft_stage(eval_dataset={"path": held_out, "prompt": "{a}", "completion": "{b}"}, **changes)
+    out = folder / "out"
+    (out / "0-sft").mkdir(parents=True)
+    (out / "config.yaml").write_text(dump_config(load_config(write_run(folder, stage, seed=seed, output=str(out)))))
+    (out / "metrics.jsonl").write_text(json.dumps({"step": 1, "stage": "0-sft", "time": 1.0, "nll": 1.0}) + "\n")
+    after = {"eval/nll": 1.0, "sequences": {"nll": nll, "weight": weight}}
+    (out / "0-sft" / "result.json").write_text(json.dumps({"before": after, "after": after}))
+    return out
+
+
+def test_held_out_sequences_are_paired(tmp_path: Path) -> None:
+    """Means of seeds over the same sequences; red if sequences counted alike, whatever their length."""
+    weight = [4.0, 2.0, 6.0]
+    runs = [
+        sft_folder(tmp_path / "a0", 0, [8.0, 3.0, 6.0], weight),
+        sft_folder(tmp_path / "a1", 1, [6.0, 5.0, 6.0], weight),
+        sft_folder(tmp_path / "b0", 0, [5.0, 3.0, 5.0], weight, num_steps=7),
+    ]
+    expected = paired_ratio_difference([7.0, 4.0, 6.0], [5.0, 3.0, 5.0], weight)
+    assert expected.mean == pytest.approx(-4 / 12)
+    found = pt.compare(*runs)
+    assert found.paired == {"B": {"eval/nll": expected}}
+    assert "eval/nll, B less A over 3 held-out sequences: -0.3333" in repr(found)
+    other = sft_folder(tmp_path / "b1", 1, [5.0, 3.0, 5.0], [4.0, 2.0, 5.0], num_steps=7)
+    assert pt.compare(runs[0], other).paired == {} == pt.compare(runs[0], runs[2], other).paired, "other lengths"
+    other = sft_folder(tmp_path / "c", 0, [5.0, 3.0, 5.0], weight, held_out="others.jsonl")
+    assert pt.compare(runs[0], other).paired == {}, "other texts"
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
