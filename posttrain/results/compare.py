@@ -1,5 +1,5 @@
 """Comparison of runs: curves on one plot with intervals over seeds, settings that differ, and tests over the prompts
-that runs share."""
+or sequences that runs share."""
 
 from __future__ import annotations
 
