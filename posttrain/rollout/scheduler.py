@@ -27,7 +27,7 @@ from posttrain.rollout.vision import PicturedPiece
 PROMPT_CHUNK = 512
 """Prompt tokens that one sequence reads in one call at most, unless images must be read at once."""
 PROMPT_TOKENS = 2048
-"""Prompt tokens of one plan; the last chunk may go beyond. What decodes meanwhile waits no longer than for these."""
+"""Prompt tokens of one plan; the last chunk may go beyond. A stream that decodes meanwhile waits for at most two plans."""
 MIN_SHARED = 64
 """Shared tokens below which a prompt that must be read further is read from its start: so few save less time than the
 program costs that reads the middle of a prompt."""
@@ -215,12 +215,9 @@ class Scheduler:
         pieces = [piece for row in self.running.values() for piece in self._read_on(row, budget)]
         pieces += self._admit(budget)
         decode = [row for row in self.running.values() if row.ready]
-        could = min(self.slots, len(self.running) + len(self.waiting) * self.admitting)
-        if decode and pieces and self._decoded and 2 * len(decode) < could:
-            # Few rows take nearly as long as many: first the prompts, but never twice running.
-            decode, self._decoded = [], False
-        else:
-            self._decoded = True
+        if decode and budget.left <= 0 and self._prompts_first(decode):
+            decode = []
+        self._decoded = bool(decode)
         for row in decode:
             self.lanes[row.lane].blocks.widen(row.chain, len(row.chain.blocks))
         self.counts.peak_blocks = max(self.counts.peak_blocks, self.num_used_blocks)
@@ -228,6 +225,14 @@ class Scheduler:
             return None
         waiting = bool(self.waiting) and self.admitting
         return Plan(pieces=pieces, decode=decode, waiting=waiting, lanes=[lane.blocks for lane in self.lanes])
+
+    def _prompts_first(self, decode: Sequence[Row]) -> bool:
+        """Whether more prompts are read before these rows decode: few take nearly as long as many. Where one of them
+        streams, so that someone waits for its tokens, only for twice the rows, and never twice running."""
+        could = min(self.slots, len(self.running) + len(self.waiting) * self.admitting)
+        if any(row.request.on_tokens is not None for row in decode):
+            return self._decoded and 2 * len(decode) < could
+        return len(decode) < could
 
     def settle(self, plan: Plan) -> None:
         """Update the blocks after a dispatch whose tokens were delivered."""

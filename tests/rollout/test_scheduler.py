@@ -280,11 +280,18 @@ def test_who_wants_its_prompt_scored_reads_all_of_it() -> None:
     assert run_all(device, scored) == {1: 99}
 
 
-def test_long_prompts_do_not_hold_up_who_decodes() -> None:
+def streamed(tokens: Sequence[int], new: int) -> Request:
+    """A request whose tokens someone waits for."""
+    made = request(tokens, new)
+    made.on_tokens = lambda new: None
+    return made
+
+
+def test_long_prompts_do_not_hold_up_streams() -> None:
     """A long prompt is read in pieces, a few tokens of everybody between them."""
     s = Scheduler(slots=4, lanes=1, blocks=4000, max_length=20_000, steps=8)
     device = Device(s)
-    early = [request([i, i, i], 100) for i in range(3)]
+    early = [streamed([i, i, i], 100) for i in range(3)]
     for r in early:
         s.submit(r)
     device.run(s.plan(), tokens)
@@ -355,10 +362,10 @@ def test_draining_ends_what_has_begun_behind_those_who_have_not() -> None:
     assert s.drained and ended == requests[2:] and s.waiting == requests[:2]
 
 
-def test_who_decodes_waits_for_one_plan_at_most() -> None:
+def test_a_stream_waits_for_one_plan_at_most() -> None:
     s = Scheduler(slots=4, lanes=1, blocks=4000, max_length=31_000, steps=8)
     device = Device(s)
-    early = request([1, 2, 3], 500)
+    early = streamed([1, 2, 3], 500)
     s.submit(early)
     device.run(s.plan(), tokens)
     for i in range(2):
@@ -370,6 +377,20 @@ def test_who_decodes_waits_for_one_plan_at_most() -> None:
         device.run(plan, tokens)
     assert len(deferred) > 25 and deferred.count(True) > 5
     assert not any(a and b for a, b in pairwise(deferred))
+
+
+def test_without_streams_all_prompts_are_read_before_any_decodes() -> None:
+    """So that no dispatch decodes a part of a batch: 8 prompts are 4 plans, 64 tokens of each 8 dispatches."""
+    s = Scheduler(slots=8, lanes=1, blocks=2000, max_length=1100, steps=8)
+    device = Device(s)
+    for i in range(8):
+        s.submit(request([i, *range(1024)], 64))
+    counts = []
+    while (plan := s.plan()) is not None:
+        counts.append(len(plan.decode))
+        for row in device.run(plan, tokens):
+            s.release(row)
+    assert counts == [0, 0, 0, *[8] * 8]
 
 
 def test_a_prompt_read_under_old_weights_is_read_anew_unless_its_sample_has_begun() -> None:
