@@ -27,7 +27,7 @@ from posttrain.rollout.vision import PicturedPiece
 PROMPT_CHUNK = 512
 """Prompt tokens that one sequence reads in one call at most, unless images must be read at once."""
 PROMPT_TOKENS = 2048
-"""Prompt tokens of one plan; the last chunk may go beyond. A stream that decodes meanwhile waits for at most two plans."""
+"""Prompt tokens of one plan; the last chunk may go beyond. A stream waits for at most two plans of them."""
 MIN_SHARED = 64
 """Shared tokens below which a prompt that must be read further is read from its start: so few save less time than the
 program costs that reads the middle of a prompt."""
