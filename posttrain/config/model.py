@@ -183,8 +183,8 @@ class ModelSection(Section):
     """Attention over the KV cache in decoding. `ragged`: in place, JAX's paged kernel for TPU; `joined`: in place, the
     package's own for TPU, which knows sinks and latent attention, and stores keys and values of heads of 64 without
     padding; `gather`: copies the pages of each layer at every token; `rows`: one copy per dispatch, as wide as the
-    longest sequence. By default `rows` on CPU; on TPU `ragged` for heads of a multiple of 128 where it serves, `joined`
-    for others without shared keys; else `gather`."""
+    longest sequence. By default `rows` on CPU, and on GPU but for a cache of 8 bits; on TPU `ragged` for heads of a
+    multiple of 128 where it serves, `joined` for others without shared keys; else `gather`."""
     grouped_matmul: GroupedKernel = "auto"
     """Kernel of the experts' grouped matrix products; by default the fastest for platform and shape."""
     long_context: Flag = False

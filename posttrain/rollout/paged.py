@@ -288,7 +288,7 @@ def choose_layout(
     wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None, kind: CacheDtype = "compute"
 ) -> Layout:
     """The fastest that serves the model on the platform, or the one that was asked for: ConfigError if it cannot."""
-    layout = _layout(wanted, config, compute, mesh)
+    layout = _layout(wanted, config, compute, mesh, kind)
     if kind != "compute" and any(isinstance(block.attention, LatentAttentionConfig) for block in config.blocks):
         raise ConfigError(f"rollout.cache_dtype={kind}: latent attention keeps latents in compute only; remove it")
     if kind != "compute" and layout in KERNELS:
@@ -299,14 +299,17 @@ def choose_layout(
     return layout
 
 
-def _layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None) -> Layout:
+def _layout(
+    wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None, kind: CacheDtype
+) -> Layout:
     mesh = compute.mesh if mesh is None else mesh
     check_decode_kernel(wanted, config, compute.dtype, head_shards(mesh))
     if wanted != "auto":
         return wanted
     platform = platform_of(mesh)
     if platform != "tpu":
-        return "rows" if platform == "cpu" else "gather"
+        # A copy in `compute` would undo what a cache of 8 bits saves of a GPU's memory.
+        return "rows" if platform == "cpu" or kind == "compute" else "gather"
     for kernel in _preferred(config):
         if refusal_of_kernel(kernel, config, compute.dtype, head_shards(mesh)) is None:
             return kernel

@@ -227,7 +227,7 @@ class Scheduler:
         return Plan(pieces=pieces, decode=decode, waiting=waiting, lanes=[lane.blocks for lane in self.lanes])
 
     def _prompts_first(self, decode: Sequence[Row]) -> bool:
-        """Whether more prompts are read before these rows decode: few take nearly as long as many. Where one of them
+        """True if more prompts are read before these rows decode: few take nearly as long as many. Where one of them
         streams, so that someone waits for its tokens, only for twice the rows, and never twice running."""
         could = min(self.slots, len(self.running) + len(self.waiting) * self.admitting)
         if any(row.request.on_tokens is not None for row in decode):

@@ -44,6 +44,10 @@ UNROLLED_LAYERS_ON_CPU = 8
 """Maximum depth up to which XLA:CPU gradients unroll the layers: faster than a scan, which stacks all residuals, and
 still compiled in acceptable time."""
 
+UNROLLED_LAYERS_ON_GPU = 32
+"""The same on one GPU, where a scan copies weights, residuals and gradients to and from their stacks. On several its
+scheduler might gather the weights of all layers at once."""
+
 EXPERTS = (".experts.gate", ".experts.up", ".experts.down")
 """Endings of the paths of experts' matrices."""
 
@@ -192,9 +196,11 @@ class Objective:
     @functools.cached_property
     def _unrolled(self) -> bool:
         config, compute = self.student.model.config, self.student.model.compute
+        platform = platform_of(self.mesh)
+        if platform == "gpu":
+            return config.num_layers <= UNROLLED_LAYERS_ON_GPU and (self.mesh is None or self.mesh.size == 1)
         # XLA:CPU merges recomputation with the first computation, but not across a loop.
-        few = config.num_layers <= UNROLLED_LAYERS_ON_CPU and compute.remat == "none"
-        return few and platform_of(self.mesh) == "cpu"
+        return platform == "cpu" and config.num_layers <= UNROLLED_LAYERS_ON_CPU and compute.remat == "none"
 
     def keys(self, step: Array, micro: Batch) -> Keys:
         """PRNG keys of the step's micro-batches; noise keys are per row, independent of the split."""

@@ -117,6 +117,14 @@ def test_where_a_cache_in_8_bits_cannot_be() -> None:
         choose_layout("gather", latent, compute, None, "fp8")
 
 
+@pytest.mark.fast
+def test_a_gpu_works_on_rows_unless_its_cache_has_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.rollout.paged.platform_of", lambda mesh: "gpu")
+    compute = Compute(dtype=jnp.dtype(jnp.float32), remat="none")
+    found = [choose_layout("auto", tiny_config(), compute, None, kind) for kind in ("compute", "int8", "fp8")]
+    assert found == ["rows", "gather", "gather"]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.parametrize(("family", "seed"), [("deepseek_v3", 21), ("gpt_oss", 3)])

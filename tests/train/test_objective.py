@@ -11,21 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from posttrain.batch import DIFFERENTIABLE, Batch, LinearLoss, LossOutput, TokenStats
+from posttrain.config import MeshSection, Remat
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reduce import known_cotangents
 from posttrain.losses.sft import DFTLoss, SFTLoss
+from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
+from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
-from posttrain.train.objective import TrainSettings
+from posttrain.train.objective import Objective, TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
-from tests.tiny import tiny_model
+from tests.tiny import tiny_config, tiny_model
 
 ROWS, LENGTH = 4, 12
 LINEAR: dict[str, Any] = {
@@ -47,6 +51,25 @@ def batch() -> Batch:
         segments=segments.copy(),
         loss_weight=weight.astype(np.float32),
     )
+
+
+def test_which_layers_are_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one GPU up to a depth under any `remat`; on several, which might gather all layers at once, none."""
+
+    def unrolled(platform: str, *, layers: int, remat: Remat = "none", data: int | None = None) -> bool:
+        monkeypatch.setattr("posttrain.train.objective.platform_of", lambda mesh: platform)
+        mesh = None if data is None else make_mesh(MeshSection(data=data, fsdp=1), jax.devices()[:data])
+        compute = Compute(dtype=jnp.dtype(jnp.float32), remat=remat, mesh=mesh)
+        config = tiny_config(num_layers=layers, windows=(None,) * layers)
+        model = nnx.eval_shape(lambda: Decoder(config, compute, dtype=compute.dtype, rngs=nnx.Rngs(0)))
+        settings = TrainSettings(temperature=1.0, max_grad_norm=1.0)
+        found = Objective(student=ModelWeights(model), teachers=(), loss=SFTLoss(), settings=settings)
+        return found._unrolled
+
+    assert unrolled("gpu", layers=2) and unrolled("gpu", layers=2, remat="full", data=1)
+    assert not unrolled("gpu", layers=33) and not unrolled("gpu", layers=2, data=2)
+    assert unrolled("cpu", layers=2) and not unrolled("cpu", layers=2, remat="full")
+    assert not unrolled("tpu", layers=2)
 
 
 @pytest.mark.parametrize("kind", LINEAR)
