@@ -35,11 +35,10 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Init
 from posttrain.models.moe import Experts
 from posttrain.plan.hlo import ProgramText, read_program
-from posttrain.plan.lowered import Figures, compile_program
+from posttrain.plan.lowered import Figures, batch_of, compile_program
 from posttrain.plan.machine import GIB, has_libtpu, libtpu_version, topology_devices
 from posttrain.plan.phases import (
     POLICY_ARRAYS,
-    batch_of,
     model_of,
     vocabulary_trips,
 )

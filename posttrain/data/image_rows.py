@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from posttrain.config import OfflineSection, PairSection, SequenceSection
+from posttrain.config import OfflineSection, PairSection, SequenceSection, TrainSection
 from posttrain.data.images import Grid, ImagePolicy
 from posttrain.data.pictures import Picture
 from posttrain.data.sources import Rows, picked
@@ -202,10 +202,10 @@ def most_patches(section: OfflineSection, tokenizer: Tokenizer) -> int:
     return largest_bucket(section, tokenizer.images.settings.merge)
 
 
-def largest_bucket(section: OfflineSection, merge: int) -> int:
+def largest_bucket(section: TrainSection, merge: int) -> int:
     """Most image patches beside a row for a model that merges so many a side."""
-    default = section.row_tokens * merge**2
-    return bucket_sizes(merge, default if section.row_patches is None else section.row_patches)[-1]
+    wanted = section.row_patches if isinstance(section, OfflineSection) else None
+    return bucket_sizes(merge, section.row_tokens * merge**2 if wanted is None else wanted)[-1]
 
 
 def with_images(

@@ -21,7 +21,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from posttrain.batch import Batch, TopK
-from posttrain.config import ImageSection, Remat
+from posttrain.config import ImageSection, Remat, TrainSection
+from posttrain.data.image_rows import largest_bucket
 from posttrain.models.activations import ATTENTION, saved_names
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
@@ -124,26 +125,53 @@ def top_k_of(rows: int, length: int, k: int) -> TopK:
     return TopK(ids=ids, logps=logps, tail=one, scaled_tail=one, token_logps=one)
 
 
+def batch_of(rows: int, length: int, *, arrays: tuple[str, ...] = ()) -> Batch:
+    """Batch [rows, length] for its shapes, without memory for them; `arrays`: optional float arrays that it has."""
+
+    def blank(dtype: type) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), (rows, length))
+
+    batch = Batch(
+        tokens=blank(np.int32), positions=blank(np.int32), segments=blank(np.int32), loss_weight=blank(np.float32)
+    )
+    more: dict[str, Any] = {name: blank(np.float32) for name in arrays}
+    return dataclasses.replace(batch, **more)
+
+
+def with_pictures(batch: Batch, section: TrainSection, model: Decoder, image: ImageSection | None) -> Batch:
+    """Batch whose rows have all their patches, of the largest pictures, if the model takes any; None: without."""
+    if image is None or (vision := model.config.vision) is None:
+        return batch
+    return pictured(batch, model.config, largest_bucket(section, vision.merge), image)
+
+
 def pictured(batch: Batch, config: ModelConfig, patches: int, image: ImageSection) -> Batch:
     """Batch with so many patches beside each row, of the largest pictures, without memory for pixels."""
-    vision, (rows, length) = config.vision, batch.shape
+    rows, length = batch.shape
+    blank = np.broadcast_to(np.int32(0), (rows, length))
+    return dataclasses.replace(
+        batch,
+        images=blank,
+        image_rows=blank,
+        rope_positions=np.broadcast_to(np.int32(0), (rows, length, 3)) if config.turns_by_axes else None,
+        **patch_arrays(config, rows, patches, image),
+    )
+
+
+def patch_arrays(config: ModelConfig, rows: int, patches: int, image: ImageSection) -> dict[str, Any]:
+    """Arrays of so many patches beside each row, as in `Batch`, of the largest pictures."""
+    vision = config.vision
     assert vision is not None
     largest = min(vision.picture_patches(image) or patches, patches)
     side = max(math.isqrt(largest) // vision.merge, 1) * vision.merge
     in_row = np.arange(patches, dtype=np.int32)
     images, within = np.minimum(in_row // side**2 + 1, max(1, patches // side**2)), in_row % side**2
     places = np.stack([within // side, within % side], axis=-1)
-    blank = np.broadcast_to(np.int32(0), (rows, length))
-    turned = any(block.attention.rope is not None and block.attention.rope.axes for block in config.blocks)
-    return dataclasses.replace(
-        batch,
-        images=blank,
-        image_rows=blank,
-        patches=np.broadcast_to(np.uint8(0), (rows, patches, 3 * vision.patch_size**2)),
-        patch_images=np.broadcast_to(np.where(in_row < images[-1] * side**2, images, 0)[None], (rows, patches)),
-        patch_places=np.broadcast_to(places[None], (rows, patches, 2)),
-        rope_positions=np.broadcast_to(np.int32(0), (rows, length, 3)) if turned else None,
-    )
+    return {
+        "patches": np.broadcast_to(np.uint8(0), (rows, patches, 3 * vision.patch_size**2)),
+        "patch_images": np.broadcast_to(np.where(in_row < images[-1] * side**2, images, 0)[None], (rows, patches)),
+        "patch_places": np.broadcast_to(places[None], (rows, patches, 2)),
+    }
 
 
 def tower_flops(model: Decoder, batch: Batch, remat: Remat | None) -> float:

@@ -17,14 +17,12 @@ from posttrain.cluster.reference import FrozenModel
 from posttrain.config import (
     DistillSection,
     ImageSection,
-    OfflineSection,
     PreferenceSection,
     RLSection,
     SFTSection,
     TrainSection,
 )
 from posttrain.config.algorithm import PPO
-from posttrain.data.image_rows import largest_bucket
 from posttrain.distill.features import distill_loss
 from posttrain.distill.teachers import DEFAULT_TOP_K
 from posttrain.errors import ConfigError
@@ -36,7 +34,7 @@ from posttrain.models import hf
 from posttrain.models.activations import attention_flops, recomputed_flops
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
-from posttrain.plan.lowered import bytes_on_device, pictured, sizes_of, top_k_of, tower_flops
+from posttrain.plan.lowered import batch_of, bytes_on_device, sizes_of, top_k_of, tower_flops, with_pictures
 from posttrain.plan.report import (
     CACHE,
     COPY,
@@ -45,6 +43,7 @@ from posttrain.plan.report import (
     DECODE,
     DRAFT_CACHE,
     DRAFTED,
+    ENCODE,
     EVALUATION,
     LAYOUT,
     OPTIMIZER,
@@ -100,7 +99,7 @@ def stage_plan(
     if isinstance(section, DistillSection):
         return _distill(section, model, mesh, roles, gather_once, image)
     if isinstance(section, RLSection):
-        return _rl(section, model, mesh, memory, roles, gather_once)
+        return _rl(section, model, mesh, memory, roles, gather_once, image)
     kind = type(section).__name__.removesuffix("Section")
     raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet")
 
@@ -109,7 +108,7 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh, gather_once: bool, ima
     settings = train_settings(section, model.config.vocab_size, dropout_seed=0)
     settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, sft_loss(section), settings, mesh)
-    batch = _with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
+    batch = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
     phases = [_update(programs, batch, {})]
     if section.eval_dataset is not None:
         state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
@@ -132,8 +131,8 @@ def _distill(
     settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, distill_loss(section), settings, mesh, teachers)
     rows, length = section.batch_rows, section.row_tokens
-    blind = any(teacher.config.vision is None for teacher in (*teachers, *(one for one, _ in roles.scorers)))
-    batch = batch_of(rows, length) if blind else _with_pictures(batch_of(rows, length), section, model, image)
+    blind = _blind(model, [*teachers, *(one for one, _ in roles.scorers)])
+    batch = with_pictures(batch_of(rows, length), section, model, None if blind else image)
     if len(section.teachers) > 1:
         shares = np.broadcast_to(np.float32(0), (rows, length, len(section.teachers)))
         batch = dataclasses.replace(batch, teacher_weights=shares)
@@ -165,14 +164,16 @@ def _distill(
         tokens=rows * length,
         unit="tokens of rows",
         elsewhere=elsewhere,
-        not_counted=uncounted_pictures(model) if blind else [],
+        not_counted=blind,
         **saved,
     )
 
 
-def uncounted_pictures(model: Decoder) -> list[str]:
-    """Line of a stage whose plan is of text alone."""
-    return [] if model.config.vision is None else ["images, with the vision tower's work on them; its weights are"]
+def _blind(model: Decoder, others: Sequence[Decoder]) -> list[str]:
+    """Line of a stage whose plan is of text alone, as one of its other models takes no images; empty for others."""
+    if model.config.vision is None or all(other.config.vision is not None for other in others):
+        return []
+    return ["images, with the vision tower's work on them; its weights are"]
 
 
 def _held_teacher(teacher: Decoder, mesh: Mesh) -> Held:
@@ -204,7 +205,7 @@ def _preference(
     settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=PLAIN)
     settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, loss, settings, mesh)
-    scored = _with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
+    scored = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
     scored = replace(scored, roles=scored.segments)
     batch = replace(scored, ref_logps=scored.loss_weight) if loss.needs.reference else scored
     live = loss.needs.reference and section.reference == "live"
@@ -219,7 +220,15 @@ def _preference(
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
 
-def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Roles, gather_once: bool) -> StagePlan:
+def _rl(
+    section: RLSection,
+    model: Decoder,
+    mesh: Mesh,
+    memory: int,
+    roles: Roles,
+    gather_once: bool,
+    image: ImageSection,
+) -> StagePlan:
     refusals = {
         "teachers of another tokenizer": any(teacher.aligned for teacher in section.teachers),
         "reward models": any(reward.model is not None for reward in section.rewards),
@@ -234,10 +243,14 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
     arrays = ["sampler_logps", "behaviour_logps", "advantages", "sample_shares"]
     arrays += ["old_logps"] * (section.proximal_logps != "self") + ["ref_logps"] * reference
     batch = batch_of(section.step_rows, section.row_tokens, arrays=tuple(arrays))
+    others = [pair[0] for pair in (roles.reference, roles.critic, *roles.scorers) if pair is not None]
+    blind = _blind(model, others + ([] if roles.draft is None else [roles.draft]))
+    limits = None if blind else image
+    batch = with_pictures(batch, section, model, limits)
     if section.rollout.record_routing:
         shape = section.step_rows, section.row_tokens, len(model.config.mixtures), model.config.mixtures[0].top_k
         batch = dataclasses.replace(batch, experts=np.broadcast_to(np.zeros((), np.int16), shape))
-    rollout = RolloutShapes.of(section, model, roles.rollout or mesh, memory, roles.draft)
+    rollout = RolloutShapes.of(section, model, roles.rollout or mesh, memory, roles.draft, limits)
     critic = None if roles.critic is None else critic_programs(section, *roles.critic)
     held = list(_held(section, programs, rollout, critic, roles, reference))
     phases = list(sampling_phases(section, rollout, held, WEIGHTS if roles.rollout is None else COPY))
@@ -250,7 +263,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
         phases.append(_scoring(section, *roles.reference, there, "reference", STATISTICS, REFERENCE, batch))
     phases += _of_teachers(section, roles.scorers, held, batch)
     if critic is not None:
-        phases += _of_critic(section, critic, held)
+        phases += _of_critic(section, critic, held, limits)
     update = _update(programs, batch, beside(held, mesh, UPDATE, WEIGHTS, OPTIMIZER))
     phases.append(dataclasses.replace(update, runs=section.updates_per_batch))
     on_trainer = {WEIGHTS, OPTIMIZER, *update.beside}
@@ -263,7 +276,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int, roles: Role
         sampler_programs=rollout.num_programs,
         moves=list(_moves(section, programs, held, roles)),
         overlaps=section.samples_ahead and roles.rollout is not None,
-        not_counted=[*not_counted(section), *uncounted_pictures(model)],
+        not_counted=[*not_counted(section), *blind],
         **_saved(section, programs, critic),
     )
 
@@ -294,7 +307,7 @@ def _held(
         size = bytes_on_device(critic.opt_state)
         yield Held(name=CRITIC_OPTIMIZER, mesh=critic.mesh, size=size, only_in=during)
     # A step that samples and then learns gives up the cache in between.
-    during = [LAYOUT, PREFILL, DECODE, DRAFTED] if section.asynchronous is None else None
+    during = [LAYOUT, ENCODE, PREFILL, DECODE, DRAFTED] if section.asynchronous is None else None
     pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
     yield Held(name=CACHE, mesh=rollout.mesh, size=pool, only_in=during)
     if roles.rollout is not None:
@@ -372,9 +385,12 @@ def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainProg
     return TrainPrograms(model, loss, optimizer, critic_settings(section, algorithm), mesh=mesh)
 
 
-def _of_critic(section: RLSection, critic: TrainPrograms, held: Sequence[Held]) -> Iterator[Phase]:
-    batch = batch_of(section.step_rows, section.row_tokens, arrays=("returns", "old_values"))
+def _of_critic(
+    section: RLSection, critic: TrainPrograms, held: Sequence[Held], image: ImageSection | None
+) -> Iterator[Phase]:
     scored = batch_of(section.step_rows, section.row_tokens)
+    scored = with_pictures(scored, section, critic.structure.model, image)
+    batch = dataclasses.replace(scored, returns=scored.loss_weight, old_values=scored.loss_weight)
     there = beside(held, critic.mesh, VALUES, CRITIC)
     values = _forward(critic, scored, VALUES, critic.lower_stats, section.updates, there)
     weights = bytes_on_device(critic.weights)
@@ -467,12 +483,6 @@ def _forward(
     )
 
 
-def _with_pictures(batch: Batch, section: OfflineSection, model: Decoder, image: ImageSection) -> Batch:
-    """Batch whose rows have all their patches, of the largest pictures, if the model takes any."""
-    vision = model.config.vision
-    return batch if vision is None else pictured(batch, model.config, largest_bucket(section, vision.merge), image)
-
-
 def vocabulary_trips(mesh: Mesh, rows: int, length: int, vocab_size: int) -> int:
     """Chunks of the loss over the vocabulary if every token of the fullest row counts."""
     return -(-(length - 1) // chunk_length(rows, length, vocab_size, VocabSharding.of(mesh)))
@@ -485,16 +495,3 @@ POLICY_ARRAYS = ("old_logps", "sampler_logps", "behaviour_logps", "ref_logps", "
 def model_of(fields: Mapping[str, Any], compute: Compute, dtype: np.dtype) -> Decoder:
     """Model as shapes from the fields of a `config.json`."""
     return outline_of(hf.config_from_hf(dict(fields)), compute, dtype)
-
-
-def batch_of(rows: int, length: int, *, arrays: tuple[str, ...] = ()) -> Batch:
-    """Batch [rows, length] for its shapes, without memory for them; `arrays`: optional float arrays that it has."""
-
-    def blank(dtype: type) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), dtype), (rows, length))
-
-    batch = Batch(
-        tokens=blank(np.int32), positions=blank(np.int32), segments=blank(np.int32), loss_weight=blank(np.float32)
-    )
-    more: dict[str, Any] = {name: blank(np.float32) for name in arrays}
-    return dataclasses.replace(batch, **more)

@@ -31,6 +31,7 @@ DRAFT, DRAFT_CACHE = "draft model", "cache of the draft model"
 """Names of what roles hold."""
 UPDATE, STATISTICS, VALUES, LAYOUT, PREFILL, DECODE = "update", "statistics", "values", "layout", "prefill", "decode"
 EVALUATION, SYNC, COPYING, DRAFTED, SCORES = "evaluation", "sync", "copy", "decode with drafts", "scores"
+ENCODE = "encode"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,16 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from posttrain.config import RLSection, RolloutSection
+from posttrain.config import ImageSection, RLSection, RolloutSection
 from posttrain.models.activations import attention_flops
 from posttrain.models.cache import windows_of
+from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder, decoding_config
-from posttrain.plan.lowered import bytes_on_device, sizes_of, total_parameters
+from posttrain.plan.lowered import bytes_on_device, patch_arrays, sizes_of, total_parameters
 from posttrain.plan.report import (
     CACHE,
     COPYING,
@@ -24,6 +26,7 @@ from posttrain.plan.report import (
     DRAFT,
     DRAFT_CACHE,
     DRAFTED,
+    ENCODE,
     LAYOUT,
     PREFILL,
     QUANTIZED,
@@ -39,8 +42,10 @@ from posttrain.rollout.programs import Expected, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.speculative import SpeculativeRows
 from posttrain.rollout.types import SamplingParams
+from posttrain.rollout.vision import CALL_PATCHES, ImagePatches, PromptFeatures, patches_size
 from posttrain.stages.cluster import engine_slots
 from posttrain.train.programs import placed_shapes
+from posttrain.tree import replace
 from posttrain.weights.quantize import Copies, CopyShapes
 from posttrain.weights.state import ModelWeights, active_parameters
 
@@ -65,9 +70,10 @@ class RolloutShapes:
         memory: int,
         settings: RolloutSection = DEFAULTS,
         draft: Decoder | None = None,
+        image: ImageSection | None = None,
     ):
         """`memory`: bytes of a device; `settings`: split and copies of the weights, cache, drafts; `draft`: their
-        model."""
+        model; `image`: limits of the pictures that prompts of a model with a tower are full of, None: of text."""
         source, self.mesh = ModelWeights(model), mesh
         self.base = arrays = placed_shapes(source, mesh)
         self.copy: CopyShapes | None = None
@@ -89,6 +95,13 @@ class RolloutShapes:
         prompts = [call for call in calls if isinstance(call, PromptPieces) and call.context is None]
         self.prompts = max(prompts, key=lambda call: call.tokens.size)
         """Inputs of the largest prefill call of whole prompts."""
+        self.pictures: ImagePatches | None = None
+        """Inputs of the largest call of the tower."""
+        if image is not None and model.config.vision is not None:
+            shape, lanes = self.prompts.tokens.shape, self.runner.shapes.lanes
+            self.prompts = replace(self.prompts, images=features_of(model, *shape))
+            in_lane = self.runner.shapes.slots * longest
+            self.pictures = pictures_of(model.config, lanes, longest, in_lane, image)
         plain = (call for call in calls if isinstance(call, DecodeRows))
         self.rows = max(plain, key=lambda call: call.context.size)
         """Inputs of the decode call with all slots and the widest table."""
@@ -98,7 +111,13 @@ class RolloutShapes:
 
     @classmethod
     def of(
-        cls, section: RLSection, model: Decoder, mesh: Mesh, memory: int, draft: Decoder | None = None
+        cls,
+        section: RLSection,
+        model: Decoder,
+        mesh: Mesh,
+        memory: int,
+        draft: Decoder | None = None,
+        image: ImageSection | None = None,
     ) -> RolloutShapes:
         """Engine of a stage on a mesh; the model is that of the trainer."""
         there: Decoder = nnx.merge(*nnx.split(model))
@@ -113,6 +132,7 @@ class RolloutShapes:
             memory=memory,
             settings=section.rollout,
             draft=draft,
+            image=image,
         )
 
     @property
@@ -170,6 +190,32 @@ class RolloutShapes:
         return self.runner.lower(self.loaded, self.rows)
 
 
+def pictures_of(config: ModelConfig, lanes: int, longest: int, in_lane: int, image: ImageSection) -> ImagePatches:
+    """Call of the tower on pictures as large as `image` and prompts of `longest` tokens allow, as many as it takes of
+    `in_lane` tokens."""
+    vision = config.vision
+    assert vision is not None
+    most = longest * vision.merge**2
+    largest = min(vision.picture_patches(image) or most, most)
+    size = patches_size(vision.merge, max(largest, min(CALL_PATCHES, in_lane * vision.merge**2)))
+    return ImagePatches(**jax.device_put(patch_arrays(config, lanes, size, image)))
+
+
+def features_of(model: Decoder, rows: int, length: int) -> PromptFeatures:
+    """Features at the tokens of a prefill call, for their shapes."""
+    config, dtype = model.config, model.compute.dtype
+    assert config.vision is not None
+    levels, width = sum(block.deepstack for block in config.blocks), config.vision.embed_dim
+    one, zero = np.zeros((), dtype), np.int32(0)
+    arrays: dict[str, Any] = {
+        "features": np.broadcast_to(one, (rows, length, width)),
+        "deeper": np.broadcast_to(one, (rows, levels, length, width)) if levels else None,
+        "images": np.broadcast_to(zero, (rows, length)),
+        "rope_positions": np.broadcast_to(zero, (rows, length, 3)) if config.turns_by_axes else None,
+    }
+    return PromptFeatures(**jax.device_put(arrays))
+
+
 def sampling_phases(section: RLSection, rollout: RolloutShapes, held: Sequence[Held], own: str) -> Iterator[Phase]:
     """Layout of the weights, if any are laid out, once a step; then prompts and tokens. `own`: name of the weights."""
     model, devices, prompts = rollout.loaded.source.model, rollout.mesh.size, rollout.prompts.tokens
@@ -187,6 +233,8 @@ def sampling_phases(section: RLSection, rollout: RolloutShapes, held: Sequence[H
     active, weights = active_parameters(model), bytes_on_device(rollout.weights)
     pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
     prompt_tokens = section.sequence_tokens - section.sampling.max_tokens
+    if (pictures := rollout.pictures) is not None:
+        yield _encoding(section, rollout, pictures, {WEIGHTS_READ: weights, CACHE: pool}, there, shared)
     yield Phase(
         name=PREFILL,
         lower=rollout.lower_prefill,
@@ -245,6 +293,36 @@ def _made_for_sampling(
             **work,
             **shared,
         )
+
+
+def _encoding(
+    section: RLSection,
+    rollout: RolloutShapes,
+    pictures: ImagePatches,
+    own: dict[str, int],
+    there: dict[str, int],
+    shared: dict[str, Any],
+) -> Phase:
+    """Features of the pictures of a step, whose prompts are full of them; those of a group are encoded once."""
+    config, places = rollout.loaded.source.model.config, np.asarray(pictures.patch_places)
+    vision = config.vision
+    assert vision is not None
+    rows, size = pictures.patch_images.shape
+    work = vision.work(np.asarray(pictures.patch_images[:1]), places[:1])
+    in_prompt = (section.sequence_tokens - section.sampling.max_tokens) * vision.merge**2
+    tower = {name: x for name, x in rollout.base.items() if name.startswith("tower")}
+    return Phase(
+        name=ENCODE,
+        lower=lambda: rollout.runner.lower(rollout.loaded, pictures),
+        runs=math.ceil(section.prompts_per_step * in_prompt / (rows * size)),
+        trips=(),
+        flops=rows * work.total / rollout.mesh.size,
+        tower=rows * work.total / rollout.mesh.size,
+        read=float(bytes_on_device(tower)),
+        own=own,
+        beside=there,
+        **shared,
+    )
 
 
 def _drafted(rollout: RolloutShapes, own: dict[str, int], there: dict[str, int], shared: dict[str, Any]) -> Phase:

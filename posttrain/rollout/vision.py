@@ -233,15 +233,16 @@ def encoded(
     return found
 
 
-def patches_size(images: PromptImages | PromptImage, count: int) -> int:
-    """Smallest number of patches that a call is compiled for with room for `count` of them."""
-    aligned = math.lcm(images.policy.settings.merge**2, ALIGNED)
+def patches_size(merge: int, count: int) -> int:
+    """Smallest number of patches that a call is compiled for with room for `count` of them; `merge`: patches a side of
+    a token."""
+    aligned = math.lcm(merge**2, ALIGNED)
     return int(aligned * 2 ** math.ceil(math.log2(max(count, aligned) / aligned)))
 
 
 def _tower_call(cache: ImageCache, chosen: Sequence[tuple[PromptImage, int]], rows: int, count: int) -> TowerCall:
-    policy, size = chosen[0][0].policy, patches_size(chosen[0][0], count)
-    block = policy.settings.merge**2
+    policy = chosen[0][0].policy
+    block, size = policy.settings.merge**2, patches_size(policy.settings.merge, count)
     patches = np.zeros((rows, size, 3 * policy.settings.patch**2), np.uint8)
     numbers, positions = np.zeros((rows, size), np.int32), np.zeros((rows, size, 2), np.int32)
     taken, places = [0] * rows, []

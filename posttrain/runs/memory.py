@@ -17,7 +17,6 @@ from posttrain.config import (
     DistillSection,
     MeshSection,
     ModelDrafts,
-    OfflineSection,
     PlacementSection,
     Remat,
     RematName,
@@ -348,7 +347,7 @@ def _tower_bytes(section: TrainSection, outline: Decoder, rows: float) -> tuple[
     """Bytes on a device of a vision tower's pixels, features and inputs of layers for the backward pass, and of one
     layer, by estimate; `rows`: on the device, which are not split further."""
     vision, size = outline.config.vision, outline.compute.dtype.itemsize
-    if vision is None or not isinstance(section, OfflineSection):
+    if vision is None:
         return 0.0, 0.0
     patches = rows * largest_bucket(section, vision.merge)
     features = patches / vision.merge**2 * outline.config.embed_dim * size

@@ -32,6 +32,7 @@ from posttrain.plan.lowered import Figures, bytes_on_device, figures_of
 from posttrain.plan.machine import GIB, Machine, libtpu_version
 from posttrain.plan.report import (
     DECODE,
+    ENCODE,
     EVALUATION,
     LAYOUT,
     PREFILL,
@@ -253,7 +254,7 @@ def _changed(config: RunConfig, section: TrainSection, changes: dict[str, Any]) 
 
 
 MEASURED = {
-    "sampling": ((LAYOUT, PREFILL, DECODE), ("rollout/prefill_s", "rollout/decode_s"), "rollout"),
+    "sampling": ((LAYOUT, ENCODE, PREFILL, DECODE), ("rollout/prefill_s", "rollout/decode_s"), "rollout"),
     STATISTICS: ((STATISTICS, VALUES), ("timing_s/logps",), "logps"),
     UPDATE: ((UPDATE,), ("timing_s/update",), "update"),
 }

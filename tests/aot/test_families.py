@@ -15,7 +15,7 @@ from posttrain.kernels.platform import CHIPS, traced_for
 from posttrain.losses.sft import SFTLoss
 from posttrain.models import families
 from posttrain.plan.hlo import kernel_names
-from posttrain.plan.phases import batch_of
+from posttrain.plan.lowered import batch_of
 from posttrain.plan.sampling import RolloutShapes
 from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms, placed_shapes

@@ -14,8 +14,7 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.models.config import Compute
 from posttrain.models.hf import config_from_hf
 from posttrain.plan.hlo import kernel_names
-from posttrain.plan.lowered import compile_program, pictured
-from posttrain.plan.phases import batch_of
+from posttrain.plan.lowered import batch_of, compile_program, pictured
 from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms
 from posttrain.train.transformations import make_optimizer

@@ -15,7 +15,7 @@ from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh, single_device_mesh
 from posttrain.models.config import Compute
-from posttrain.plan.phases import batch_of
+from posttrain.plan.lowered import batch_of
 from posttrain.plan.sampling import RolloutShapes
 from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.paged import empty_pool

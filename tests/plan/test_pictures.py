@@ -14,20 +14,26 @@ from PIL import Image
 
 from posttrain.config import ImageSection, ModelSection, RunConfig
 from posttrain.config.yaml_file import load_config
-from posttrain.plan.lowered import pictured
+from posttrain.plan.lowered import batch_of, pictured
 from posttrain.plan.machine import machine
-from posttrain.plan.phases import batch_of
 from posttrain.plan.report import Phase
-from posttrain.runs.memory import StageSetup, choose_remat
+from posttrain.rollout.programs import Programs
+from posttrain.rollout.vision import patches_size
+from posttrain.runs.memory import StageSetup, _tower_bytes, choose_remat
 from posttrain.runs.plan import _mesh, _model_files, _pictures, _setup
 from posttrain.train.trainer import Trainer
 from tests.plan.test_plan import setup_of
-from tests.stages.runs import lines, posttrain, sft_stage, write_run
+from tests.stages.runs import lines, posttrain, rl_stage, sft_stage, write_run
 
 
 @pytest.fixture(scope="module")
 def pictures(shared: Path) -> Path:
     return shared / "goldens" / "vision" / "gemma3"
+
+
+def rl_on_pictures(folder: Path, checkpoint: Path, **stage: Any) -> RunConfig:
+    stage = rl_stage(row_tokens=64, dataset={"path": "rows.jsonl"}) | stage
+    return load_config(write_run(folder, stage, model={"path": str(checkpoint), "vision": "tower", "remat": "full"}))
 
 
 def run_on_pictures(folder: Path, checkpoint: Path, vision: str, **stage: Any) -> RunConfig:
@@ -62,6 +68,52 @@ def test_pictures_are_counted(tmp_path: Path, pictures: Path) -> None:
     assert spare["frozen"] > spare["projector"] > spare["tower"]
     share = phases["tower"].tower / phases["tower"].flops
     assert list(_pictures(stage)) == [f"  images: the vision tower has {share:.0%} of the operations of an update"]
+
+
+def test_pictures_of_an_rl_stage_are_counted(tmp_path: Path, pictures: Path) -> None:
+    """In the update and statistics, and once for each prompt in calls of the tower."""
+    config = rl_on_pictures(tmp_path, pictures, algorithm={"kind": "grpo", "kl_coef": 0.1})
+    stage = (setup := setup_of(config)).plan()
+    by_name = {(phase.role, phase.name): phase for phase in stage.phases}
+    vision = setup.outline().config.vision
+    assert vision is not None and not any("images" in line for line in stage.not_counted)
+    encode, update = by_name["sampler", "encode"], by_name["trainer", "update"]
+    call = pictured(batch_of(8, 1), setup.outline().config, 256, ImageSection())
+    work = vision.work(np.asarray(call.patch_images), np.asarray(call.patch_places))
+    assert encode.flops == encode.tower == pytest.approx(work.total / 8)
+    # 2 prompts of at most 58 tokens, of 4 patches each, in calls of 8 rows of 256 patches.
+    assert encode.runs == 1 and set(encode.beside) == set(by_name["sampler", "prefill"].beside)
+    assert update.tower > 3 * by_name["trainer", "statistics"].tower > 0
+    assert min(_tower_bytes(setup.section, setup.outline(), 1.0)) > 0, "`remat: auto` leaves memory for it"
+
+
+@pytest.mark.thorough
+def test_the_plan_of_sampling_is_the_program_of_the_run(tmp_path: Path, shared: Path) -> None:
+    """Calls of the tower and of prompts with pictures, to the letter."""
+    Image.new("RGB", (24, 24)).save(tmp_path / "p.png")
+    rows = [{"image": "p.png", "prompt": "What?"} for _ in range(8)]
+    (tmp_path / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stage = {"num_steps": 1, "dataset": {"path": str(tmp_path / "pictures.jsonl")}, "rollout": {"warm_up": False}}
+    config = rl_on_pictures(tmp_path, shared / "goldens" / "vision" / "qwen3_vl", **stage)
+    alone = machine("cpu-1")
+    phases = _setup(config.stages[0], config, _model_files(config), _mesh(config, alone), alone).plan().phases
+    planned = {phase.name: phase.lower().as_text() for phase in phases if phase.name in ("encode", "prefill")}
+    seen: set[str] = set()
+    lower = Programs._lower
+
+    def noted(self: Programs, *arguments: Any) -> Any:
+        seen.add((lowered := lower(self, *arguments)).as_text())
+        return lowered
+
+    # The run's pictures are few; it is given the size of the plan's call.
+    size = patches_size(2, 8 * 58 * 4)
+    with (
+        mock.patch.object(Programs, "_lower", noted),
+        mock.patch("posttrain.rollout.vision.patches_size", return_value=size),
+    ):
+        outcome = posttrain("run", tmp_path / "run.yaml")
+    assert outcome.code == 0, outcome.err
+    assert set(planned.values()) <= seen
 
 
 def auto_of(setup: StageSetup) -> ModelSection:
