@@ -5,8 +5,8 @@
 A random model: text of hidden 256 x 4 layers, 8 heads on 4 of 32, MLP 768, vocabulary 4,096; a tower of 128 x 4 layers,
 one of them without windows; float32, all of it trained by AdamW.
 
-`sft`: 8 examples a step, a picture of 224 x 224 pixels (256 patches, 64 tokens), a question and 96 bytes of answer, 192
-tokens; the rows are the same and in the same order, so that losses are compared step by step. `spread`: pictures of 56 to
+`sft`: 8 examples a step, a picture of 224 x 224 pixels (256 patches, 64 tokens), a question and 78 bytes of answer,
+192 tokens; the rows are the same and in order, so that losses are compared step by step. `spread`: pictures of 56 to
 224 pixels a side and answers of 16 to 128 bytes, packed by us and padded by TRL, which packs no pictures. `grpo`: 4
 prompts with a picture x 8 samples of 64 tokens; `grpo-text`: the same with 66 tokens of text in the picture's place.
 
@@ -108,10 +108,11 @@ def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def show(work: str, found: dict[str, dict[str, Any]]) -> None:
     ours = found["posttrain"]
     for engine, one in found.items():
-        times = ", of CPU time ".join(f"{ours[name] / one[name]:.2f}" for name in ("tokens_per_s", "tokens_per_cpu_s"))
+        times = " and ".join(f"{ours[name] / one[name]:.2f}" for name in ("tokens_per_s", "tokens_per_cpu_s"))
         print(
-            f"{work}: {engine}: {one['tokens_per_s']:,.0f} tokens/s, {one['tokens_per_cpu_s']:,.0f} per CPU second, times "
-            f"{times}; step {one['step_cpu_s']:.3f} CPU s, first {one['first_step_s']:.1f} s, {one['peak_mib']:,.0f} MiB"
+            f"{work}: {engine}: {one['tokens_per_s']:,.0f} tokens/s, {one['tokens_per_cpu_s']:,.0f} per CPU second "
+            f"(ours {times} times); step {one['step_cpu_s']:.3f} CPU s, first {one['first_step_s']:.1f} s, "
+            f"{one['peak_mib']:,.0f} MiB"
         )
     if work == "sft" and "trl" in found:
         apart = np.abs(np.asarray(ours["losses"]) - np.asarray(found["trl"]["losses"]))
