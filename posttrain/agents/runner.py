@@ -22,6 +22,8 @@ from posttrain.agents.session import Branch, FormatOf, Session
 from posttrain.config import RLSection
 from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
+from posttrain.data.messages import pictures_in
+from posttrain.data.pictures import Pictures, data_url
 from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import check_turns
@@ -113,10 +115,6 @@ class Agents:
         check_installed("agents", "agent")
         if callable(self.run):
             check_keywords(self.run, self.args, list(examples[0].row), GIVEN, "agent")
-        if pictured := next((one for one in examples if one.images is not None), None):
-            raise ConfigError(
-                f"agent: row {pictured.index} has pictures, and requests of agents are text; use env, or remove them"
-            )
         if not self.split_turns:
             check_turns(renderer, role_patterns(examples), ("user",), tools=None, keep_thinking=keep_thinking)
 
@@ -181,7 +179,8 @@ class Agents:
         self.calls.close()
 
     async def _run(self, example: Example, opened: Opened, seed: int) -> Any:
-        keywords = {"row": example.row, "messages": list(example.messages), "seed": seed, **example.row, **self.args}
+        row, messages = _sent(example)
+        keywords = {"row": row, "messages": messages, "seed": seed, **row, **self.args}
         keywords |= {"base_url": opened.base_url, "api_key": opened.api_key, "model": MODEL}
         if not callable(self.run):
             command = self.run
@@ -236,7 +235,9 @@ def _trajectory(
         branches[-1].transcript.reward(reward)
     if not branches and error is None:
         stop, error = "env_error", "agent: it ended without a request to the policy"
-    empty = Branch(transcript=Transcript(example.prompt_tokens), messages=list(example.messages), tools=None)
+    empty = Branch(
+        transcript=Transcript(example.prompt_tokens, example.images), messages=list(example.messages), tools=None
+    )
     if session.num_turns >= session.max_turns and session.refusals["max_turns"]:
         stop = "max_turns" if error is None else stop
     elif session.refusals["context_length_exceeded"] and error is None:
@@ -264,7 +265,24 @@ def _prompt_of(branch: Branch, example: Example) -> Example:
     first = roles.index("assistant") if "assistant" in roles else len(roles)
     turns = branch.transcript.turns
     tokens = branch.transcript.tokens[: turns[0].start] if turns else branch.transcript.tokens
-    return replace(example, messages=branch.messages[:first], prompt_tokens=tokens)
+    images = branch.transcript.images
+    images = None if images is None else images.cut(len(tokens))
+    return replace(example, messages=branch.messages[:first], prompt_tokens=tokens, images=images)
+
+
+def _sent(example: Example) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Row and messages as an agent gets them: pictures of messages are parts as it sends them, and the column `images`
+    has their `data:` URLs."""
+    row, messages = dict(example.row), [dict[str, Any](message) for message in example.messages]
+    if isinstance(row.get("images"), Pictures):
+        row["images"] = [data_url(picture) for picture in pictures_in(example.messages)]
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            message["content"] = [
+                {"type": "image_url", "image_url": {"url": data_url(part["image"])}} if "image" in part else part
+                for part in message["content"]
+            ]
+    return row, messages
 
 
 class CommandFailed(Exception):

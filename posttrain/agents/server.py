@@ -61,8 +61,8 @@ class SessionBackend:
         ask.body.finish()
         if not ask.parallel:
             raise wrong("parallel_tool_calls", "false is not supported in a session: all that is sampled is trained on")
-        if pictures_in(ask.messages):
-            raise wrong("messages", "pictures are not supported in a session; send text alone")
+        if pictures_in(ask.messages) and not self.session.renderer.tokenizer.sees:
+            raise wrong("messages", "the model takes no pictures; send text alone")
         if ask.top_logprobs:
             raise wrong("top_logprobs", "is not supported in a session; ask for logprobs alone")
         sampling = asyncio.run_coroutine_threadsafe(_complete(self.session, ask), self.loop)

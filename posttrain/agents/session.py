@@ -123,14 +123,14 @@ class Session:
         self._grammar(forced, tool_format, ())
         branch = self._place(messages, tools)
         transcript = branch.transcript
-        asked, before = tuple(transcript.tokens), len(transcript)
-        params, time = self._requests(asked), self.num_turns
+        asked, before, images = tuple(transcript.tokens), len(transcript), transcript.images
+        params, time = self._requests(asked, images), self.num_turns
         self.num_turns += 1
         room = min(params.max_tokens, self.row_tokens - before, max_tokens or params.max_tokens)
         grammar = self._grammar(forced, tool_format, asked) or params.grammar
         params = replace(params.stopped_at(stop, self.renderer.tokenizer), max_tokens=room, grammar=grammar)
         try:
-            completion = await self.generate(asked, params, None)
+            completion = await self.generate(asked, params, images)
         except BaseException:
             if branch.marks:
                 branch.take_back()
@@ -184,17 +184,21 @@ class Session:
         known = None if self.split_turns else self._known(messages, tools)
         try:
             if known is None:
-                return self._new(Transcript(self.renderer.prompt(messages, tools)), messages, tools)
+                return self._new(Transcript(*self.renderer.prompt_with_images(messages, tools)), messages, tools)
             branch, mark = known
             last = branch.transcript.tokens[mark.tokens - 1]
-            delta = self.renderer.between(messages[: mark.messages - 1], messages[mark.messages :], tools, last=last)
+            before, after = messages[: mark.messages - 1], messages[mark.messages :]
+            delta = self.renderer.between_with_images(before, after, tools, last=last)
         except ConfigError as error:
             raise Refused(400, "invalid_request_error", str(error)) from error
         if branch.busy or mark != branch.marks[-1]:
             # The turns before were sampled for another row, which learns from them.
-            return self._new(Transcript([*branch.transcript.tokens[: mark.tokens], *delta]), messages, tools)
-        self._check_room(len(branch.transcript) + len(delta))
-        branch.transcript.add(delta)
+            images = branch.transcript.images
+            fork = Transcript(branch.transcript.tokens[: mark.tokens], images and images.cut(mark.tokens))
+            fork.add(*delta)
+            return self._new(fork, messages, tools)
+        self._check_room(len(branch.transcript) + len(delta.tokens))
+        branch.transcript.add(*delta)
         branch.messages, branch.busy = list(messages), True
         return branch
 
@@ -240,4 +244,7 @@ def same_history(one: Sequence[Message], other: Sequence[Message]) -> bool:
 
 
 def _said(message: Message) -> tuple[Any, ...]:
-    return message["role"], message.get("content") or "", said_calls(message), message.get("tool_call_id")
+    content: Any = message.get("content") or ""
+    if not isinstance(content, str):
+        content = [{**part, "image": part["image"].key} if "image" in part else part for part in content]
+    return message["role"], content, said_calls(message), message.get("tool_call_id")

@@ -109,9 +109,6 @@ class RunConfig(Section):
                 "optimizer.stochastic_rounding is for bfloat16 parameters, and model.dtype is float32; "
                 "set model.dtype=bfloat16, or remove stochastic_rounding"
             )
-        vision = self.model.vision
-        if vision != "none" and any(isinstance(one, RewardModelSection) for one in self.stages):
-            yield f"model.vision={vision}: reward models read text alone; set it to none in a run with a reward model"
         lora = self.model.lora
         if lora is not None and lora.dropout and self.mesh.gather == "update":
             yield f"mesh.gather=update cannot be with model.lora.dropout={lora.dropout}; set one of them to its default"

@@ -15,6 +15,7 @@ from jaxtyping import Int, UInt8
 from posttrain.config import OfflineSection, PairSection, SequenceSection, TrainSection
 from posttrain.data.images import Grid, ImagePolicy
 from posttrain.data.pictures import Picture
+from posttrain.data.prompt_images import PromptImage, PromptImages
 from posttrain.data.sources import Rows, picked
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
@@ -60,6 +61,21 @@ def sharing_arrays(
         parts.append(of_part)
     joined: Arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return {**joined, "grids": there, "patches": whole["patches"]}
+
+
+def sampled_arrays(images: PromptImages, num_tokens: int) -> Arrays:
+    """`image_arrays` of a sampled sequence of so many tokens, with the keys of its pictures."""
+    numbers, grids = images.padded(num_tokens), np.asarray(images.grids, np.int32)
+    return image_arrays(images.policy, numbers, grids) | source_of(images)
+
+
+def source_of(images: PromptImages) -> Arrays:
+    """Keys of pictures by what is in them, so that those of a group are encoded once in a row."""
+    return {"source": np.asarray([[_content_key(image)] for image in images.images])}
+
+
+def _content_key(image: PromptImage) -> int:
+    return int.from_bytes(image.digest[:8], "little") >> 1
 
 
 def keys_of(grids: Int[np.ndarray, "I 2"], *place: int) -> Int[np.ndarray, "I K"]:
@@ -113,6 +129,17 @@ class ImageRows:
             return None
         policy = tokenizer.images
         return cls(policy, most_patches(section, tokenizer), lambda key: sources[key[0]].patches(policy, *key[1:]))
+
+    @classmethod
+    def of_samples(cls, samples: Sequence[PromptImages | None], row_tokens: int) -> ImageRows | None:
+        """Maker of the image arrays of batches of sampled sequences; None if all are text."""
+        held = [one for one in samples if one is not None]
+        if not held:
+            return None
+        policy, by_key = held[0].policy, {_content_key(image): image for one in held for image in one.images}
+        merge = policy.settings.merge
+        most = bucket_sizes(merge, row_tokens * merge**2)[-1]
+        return cls(policy, most, lambda key: by_key[key[0]].patches())
 
     def __call__(self, rows: Sequence[Sequence[Mapping[str, np.ndarray]]], shape: tuple[int, int]) -> Arrays:
         """Arrays of a batch of this shape; none without a picture in it, which is then the same as one of text."""

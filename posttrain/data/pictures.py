@@ -256,6 +256,12 @@ def written(value: Any, *, is_picture: bool = False) -> Any:
     return value
 
 
+def data_url(picture: Picture) -> str:
+    """Picture as a `data:` URL: the bytes of its file, or an open image as PNG."""
+    is_open = not isinstance(picture.source, Path | bytes)
+    return str(written(picture.source if is_open else picture.content(), is_picture=True))
+
+
 class RowPictures:
     """Pictures of a row, of which those of its columns `images` (a list) or `image` fill the holes in its messages, in
     order. `marker`: text of a hole in contents; `folder`: that of relative paths."""

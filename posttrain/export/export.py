@@ -238,7 +238,10 @@ def _expected(source: Path, folder: Path) -> dict[str, Stored | None]:
     found = {n: t for n, t in found.items() if not (m := re.search(r"\.layers\.(\d+)\.", n)) or int(m[1]) < layers}
     scores = any("SequenceClassification" in name for name in config.get("architectures") or [])
     if config.get("tie_word_embeddings") or scores:
-        found.pop("lm_head.weight", None)
+        found = {name: tensor for name, tensor in found.items() if not name.endswith("lm_head.weight")}
+    if scores and config.get("vision_config"):
+        text = re.compile(r"^model\.(?=(layers|embed_tokens|norm)\.)")
+        found = {text.sub("model.language_model.", name): tensor for name, tensor in found.items()}
     return found
 
 

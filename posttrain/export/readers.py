@@ -8,7 +8,7 @@ import subprocess
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.hf import config_from_hf
+from posttrain.models.hf import CLASSIFIER, config_from_hf
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import load_model, vocabulary_of
 from posttrain.weights.state import ModelWeights
@@ -189,7 +189,7 @@ def read_with_transformers(
             logits = [model(row, position_ids=places).logits.float() for row in rows]
             return np.concatenate([torch.log_softmax(x, dim=-1).numpy() for x in logits])
         # Else it takes the score before what it takes for padding.
-        model.config.get_text_config().pad_token_id = None
+        model.config.get_text_config().pad_token_id = -1
         scored = [[model(row[:, :length]).logits.float().numpy() for length in SCORED] for row in rows]
         return np.concatenate([np.stack(of_row, axis=1) for of_row in scored])
 
@@ -197,7 +197,7 @@ def read_with_transformers(
 def _loaded_by_transformers(folder: Path, base: str | None, *, scores: bool) -> tuple[Any, dict[str, Any]]:
     """The model as the usual programs load it, and what its loader says of the tensors."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -206,7 +206,7 @@ def _loaded_by_transformers(folder: Path, base: str | None, *, scores: bool) -> 
         # The default for mixtures of experts refuses some widths on CPU.
         seeing = base is None and read_json(folder / "config.json").get("vision_config")
         kind: Any = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-        kind = AutoModelForSequenceClassification if scores else kind
+        kind = _classifier(folder if base is None else Path(base)) if scores else kind
         model, info = kind.from_pretrained(
             folder if base is None else base,
             dtype=torch.float32,
@@ -226,3 +226,17 @@ def _loaded_by_transformers(folder: Path, base: str | None, *, scores: bool) -> 
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ProofError(f"{folder}: transformers cannot read it: {' '.join(str(error).split())[:500]}") from error
     return model, info
+
+
+def _classifier(folder: Path) -> Any:
+    """Class of transformers that reads a reward model: for a family without one of its own, one that is made as those
+    of other families are."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, AutoConfig
+    from transformers import AutoModelForSequenceClassification as Known
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    config = type(AutoConfig.from_pretrained(folder))
+    if config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return Known
+    parent = type.mro(cast(type, MODEL_MAPPING[config]))[1]
+    return type(config.__name__.removesuffix("Config") + CLASSIFIER, (GenericForSequenceClassification, parent), {})

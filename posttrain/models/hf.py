@@ -33,7 +33,7 @@ from posttrain.models.names import Names
 from posttrain.models.rope import max_positions
 from posttrain.user_code import import_transformers
 
-CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+CAUSAL, SEEING, CLASSIFIER = "ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification"
 """Suffixes of class names in transformers."""
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -198,15 +198,15 @@ def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False, vision:
     written = {key: text[key] for key in text if key not in NOT_WRITTEN}
     if config.further_layers:
         written["num_nextn_predict_layers"] = 0
-    config = replace(config, scalar_head=is_classifier(written), hf_json=json.dumps(written))
+    scored = is_classifier(dict(hf))
+    written |= classifier_fields(written) if scored and wrapper is not None else {}
+    config = replace(config, scalar_head=scored, hf_json=json.dumps(written))
     return config if vision == "none" else _with_vision(config, hf, wrapper, vision)
 
 
 def _with_vision(config: ModelConfig, hf: Mapping[str, Any], wrapper: Wrapper | None, train: Vision) -> ModelConfig:
     if wrapper is None or not hf.get("vision_config"):
         raise ConfigError(f"model.vision={train}: this {config.model_type} has no vision tower; set it to none")
-    if config.scalar_head:
-        raise ConfigError(f"model.vision={train}: a reward model reads text alone; set it to none")
     config = wrapper.with_vision(config, Fields(hf))
     assert config.vision is not None
     written = {key: hf[key] for key in hf if key not in NOT_WRITTEN}
@@ -216,9 +216,26 @@ def _with_vision(config: ModelConfig, hf: Mapping[str, Any], wrapper: Wrapper | 
 def stored_name(config: ModelConfig, name: str) -> str:
     """Name under which a tensor of the model is saved; text tensors of a multimodal model have others than alone."""
     vision = config.vision
-    if vision is None or any(name.startswith(start) for start in vision.prefixes):
+    if vision is None or name == SCORE or any(name.startswith(start) for start in vision.prefixes):
         return name
-    return cast(Wrapper, family_module(vision.model_type)).stored_name(name)
+    stored = cast(Wrapper, family_module(vision.model_type)).stored_name(name)
+    # transformers knows the names of its older versions for models that generate alone.
+    return module_name(config, name) if config.scalar_head and stored == name else stored
+
+
+SCORE = "score.weight"
+"""Tensor of a sequence classifier's head."""
+
+
+def classifier_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that make a model's `config.json` that of a sequence classifier with one label. Raises ConfigError for a
+    model of another kind."""
+    names = fields.get("architectures") or []
+    suffix = next((one for one in (CAUSAL, SEEING, CLASSIFIER) if str(next(iter(names), "")).endswith(one)), None)
+    if len(names) != 1 or suffix is None:
+        raise ConfigError(f"model: architectures={names} of config.json is no model {CAUSAL}; give a text model")
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [names[0].removesuffix(suffix) + CLASSIFIER], **labels}
 
 
 def is_classifier(fields: dict[str, object]) -> bool:

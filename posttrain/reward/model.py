@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
 from posttrain.cluster.reference import FrozenModel
-from posttrain.config import Locator
+from posttrain.config import ImageSection, Locator
 from posttrain.data.chat import Renderer
 from posttrain.data.format import render_answer
+from posttrain.data.image_rows import Arrays, ImageRows, sampled_arrays
+from posttrain.data.images import takes_images
+from posttrain.data.messages import pictures_in
 from posttrain.data.packing import fill_rows, to_batch
+from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.mesh import row_shards
@@ -27,6 +31,19 @@ Reduce = Literal["last", "min", "mean"]
 MIN_WIDTH = 64
 
 
+class ReadSequence(NamedTuple):
+    """Sequence that a reward model reads."""
+
+    tokens: list[int]
+    start: int
+    """Position of the completion's first token."""
+    images: PromptImages | None
+
+    def arrays(self) -> Arrays:
+        tokens: Arrays = {"tokens": np.asarray(self.tokens, np.int32)}
+        return tokens if self.images is None else tokens | sampled_arrays(self.images, len(self.tokens))
+
+
 class ModelReward:
     """Reward model: the score of a sequence's last token, as in transformers' sequence classifiers. A process reward
     model returns the minimum or mean score of the steps (`reduce`), each ending with a newline, which is added to the
@@ -34,8 +51,9 @@ class ModelReward:
 
     With the policy's tokenizer the model reads the sampled tokens, and after a stop token the template's text that
     follows it, as in training; otherwise it reads the messages rendered with its own tokenizer and chat template, with
-    the arguments saved in it and not the policy's (`model.chat_template_args`), and says so. Call `load` before the
-    first score. `name` is used in metrics.
+    the arguments saved in it and not the policy's (`model.chat_template_args`), and says so. Pictures are read by a
+    model with a vision tower: those of the sampled tokens where they become the same patches and tokens, else those of
+    the messages. Call `load` before the first score. `name` is used in metrics.
     """
 
     def __init__(self, path: str, reduce: Reduce, name: str):
@@ -45,7 +63,11 @@ class ModelReward:
     def load(self, mesh: Mesh, policy: Renderer, rows: int) -> None:
         """Load the model onto the mesh. `rows`: sequences per forward pass."""
         tokenizer = load_tokenizer(self.path).at(policy.tokenizer.clock)
-        model = load_model(self.path, mesh=mesh)
+        fields = read_model_files(self.path).hf_json if policy.tokenizer.sees else None
+        if fields is not None and takes_images(fields):
+            tokenizer = tokenizer.for_images(fields, self.path, ImageSection())
+        self._images = tokenizer.images if tokenizer.sees else None
+        model = load_model(self.path, mesh=mesh, vision="none" if self._images is None else "frozen")
         self._renderer = policy if _same(tokenizer, policy.tokenizer) else _renderer(tokenizer, policy)
         self._as_sampled = self._renderer is policy
         if not self._as_sampled and policy.chat:
@@ -72,29 +94,35 @@ class ModelReward:
         scored = iter(scores)
         return [one if isinstance(one, ValueError) else next(scored) for one in read]
 
-    def _read(self, trajectory: Trajectory) -> tuple[list[int], int] | ValueError:
-        """Tokens of the answer; a ValueError for one without a sampled token, longer than the model's context, or
-        with messages that the model's chat template does not write."""
+    def _read(self, trajectory: Trajectory) -> ReadSequence | ValueError:
+        """Tokens and pictures of the answer; a ValueError for one without a sampled token, longer than the model's
+        context, with messages that the model's chat template does not write, or with pictures for a model of text."""
         if not trajectory.num_sampled:
             return ValueError("no token was sampled")
+        if trajectory.answer.images is not None and self._images is None:
+            return ValueError(f"{self.path} reads text alone, and the sample has pictures")
         try:
             sequence = self._sequence(trajectory.answer)
         except ConfigError as error:
             return ValueError(f"{self.path}: {error}")
-        if len(sequence[0]) > self._longest:
-            return ValueError(f"{self.path}: {len(sequence[0])} tokens, more than its {self._longest} positions")
+        if len(sequence.tokens) > self._longest:
+            return ValueError(f"{self.path}: {len(sequence.tokens)} tokens, more than its {self._longest} positions")
         return sequence
 
-    def _sequence(self, trajectory: Trajectory) -> tuple[list[int], int]:
-        """Tokens, and the position at which the completion starts."""
+    def _sequence(self, trajectory: Trajectory) -> ReadSequence:
+        """Tokens, the position at which the completion starts, and the pictures."""
         if self._as_sampled:
             tokens, start = list(trajectory.tokens), list(trajectory.sampled).index(True)
             tokens += self._tail if tokens[-1] in self._stops else []
+            images = trajectory.images
         else:
             prompt, answer = trajectory.messages[:-1], trajectory.messages[-1:]
             masked = render_answer(prompt, answer, self._renderer)
             tokens, start = list(masked.tokens), masked.mask.index(True)
-        return (tokens if self.reduce == "last" else self._with_last_step(tokens, start)), start
+            seen = map(self._renderer.tokenizer.image_of, pictures_in(prompt) if masked.images else ())
+            images = PromptImages.of(list(seen), masked.images or ())
+        whole = tokens if self.reduce == "last" else self._with_last_step(tokens, start)
+        return ReadSequence(whole, start, images)
 
     def _with_last_step(self, tokens: list[int], start: int) -> list[int]:
         """Tokens without the end-of-completion tokens, with a newline after an unterminated last step."""
@@ -103,14 +131,17 @@ class ModelReward:
             tokens.pop()
         return tokens if "\n" in decode(tokens[-1:]) else tokens + self._newline
 
-    def _of_rows(self, sequences: Sequence[tuple[list[int], int]]) -> list[float]:
-        lengths = [len(tokens) for tokens, _ in sequences]
+    def _of_rows(self, sequences: Sequence[ReadSequence]) -> list[float]:
+        lengths = [len(one.tokens) for one in sequences]
         # Lengths are powers of two: few compilations, whatever the longest sequence of a step.
         width = min(max(MIN_WIDTH, 1 << (max(lengths) - 1).bit_length()), self._longest)
-        rows = [[{"tokens": np.asarray(ids, np.int32)}] for ids, _ in sequences]
-        filled = fill_rows(rows, {"tokens": width}, num_rows=self._rows, like=rows[0][0])
-        scores = self._model.scores(to_batch(filled | {"loss_weight": filled["tokens_segments"].astype(np.float32)}))
-        return [float(self._reduced(scores[row], *one)) for row, one in enumerate(sequences)]
+        rows = [[one.arrays()] for one in sequences]
+        filled = fill_rows(rows, {"tokens": width}, num_rows=self._rows, like={"tokens": rows[0][0]["tokens"]})
+        filled["loss_weight"] = filled["tokens_segments"].astype(np.float32)
+        images = ImageRows.of_samples([one.images for one in sequences], width)
+        filled |= {} if images is None else images(rows, filled["tokens"].shape)
+        scores = self._model.scores(to_batch(filled))
+        return [float(self._reduced(scores[row], one.tokens, one.start)) for row, one in enumerate(sequences)]
 
     def _reduced(self, scores: Float[np.ndarray, " T"], tokens: Sequence[int], start: int) -> np.floating:
         last = len(tokens) - 1
@@ -133,6 +164,12 @@ def classifier_path(path: Locator) -> str:
     return path.resolved
 
 
+def takes_pictures(path: str) -> bool:
+    """Tell whether a reward model has a vision tower."""
+    fields = read_model_files(path).hf_json
+    return fields is None or takes_images(fields)
+
+
 def _tail(renderer: Renderer) -> list[int]:
     """Tokens that the template writes after the end-of-turn token."""
     if not renderer.chat:
@@ -142,8 +179,11 @@ def _tail(renderer: Renderer) -> list[int]:
 
 
 def _same(one: Tokenizer, other: Tokenizer) -> bool:
-    """Tell whether both tokenizers produce the same tokens for the same messages."""
-    return one.chat_template == other.chat_template and one.hf.get_vocab() == other.hf.get_vocab()
+    """Tell whether both tokenizers produce the same tokens for the same messages, and of pictures too if both see."""
+    if one.chat_template != other.chat_template or one.hf.get_vocab() != other.hf.get_vocab():
+        return False
+    both = one.sees and other.sees
+    return not both or (one.images.settings == other.images.settings and one.images.difference(other.images) is None)
 
 
 def _renderer(tokenizer: Tokenizer, policy: Renderer) -> Renderer:

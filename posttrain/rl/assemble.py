@@ -9,9 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch
-from posttrain.data.image_rows import ImageRows, bucket_sizes, image_arrays, sharing_arrays
+from posttrain.data.image_rows import ImageRows, sampled_arrays, sharing_arrays, source_of
 from posttrain.data.packing import Arrays, RowSpan, common_prefix, image_start, pack
-from posttrain.data.prompt_images import PromptImage, PromptImages
 from posttrain.rollout.trajectory import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]
@@ -173,36 +172,12 @@ def _pair_images(pair: Pair, *, share_prompts: bool) -> Arrays:
     shared, numbers = _shared_tokens(pair) if share_prompts else 0, [images.padded(len(one.tokens)) for one in pair]
     pieces = [(numbers[0], slice(0, shared))] if shared else []
     pieces += [(one, slice(shared, len(one))) for one in numbers]
-    return sharing_arrays(images.policy, pieces, np.asarray(images.grids, np.int32)) | _source(images)
+    return sharing_arrays(images.policy, pieces, np.asarray(images.grids, np.int32)) | source_of(images)
 
 
 def _images(trajectory: Trajectory) -> Arrays:
     """Arrays of a sample's pictures; none of text."""
-    images = trajectory.images
-    if images is None:
-        return {}
-    numbers, grids = images.padded(len(trajectory.tokens)), np.asarray(images.grids, np.int32)
-    return image_arrays(images.policy, numbers, grids) | _source(images)
-
-
-def _source(images: PromptImages) -> Arrays:
-    """Keys of pictures by what is in them, so that those of a group are encoded once in a row."""
-    return {"source": np.asarray([[_key(image)] for image in images.images])}
-
-
-def _key(image: PromptImage) -> int:
-    return int.from_bytes(image.digest[:8], "little") >> 1
-
-
-def _image_rows(samples: Sequence[Trajectory], row_tokens: int) -> ImageRows | None:
-    """Maker of the image arrays of a batch of these samples; None if all are text."""
-    held = [row.images for sample in samples for row in sample.rows if row.images is not None]
-    if not held:
-        return None
-    policy, by_key = held[0].policy, {_key(image): image for images in held for image in images.images}
-    merge = policy.settings.merge
-    most = bucket_sizes(merge, row_tokens * merge**2)[-1]
-    return ImageRows(policy, most, lambda key: by_key[key[0]].patches())
+    return {} if trajectory.images is None else sampled_arrays(trajectory.images, len(trajectory.tokens))
 
 
 def _shared_tokens(pair: Pair) -> int:
@@ -221,7 +196,7 @@ def _rows(
     recorded = [trajectory.experts is not None for trajectory in samples]
     assert all(recorded) or not any(recorded), "either every trajectory has recorded experts, or none"
     assert len(sequences) <= num_rows, "num_rows must hold one sequence per row"
-    images = _image_rows(samples, row_tokens)
+    images = ImageRows.of_samples([row.images for sample in samples for row in sample.rows], row_tokens)
     beside: dict[str, Any] = {} if images is None else {"images": images, "row_patches": images.row_patches}
     rows, where = pack(sequences, row_tokens, num_rows=num_rows, like=like, padding=NOT_RECORDED, **beside)
     if any(recorded):

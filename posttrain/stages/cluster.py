@@ -135,7 +135,13 @@ def make_reference(stage: StageRun, section: OnlineSection, trainer: Trainer) ->
     scoring: dict[str, Any] = {"temperature": section.sampling.temperature, "rows": section.pass_rows}
     if wanted.path is not None:
         types = stage.model
-        model = load_model(wanted.path.resolved, dtype=types.dtype, compute_dtype=types.compute_dtype, mesh=mesh)
+        model = load_model(
+            wanted.path.resolved,
+            dtype=types.dtype,
+            compute_dtype=types.compute_dtype,
+            mesh=mesh,
+            vision="none" if trainer.model.config.vision is None else "frozen",
+        )
         if model.config.vocab_size != trainer.model.config.vocab_size:
             raise ConfigError(
                 f"reference.path={wanted.path}: its vocabulary has {model.config.vocab_size:,} ids, the actor's "

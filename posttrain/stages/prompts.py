@@ -21,8 +21,9 @@ from posttrain.config import (
 )
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages, row_pictures
-from posttrain.data.messages import Message, pictures_in
+from posttrain.data.messages import Message, parts_of, pictures_in
 from posttrain.data.pictures import Picture, Pictures
+from posttrain.data.prompt_images import PromptImages
 from posttrain.data.sources import Rows, each_row, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import sampled_stop_notes
@@ -31,7 +32,7 @@ from posttrain.environments.conversation import Environments, tools_of
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError
 from posttrain.reward.function import missing_arguments, reward_notes
-from posttrain.reward.model import ModelReward
+from posttrain.reward.model import ModelReward, takes_pictures
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import Shares
@@ -155,14 +156,17 @@ def prepare_scored(
 
 
 def _refuse_blind(section: OnlineSection | DistillSection, rubric: Rubric, examples: Sequence[Example]) -> None:
-    """ConfigError for a reward model or a draft model of prompts with pictures, of which they would read the ids."""
+    """ConfigError for a reward model of text or a draft model of prompts with pictures, of which they would read the
+    ids."""
     pictured = next((example.index for example in examples if example.images is not None), None)
     if pictured is None:
         return
-    blind = next((one.function for one in rubric.rewards if isinstance(one.function, ModelReward)), None)
+    models = [one.function for one in rubric.rewards if isinstance(one.function, ModelReward)]
+    blind = next((model for model in models if not takes_pictures(model.path)), None)
     if blind is not None:
         raise ConfigError(
-            f"rewards.model: {blind.path} reads text alone, and row {pictured} has pictures; remove one of both"
+            f"rewards.model: {blind.path} reads text alone, and row {pictured} has pictures; give a reward model "
+            "that is trained with its tower (model.vision), or remove one of both"
         )
     if isinstance(section.rollout.speculative, ModelDrafts):
         raise ConfigError(
@@ -274,6 +278,8 @@ def examples_of(
             tokens, images = renderer.prompt_with_images(messages, tools)
             if images is not None and not renderer.tokenizer.tower:
                 raise ConfigError("the row has pictures, and model.vision=none loads no tower; set it to frozen")
+            if images is not None:
+                messages, images = _of_row(messages, images, f"{rows.name} row {rows.start + index}")
             prompt = Example(
                 index=index,
                 row={**row, **_seen(messages, renderer)},
@@ -306,6 +312,20 @@ def examples_of(
         remedy = ", or set overlong to drop" if fitting else ""
         raise ConfigError(f"{note}; raise row_tokens and max_prompt_tokens{remedy}")
     return fitting, [f"{note}; they are dropped (overlong: drop)", *rows.notes]
+
+
+def _of_row(messages: Sequence[Message], images: PromptImages, row: str) -> tuple[list[Message], PromptImages]:
+    """Messages and images whose pictures are decoded later, with the row in the errors of those."""
+    named = {picture: replace(picture, name=f"{row}: {picture.name}") for picture in pictures_in(messages)}
+
+    def part(one: dict[str, Any]) -> dict[str, Any]:
+        return {**one, "image": named[one["image"]]} if one["type"] == "image" else one
+
+    renamed: list[Any] = [
+        {**one, "content": [*map(part, parts)]} if (parts := parts_of(one)) else one for one in messages
+    ]
+    seen = [replace(image, picture=named[image.picture]) for image in images.images]
+    return renamed, replace(images, images=tuple(seen))
 
 
 def _seen(messages: Sequence[Message], renderer: Renderer) -> dict[str, Pictures]:

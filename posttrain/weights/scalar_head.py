@@ -14,7 +14,7 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import param_sharding
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.hf import CAUSAL, CLASSIFIER
+from posttrain.models.hf import classifier_fields
 from posttrain.models.layers import Init, ScalarHead
 from posttrain.runtime import processes
 from posttrain.weights.lora import has_lora
@@ -22,7 +22,8 @@ from posttrain.weights.state import ModelWeights
 
 SCORE = "score.kernel"
 WITHOUT_CLASSIFIER = ("gemma4_text", "granite", "glm4_moe")
-"""Families without a sequence classifier in transformers, and so without a file format."""
+"""Families of text without a sequence classifier in transformers, and so without a file format. Those with pictures
+have the layout of its classifiers in general."""
 
 
 def add_scalar_head(model: Decoder, *, seed: int, mesh: Mesh | None = None, saved: bool = True) -> None:
@@ -56,14 +57,10 @@ def reward_config(config: ModelConfig) -> ModelConfig:
     """Return the configuration of the same decoder as a one-label sequence classifier (reward model)."""
     if config.scalar_head:
         return config
-    if config.model_type in WITHOUT_CLASSIFIER:
+    if config.vision is None and config.model_type in WITHOUT_CLASSIFIER:
         raise ConfigError(f"model: transformers has no sequence classifier for {config.model_type}; use another family")
     fields = json.loads(config.hf_json)
-    names = fields.get("architectures") or []
-    if len(names) != 1 or not names[0].endswith(CAUSAL):
-        raise ConfigError(f"model: architectures={names} of config.json is no model {CAUSAL}; give a text model")
-    fields |= {"architectures": [names[0].removesuffix(CAUSAL) + CLASSIFIER], **_labels()}
-    return replace(config, scalar_head=True, hf_json=json.dumps(fields))
+    return replace(config, scalar_head=True, hf_json=json.dumps(fields | classifier_fields(fields)))
 
 
 def with_padding(config: ModelConfig, pad_id: int | None, stop_ids: Sequence[int]) -> ModelConfig:
@@ -72,9 +69,7 @@ def with_padding(config: ModelConfig, pad_id: int | None, stop_ids: Sequence[int
     A stop token is never used; without a padding token transformers accepts one sequence at a time and reports it.
     """
     fields = json.loads(config.hf_json)
-    fields["pad_token_id"] = None if pad_id in stop_ids else pad_id
+    padding = {"pad_token_id": None if pad_id in stop_ids else pad_id}
+    # transformers reads that of the text part.
+    fields |= padding | ({"text_config": fields["text_config"] | padding} if "text_config" in fields else {})
     return replace(config, hf_json=json.dumps(fields))
-
-
-def _labels() -> dict[str, dict[str, object]]:
-    return {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +15,13 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from PIL import Image
 
 from posttrain.agents.runner import Agents
 from posttrain.agents.server import Sessions
+from posttrain.config import ImageSection
 from posttrain.data.chat import Renderer
+from posttrain.data.pictures import Picture, Pictures, data_url
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.types import limit_of
 from posttrain.reward.function import completion_argument, env_rewards, prompt_argument
@@ -40,7 +44,14 @@ def sessions() -> Iterator[Sessions]:
     made.close()
 
 
-def run(sessions: Sessions, tokenizer: Tokenizer, agent: Any, timeout_s: float = 20.0, **changes: Any) -> Trajectory:
+def run(
+    sessions: Sessions,
+    tokenizer: Tokenizer,
+    agent: Any,
+    example: Example | None = None,
+    timeout_s: float = 20.0,
+    **changes: Any,
+) -> Trajectory:
     plain: dict[str, Any] = {
         "args": {},
         "max_turns": 8,
@@ -58,11 +69,11 @@ def run(sessions: Sessions, tokenizer: Tokenizer, agent: Any, timeout_s: float =
         **plain | changes,
     )
     renderer = Renderer(tokenizer, True)
-    prompt = [{"role": "user", "content": "?"}]
-    example = Example(index=0, row={"size": 3}, messages=prompt, prompt_tokens=renderer.prompt(prompt), plain=False)
+    prompt: list[Any] = [{"role": "user", "content": "?"}]
+    asked = Example(index=0, row={"size": 3}, messages=prompt, prompt_tokens=renderer.prompt(prompt), plain=False)
     params = SamplingParams(max_tokens=8, temperature=1.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0))
     held = agents.converse(
-        example,
+        example or asked,
         group=1,
         sample=2,
         seed=9,
@@ -105,6 +116,37 @@ def test_a_plain_client(sessions: Sessions, tokenizer: Tokenizer) -> None:
     assert env_rewards([made]) == [0.5] and made.metrics == {"won": 1.0, "rows": 1.0}
     assert [m["content"] for m in made.completion_messages] == ["1", "+", "2"]
     assert np.asarray(made.sampled).sum() == 4
+
+
+def test_pictures_of_agents(sessions: Sessions, shared: Path) -> None:
+    """An agent gets the pictures of its prompt as it sends them. A history that goes on keeps them, with later ones;
+    the same words about another picture are a row of their own."""
+    checkpoint = shared / "goldens" / "vision" / "gemma3"
+    fields = json.loads((checkpoint / "config.json").read_text())
+    seeing = load_tokenizer(str(checkpoint)).for_images(fields, str(checkpoint), ImageSection())
+    red, blue = (Picture(name, Image.new("RGB", (40, 40), name)) for name in ("red", "blue"))
+    prompt: list[Any] = [{"role": "user", "content": [{"type": "image", "image": red}, {"type": "text", "text": "?"}]}]
+    tokens, images = Renderer(seeing, True).prompt_with_images(prompt)
+    row = {"images": Pictures([red])}
+    example = Example(index=0, row=row, messages=prompt, prompt_tokens=tokens, plain=False, images=images)
+
+    def agent(base_url: str, messages: list[Any], images: list[str]) -> float:
+        other = {"type": "image_url", "image_url": {"url": data_url(blue)}}
+        assert messages[0]["content"][0] == {"type": "image_url", "image_url": {"url": images[0]}}
+        with client_of(base_url) as client:
+            first = ask(client, messages).choices[0].message
+            ask(client, [*messages, first, {"role": "user", "content": [other]}])
+            swapped = {"role": "user", "content": [other, messages[0]["content"][1]]}
+            ask(client, [swapped, first, {"role": "user", "content": "+"}])
+        return 1.0
+
+    made = run(sessions, seeing, agent, example)
+    assert made.error is None and len(made.more) == 1 and made.images is not None, made
+    assert [image.picture.pixels().getpixel((0, 0)) for image in made.images.images] == [(255, 0, 0), (0, 0, 255)]
+    assert made.example.images is not None and images is not None and made.example.images.digests == images.digests
+    assert list(made.example.prompt_tokens) == list(tokens) and len(made.turns) == 2
+    (other,) = made.more
+    assert other.images is not None and other.images.digests == made.images.digests[1:]
 
 
 def test_several_choices_and_forks_are_rows(sessions: Sessions, tokenizer: Tokenizer) -> None:
@@ -280,7 +322,7 @@ ODD_REQUESTS = {
     b'{"parallel_tool_calls": false, "messages": [{"role": "user", "content": "a"}]}': "parallel_tool_calls",
     b'{"n": 20000, "messages": [{"role": "user", "content": "a"}]}': "n: 20000 must be a whole number from 1 to 128",
     b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:;base64,AAAA"}]}]}': (
-        "messages: pictures are not supported in a session"
+        "messages: the model takes no pictures"
     ),
     b" " * ((64 << 20) + 1): "must be at most 64 MiB",
 }

@@ -140,7 +140,7 @@ def test_arguments_of_the_policys_template_are_not_the_reward_models(
     reward.load(single_device_mesh(), Renderer(policy, chat=True), 2)
     told = " ".join(capsys.readouterr().out.split())
     assert "judge: " in told and "model.chat_template_args are not for it" in told
-    tokens, _ = reward._sequence(trajectory("2", prompt="1+1="))
+    tokens = reward._sequence(trajectory("2", prompt="1+1=")).tokens
     assert "quiet" not in BYTES.decode(tokens)
 
 

@@ -24,6 +24,8 @@ from posttrain.environments.conversation import Environments
 from posttrain.environments.types import Reply
 from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
+from posttrain.mesh import single_device_mesh
+from posttrain.reward.model import ModelReward
 from posttrain.reward.types import Rewards
 from posttrain.rl.assemble import assemble, assemble_pairs, sample_rows
 from posttrain.rl.by_hand import make_examples
@@ -38,6 +40,8 @@ from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.view.records import read_pictures, read_rollouts, read_tokens
 from posttrain.weights.load import load_model
+from posttrain.weights.save import save_model
+from posttrain.weights.scalar_head import add_scalar_head
 
 ROW, NEW = 128, 6
 IMAGE = {"type": "image"}
@@ -53,7 +57,7 @@ class World:
     def __init__(self, checkpoint: Path, folder: Path):
         fields = json.loads((checkpoint / "config.json").read_text())
         self.tokenizer: Tokenizer = load_tokenizer(str(checkpoint)).for_images(fields, str(checkpoint), ImageSection())
-        self.renderer, self.folder = Renderer(self.tokenizer, True), folder
+        self.renderer, self.folder, self.checkpoint = Renderer(self.tokenizer, True), folder, checkpoint
         for seed in range(2):
             drawn(seed).save(folder / f"{seed}.png")
         names = [[str(folder / f"{n}.png") for n in order] for order in ([0, 1], [1, 0])]
@@ -122,6 +126,42 @@ def test_batches_of_a_step_have_the_pictures(world: World) -> None:
     assert not np.asarray(batch.loss_weight)[np.asarray(batch.images) > 0].any()
     text = assemble(world.groups[2:], ones[:1], ones[:1] > 0, like=world.groups[0][0], row_tokens=ROW, num_rows=6)
     assert not text.has_images
+
+
+@pytest.mark.thorough
+def test_reward_models_see_the_pictures_of_samples(world: World, tmp_path: Path) -> None:
+    """Of sampled tokens as the head scores them, together as alone; of messages in a template of their own; and a model
+    of text scores none of these samples."""
+    scored = load_model(world.checkpoint, dtype=jnp.float32, vision="frozen")
+    add_scalar_head(scored, seed=0)
+    save_model(scored, tmp_path / "seeing", tokenizer=world.tokenizer)
+    save_model(load_model(tmp_path / "seeing", vision="none"), tmp_path / "blind", tokenizer=world.tokenizer)
+    reward = loaded_reward(world, tmp_path / "seeing")
+    samples = [group[0] for group in world.groups]
+    found: list[Any] = reward(samples)
+    batch, where = sample_rows(samples, row_tokens=ROW, num_rows=3)
+    tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
+    hidden, *_ = scored.forward(tokens, positions, segments, images=scored.images_of(batch))
+    heads = np.asarray(scored.scores(hidden))
+    assert_allclose(found, [heads[row, span.stop - 1] for row, span in where], atol=1e-4)
+    assert abs(float(found[0]) - float(found[1])) > 1e-4  # the same pictures in another order
+    alone: list[Any] = [reward([one])[0] for one in samples]
+    assert_allclose(alone, found, atol=1e-4)
+
+    blind = loaded_reward(world, tmp_path / "blind")(samples)
+    assert [isinstance(one, ValueError) for one in blind] == [True, True, False]
+    assert "reads text alone, and the sample has pictures" in str(blind[0])
+
+    template = tmp_path / "seeing" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# its own #}")
+    own: list[Any] = loaded_reward(world, tmp_path / "seeing")(samples)
+    assert not any(isinstance(one, ValueError) for one in own) and abs(float(own[0]) - float(own[1])) > 1e-4
+
+
+def loaded_reward(world: World, path: Path) -> ModelReward:
+    reward = ModelReward(str(path), "last", "reward_model")
+    reward.load(single_device_mesh(), world.renderer, 3)
+    return reward
 
 
 @pytest.mark.thorough

@@ -78,6 +78,31 @@ def test_the_answer_that_fits_the_picture_is_preferred(tmp_path: Path, shared: P
     assert loss == "kto" or metrics["eval/preferred_ratio"] > 0.9
 
 
+@pytest.mark.thorough
+def test_a_reward_model_that_sees_scores_samples(tmp_path: Path, shared: Path, rows: Path) -> None:
+    """It learns which letter fits the picture, and scores samples of the policy by theirs, without any error."""
+    pairs = []
+    for number, row in enumerate(json.loads(line) for line in rows.read_text().splitlines()[:12]):
+        other = COLOURS[(number + 1) % 4][0].upper()
+        pairs.append({"image": row["image"], "prompt": row["prompt"], "chosen": row["completion"], "rejected": other})
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    stage = {"kind": "reward_model", "dataset": {"path": str(file)}, "eval_dataset": {"path": str(file)}}
+    outcome = posttrain("run", run_file(tmp_path / "scores", shared, file, {"vision": "projector"}, **stage))
+    assert outcome.code == 0, outcome.err
+    folder = tmp_path / "scores" / "out" / "0-reward_model"
+    metrics = json.loads((folder / "result.json").read_text())["after"]["metrics"]
+    assert metrics["eval/rewards/accuracies"] > 0.9, metrics
+    exported = posttrain("export", tmp_path / "scores" / "out", tmp_path / "exported", "--to", "hf")
+    assert exported.code == 0 and "scores differ by" in exported.out, exported
+    (tmp_path / "rl").mkdir()
+    rewards = [{"model": str(folder / "model")}]
+    outcome = posttrain("run", sampled_run(tmp_path / "rl", shared, rows, {}, rewards=rewards))
+    assert outcome.code == 0, outcome.err
+    for line in lines(tmp_path / "rl" / "out"):
+        assert line["rewards/errors"] == 0.0 and line["rewards/reward_model/mean"] != 0.0, line
+
+
 def taught(folder: Path, shared: Path, rows: Path, *teachers: dict[str, Any], **stage: Any) -> Path:
     fields = {"kind": "distill", "num_steps": 2, "teachers": list(teachers), **stage}
     return run_file(folder, shared, rows, {"vision": "frozen"}, **fields)
