@@ -52,6 +52,8 @@ class DecodeCall:
     """By row of the call; the others are idle."""
     size: int
     """Rows of the call in each lane."""
+    paced: bool
+    """True if drafts could be made for it, or are: others end early, and say nothing of the speed without drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,10 +32,14 @@ knows the model's distribution, the smaller the best window."""
 WINDOW_CALLS = 16
 """Calls of the best window before another one is tried."""
 
+FIRST_RATIOS, RATIOS = 3, 5
+"""Ratios of speeds until the faster way is known, and those that are kept."""
 FIRST_WAIT, LONGEST_WAIT = 32, 512
-"""Calls until the other way is measured again; as many more each time that it is slower."""
+"""Calls until the slower way is measured again; twice as many each time that it is slower still."""
+TRIES = 4
+"""Calls in which it may be measured: those that read prompts too, or compile a program, are not."""
 MEMORY = 0.7
-"""Weight of earlier calls in a measured speed, for each later one."""
+"""Weight of earlier calls in a share of accepted tokens, for each later one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,46 +109,54 @@ def check_drafts(drafts: Drafts | None, tokenizer: Tokenizer, max_length: int, o
 class Pace:
     """Chooses for each call whether tokens are drafted, by the speeds of earlier calls with as many rows.
 
-    The other way is measured now and then. No token depends on the choice.
+    A call with drafts beside one without, next to each other, give a ratio: other work on the machine changes it less
+    than the speeds. The slower way is measured now and then. No token depends on the choice.
     """
 
     def __init__(self) -> None:
-        self._speeds: dict[tuple[int, bool], tuple[float, float]] = {}
-        """Tokens of a row and their seconds, recent calls first, by the rows of a call and whether it drafted."""
+        self._ratios: dict[int, deque[float]] = {}
+        """Speed with drafts as a multiple of that without, latest last, by the rows of a call."""
+        self._latest: dict[int, tuple[bool, float]] = {}
+        """The latest measured call: whether it drafted, and its speed."""
         self._since: dict[int, int] = {}
         self._waits: dict[int, int] = {}
 
-    def speed(self, rows: int, drafts: bool) -> float | None:
-        """Tokens per second of a row; None before any were measured."""
-        tokens, seconds = self._speeds.get((rows, drafts), (0.0, 0.0))
-        return tokens / seconds if seconds else None
-
     def gain(self, rows: int) -> float | None:
-        """Speed with drafts as a multiple of that without; None until both are measured."""
-        with_drafts, without = self.speed(rows, True), self.speed(rows, False)
-        return None if with_drafts is None or without is None else with_drafts / without
+        """Median of the latest ratios; None until there is one."""
+        ratios = self._ratios.get(rows)
+        return None if ratios is None else statistics.median(ratios)
 
     def choose(self, rows: int) -> bool:
         """Return True if the next call of as many rows shall draft."""
-        gain = self.gain(rows)
-        if gain is None:
-            return self.speed(rows, True) is None
+        faster, wait = self._drafts_are_faster(rows), self._waits.setdefault(rows, 0)
         self._since[rows] = self._since.get(rows, 0) + 1
-        waits = self._since[rows] <= self._waits.setdefault(rows, FIRST_WAIT)
-        return (gain > 1) == waits
+        if self._since[rows] <= wait:
+            return faster
+        if self._since[rows] == wait + TRIES:
+            self._since[rows], self._waits[rows] = 0, min(max(2 * wait, FIRST_WAIT), LONGEST_WAIT)
+        if len(self._ratios.get(rows, ())) < FIRST_RATIOS:
+            return rows not in self._latest or not self._latest[rows][0]
+        return not faster
 
     def record(self, rows: int, drafts: bool, tokens: float, seconds: float) -> None:
         """Note the tokens of an active row in a call, and its seconds."""
-        gain = self.gain(rows)
-        old = self._speeds.get((rows, drafts), (0.0, 0.0))
-        self._speeds[rows, drafts] = MEMORY * old[0] + tokens, MEMORY * old[1] + seconds
-        if gain is None or drafts == (gain > 1):
+        speed, before = tokens / seconds, self._latest.get(rows)
+        self._latest[rows] = drafts, speed
+        if before is None or before[0] == drafts:
             return
+        ratios = self._ratios.setdefault(rows, deque(maxlen=RATIOS))
+        ratios.append(speed / before[1] if drafts else before[1] / speed)
         self._since[rows] = 0
-        confirmed = (self.gain(rows) or gain) > 1
-        self._waits[rows] = (
-            min(2 * self._waits.get(rows, FIRST_WAIT), LONGEST_WAIT) if confirmed == (gain > 1) else FIRST_WAIT
-        )
+        faster = self._drafts_are_faster(rows)
+        if len(ratios) >= FIRST_RATIOS and drafts == faster:
+            # Back from the slower way: it was measured against the call before, and against this one.
+            slower_still = (ratios[-1] > 1) == (ratios[-2] > 1) == faster
+            wait = 2 * self._waits.get(rows, 0) if slower_still else FIRST_WAIT
+            self._waits[rows] = min(max(wait, FIRST_WAIT), LONGEST_WAIT)
+
+    def _drafts_are_faster(self, rows: int) -> bool:
+        gain = self.gain(rows)
+        return gain is not None and gain > 1
 
 
 class Windows:

@@ -325,7 +325,7 @@ class Runner:
             return
         rows = [row for row in dispatch.decode.places.values() if holds(row)]
         self.drafter.note(rows, plan.lanes, outcome.chunk, dispatch.decode.size)
-        if outcome.seconds is not None:
+        if outcome.seconds is not None and dispatch.decode.paced:
             self.drafter.measure(outcome.chunk, dispatch.decode.size, outcome.seconds)
 
     def _prompt_calls(self, pieces: Sequence[PromptPiece], *, scored: bool = True) -> Iterator[PromptCall]:
@@ -408,13 +408,15 @@ class Runner:
         length = 1 if begins else length
         # Pause for those who wait when a quarter has ended; else when the next smaller batch would do.
         smaller = max((size for size in shapes.sizes(tail) if size < min(shape.rows, count)), default=0)
-        drafts = self.drafter is not None and not constrained and not begins and self.drafter.pace.choose(shape.rows)
+        paced = self.drafter is not None and not constrained and not begins
+        drafts = self.drafter is not None and paced and self.drafter.pace.choose(shape.rows)
         if drafts:
             smaller = count - max(1, count // 2)  # the faster half waits no longer for the slower one
         stop_at = count - max(1, count // 4) if plan.waiting else smaller
         self._fit_stop_ids([row.request.params for row in plan.decode])
         rows = self._speculative_rows(shape, places) if drafts else self._rows(shape, places, length)
-        return DecodeCall(rows=rows, stop_at=np.int32(min(stop_at, count - 1)), places=places, size=shape.rows)
+        stop_at = np.int32(min(stop_at, count - 1))
+        return DecodeCall(rows=rows, stop_at=stop_at, places=places, size=shape.rows, paced=paced)
 
     def _speculative_rows(self, shape: DecodeShape, places: dict[int, Row]) -> SpeculativeRows:
         assert self.drafter is not None
@@ -427,10 +429,8 @@ class Runner:
                 tokens[index, : len(known)] = known
             history = jax.device_put(tokens)
         else:
-            blocks, newest = (
-                np.zeros((rows.tokens.shape[0], shape.width // BLOCK), np.int32),
-                np.zeros_like(rows.tokens),
-            )
+            blocks = np.zeros((rows.tokens.shape[0], shape.width // BLOCK), np.int32)
+            newest = np.zeros_like(rows.tokens)
             for index, row in places.items():
                 blocks[index, : len(row.chain.blocks)] = row.chain.blocks
                 newest[index] = row.request.history[-2:][0]

@@ -274,6 +274,29 @@ def test_drafts_go_where_they_pay() -> None:
     assert pace.choose(8)
 
 
+def test_calls_that_cannot_be_measured_seldom_draft() -> None:
+    """Such as those of a server whose every call reads a prompt."""
+    pace, calls = Pace(), 2000
+    assert 4 < sum(pace.choose(8) for _ in range(calls)) < 0.05 * calls
+    for _ in range(100):
+        drafts = pace.choose(8)
+        pace.record(8, drafts, 32.0, 1.0 if drafts else 0.5)
+    assert pace.gain(8) == pytest.approx(0.5)
+    assert 2 < sum(pace.choose(8) for _ in range(calls)) < 0.05 * calls
+
+
+def test_other_work_on_the_machine_misleads_seldom() -> None:
+    """It takes another share of each call, and for a while much of all."""
+    rng, drafted = np.random.default_rng(0), []
+    for _ in range(200):
+        pace, load = Pace(), 1.0
+        for _ in range(100):
+            load = float(np.exp(rng.normal(0, 1))) if rng.random() < 0.1 else load
+            drafted.append(drafts := pace.choose(8))
+            pace.record(8, drafts, 32.0, load * (2 if drafts else 1) * rng.lognormal(0, 0.3))
+    assert 0.02 < np.mean(drafted) < 0.08
+
+
 def test_the_best_window_is_used() -> None:
     windows, used = Windows(), Counter[float]()
     for _ in range(200):
