@@ -1,6 +1,6 @@
 """Programs compiled for TPU slices that are not there: peak memory, wire and compile time, as Markdown.
 
-.venv-aot/bin/python bench/tpu.py [--tunix PYTHON] [grpo] [sft] [sft-8b] [remat] [decode] [decode-experts] [experts]
+.venv-aot/bin/python bench/tpu.py [--tunix PYTHON] [WORK ...]
 
 `--tunix`: the same works of Tunix beside them, by the Python of an environment with google-tunix and libtpu.
 """
@@ -29,6 +29,7 @@ from posttrain.kernels.platform import CHIPS, traced_for
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding, ring_hops
+from posttrain.models import decoder
 from posttrain.models.activations import ATTENTION, attention_flops, saved_names
 from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig
 from posttrain.models.decoder import Decoder
@@ -309,6 +310,29 @@ def token_text(found: Figures, kind: str) -> str:
     return f"estimated {1e3 * cycles / CLOCKS[kind]:.1f} ms a token without kernels; "
 
 
+def drafted(fields: dict[str, Any], tokens: int, slots: int, **axes: int) -> str:
+    """Bytes that a chip moves for one token of every slot of 1024 positions, and for a round that judges `tokens`
+    drafts: by the compiler's count for two and four layers, without loops, whose bodies it counts once, and from both
+    for all layers."""
+    decoder.SPLIT_LAYERS["tpu"] = 4
+    mesh, counts = mesh_of(**axes), []
+    for layers in (2, 4):
+        made = model(fields | {"num_hidden_layers": layers}, mesh)
+        sizes: dict[str, Any] = {"slots": slots, "max_length": 1024, "steps": 32, "max_tokens": 512}
+        settings: dict[str, Any] = {"speculative": {"kind": "ngram", "tokens": tokens}, "tensor": "trained"}
+        sizes |= {"memory": CHIPS["v5e"].memory, "settings": RolloutSection(**settings)}
+        rollout = RolloutShapes(made, mesh, **sizes)
+        assert rollout.drafted is not None
+        calls = rollout.lower_decode(), rollout.runner.lower(rollout.loaded, rollout.drafted)
+        counts.append([call.compile().cost_analysis()["bytes accessed"] / MIB for call in calls])
+    more = fields["num_hidden_layers"] / 2 - 1
+    one, judged = (two + more * (four - two) for two, four in zip(*counts, strict=True))
+    return (
+        f"{one:,.0f} MiB a chip for one token of each slot, {judged:,.0f} for a round, {judged / one:.2f} times; of a "
+        f"layer {(counts[1][0] - counts[0][0]) / 2:.1f} and {(counts[1][1] - counts[0][1]) / 2:.1f}"
+    )
+
+
 def runs(loops: tuple[int | None, ...]) -> int:
     """Runs in one token; loops of unknown trips count once."""
     return math.prod(trips or 1 for trips in loops)
@@ -348,6 +372,14 @@ def decode_experts_case(
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     title = f"decode, {name}, {slots} x 2048, {':'.join(machine)}, {shown}"
     return title, lambda: decode_experts(fields, machine, slots, **axes)
+
+
+def drafted_case(
+    name: str, fields: dict[str, Any], tokens: int, slots: int, **axes: int
+) -> tuple[str, Callable[[], str]]:
+    shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    title = f"decode, {name}, {slots} x 1024, {shown}, {tokens} drafts"
+    return title, lambda: drafted(fields, tokens, slots, **axes)
 
 
 def expert_case(size: int) -> tuple[str, Callable[[], str]]:
@@ -403,6 +435,12 @@ CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
         (decode_experts_case("30B-A3B", EXPERTS_30B, ("v6e", "2x4"), 256, expert=2, tensor=4), None),
         (decode_experts_case("gpt-oss-20b", GPT_OSS_20B, ("v5e", "2x4"), 64, expert=8), None),
         (decode_experts_case("Moonlight-16B", MOONLIGHT, ("v5e", "2x4"), 64, expert=8), None),
+    ],
+    "drafts": [
+        (drafted_case("0.6B", SMALL, 4, 8, data=8), None),
+        (drafted_case("0.6B", SMALL, 4, 256, data=8), None),
+        (drafted_case("8B", LARGE, 4, 8, tensor=8), None),
+        (drafted_case("8B", LARGE, 4, 32, tensor=8), None),
     ],
     "experts": [(expert_case(size), None) for size in (2, 4, 8, 16)],
     "grpo": [(("GRPO update, 0.6B, 16 x 2048, fsdp=8", lambda: update(SMALL, 16, 2048, GRPO, POLICY_ARRAYS)), "grpo")],

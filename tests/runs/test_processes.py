@@ -183,7 +183,7 @@ def check_hosts(output: Path, number: int) -> None:
     }
 
 
-def rl_run(folder: Path) -> Path:
+def rl_run(folder: Path, **changes: Any) -> Path:
     """Three groups a step, of which the processes have one and two, several updates, and a reference that follows."""
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
     stage = rl_stage(
@@ -193,15 +193,18 @@ def rl_run(folder: Path) -> Path:
         checkpoint_every=3,
         eval_dataset=held_out,
         reference={"refresh_every": 1, "mixup": 0.5},
+        **changes,
     )
     return write_run(folder, stage, mesh={"fsdp": 2, "data": -1})
 
 
 @pytest.mark.thorough
 def test_grpo_as_in_one_process_also_killed_and_resumed(tmp_path: Path) -> None:
+    """Each process drafts with a model of its own, and the one without: no sample depends on it."""
     one = rl_run(tmp_path / "one")
     assert posttrain("run", one, devices=4).code == 0
-    file, output = rl_run(tmp_path / "two"), tmp_path / "two" / "out"
+    drafts = {"kind": "draft", "path": str(one.parent / "out" / "0-rl" / "model"), "tokens": 2}
+    file, output = rl_run(tmp_path / "two", rollout={"speculative": drafts}), tmp_path / "two" / "out"
     with launched(file) as launcher:
         wait_for(launcher, output, "0-rl", 3)
         os.kill(children(launcher)[1], signal.SIGKILL)
@@ -214,6 +217,7 @@ def test_grpo_as_in_one_process_also_killed_and_resumed(tmp_path: Path) -> None:
     assert launcher.returncode == 0, told
     found, expected = lines(output), lines(one.parent / "out")
     assert [line["step"] for line in found] == [line["step"] for line in expected]
+    assert sum(line.get("rollout/speculative/share", 0.0) for line in found) > 0
     for got, wanted in zip(found, expected, strict=True):
         assert got.get("completions/num_tokens") == wanted.get("completions/num_tokens"), "the same samples"
         for name in ("loss", "kl", "reward", "eval/reward"):
