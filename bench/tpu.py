@@ -438,9 +438,7 @@ CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
     ],
     "drafts": [
         (drafted_case("0.6B", SMALL, 4, 8, data=8), None),
-        (drafted_case("0.6B", SMALL, 4, 256, data=8), None),
         (drafted_case("8B", LARGE, 4, 8, tensor=8), None),
-        (drafted_case("8B", LARGE, 4, 32, tensor=8), None),
     ],
     "experts": [(expert_case(size), None) for size in (2, 4, 8, 16)],
     "grpo": [(("GRPO update, 0.6B, 16 x 2048, fsdp=8", lambda: update(SMALL, 16, 2048, GRPO, POLICY_ARRAYS)), "grpo")],
