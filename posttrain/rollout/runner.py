@@ -415,8 +415,8 @@ class Runner:
         stop_at = count - max(1, count // 4) if plan.waiting else smaller
         self._fit_stop_ids([row.request.params for row in plan.decode])
         rows = self._speculative_rows(shape, places) if drafts else self._rows(shape, places, length)
-        stop_at = np.int32(min(stop_at, count - 1))
-        return DecodeCall(rows=rows, stop_at=stop_at, places=places, size=shape.rows, paced=paced)
+        pause = np.int32(min(stop_at, count - 1))
+        return DecodeCall(rows=rows, stop_at=pause, places=places, size=shape.rows, paced=paced)
 
     def _speculative_rows(self, shape: DecodeShape, places: dict[int, Row]) -> SpeculativeRows:
         assert self.drafter is not None
