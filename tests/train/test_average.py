@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from posttrain.config import AdamW, DistillSection, MeshSection, RLSection
 from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
+from posttrain.metrics import to_host
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.train.transformations import make_optimizer
+from posttrain.tree import replace
 from posttrain.weights.state import ModelWeights
 from tests.stages.runs import posttrain, sft_stage, write_run
 from tests.tiny import tiny_model
@@ -38,22 +41,30 @@ def made(dtype: Any = jnp.float32, mesh: Any = None, **changes: Any) -> Trainer:
 
 
 def test_the_average_is_that_of_a_loop_also_when_resumed(tmp_path: Path) -> None:
-    """The first update is not in it; in evaluations it takes the place of the weights."""
-    trainer = made()
+    """Of float32 masters, as QK-clip leaves them; the first update is not in it, and a step that is skipped changes
+    nothing. In evaluations it takes the place of the weights."""
+    model = tiny_model(num_layers=1, windows=(None,), qk_norm=False, initializer_range=0.4, dtype=jnp.bfloat16)
+    settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, qk_clip=2.0)
+    trainer = Trainer(model, SFTLoss(), make_optimizer(SECTION, 4, 0, model), settings)
     expected: dict[str, Any] = {}
     with Checkpointer(tmp_path) as checkpointer:
         for step in range(3):
-            trainer.step(rows(step))
-            new = jax.device_get(trainer.params)
+            assert to_host(trainer.step(rows(step)))["attention/clipped_heads"] > 0
+            new = jax.device_get(trainer.params | trainer.state()["opt_state"].masters)
             decay = 0.9 if step else 0.0
             expected = {path: decay * expected.get(path, 0.0) + (1 - decay) * x for path, x in new.items()}
             if step == 1:
                 checkpointer.save(2, trainer.state(), {})
         whole, last = jax.device_get(trainer.state()), jax.device_get(trainer.weights)
+        for path, x in whole["opt_state"].average.items():
+            assert_allclose(x, expected[path], rtol=2e-6, atol=1e-7, err_msg=path)
         with trainer.averaged():
             for path, x in trainer.weights.items():
-                assert_allclose(x, expected[path], rtol=2e-6, atol=1e-7, err_msg=path)
+                assert_array_equal(x, whole["opt_state"].average[path].astype(x.dtype), err_msg=path)
         jax.tree.map(assert_array_equal, jax.device_get(trainer.weights), last)
+        empty = replace(rows(3), loss_weight=0 * rows(3).loss_weight)
+        assert to_host(trainer.step(empty))["update_skipped"] == 1
+        jax.tree.map(assert_array_equal, jax.device_get(trainer.state()), whole)
         state, _ = checkpointer.restore(2, trainer.state())
     trainer.restore(state, 2)
     trainer.step(rows(2))
@@ -123,12 +134,17 @@ def test_the_mean_of_saved_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_stage_saves_the_average_and_the_last_weights(tmp_path: Path) -> None:
-    """The average is evaluated: its loss after training is that of the saved model."""
-    optimizer = {"learning_rate": 0.05, "ema": {"decay": 0.5, "keep_last": True}}
-    stage = sft_stage(num_steps=4, optimizer=optimizer)
-    file = write_run(tmp_path, stage, output=str(tmp_path / "run"))
-    assert posttrain("run", file).code == 0
-    folder = tmp_path / "run" / "0-sft"
+def test_a_stage_evaluates_and_saves_the_average(tmp_path: Path) -> None:
+    """One of which almost all is the initial weights: evaluations between steps and at the end, the best model and the
+    saved one are its; the folder `last` has the others."""
+    optimizer = {"learning_rate": 0.05, "ema": {"decay": 0.9999999, "keep_last": True}}
+    stage = sft_stage(optimizer=optimizer, eval_dataset={"path": "rows.jsonl", "chat": False}, eval_every=2)
+    assert posttrain("run", write_run(tmp_path, stage)).code == 0
+    folder = tmp_path / "out" / "0-sft"
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line["eval/nll"] for line in lines if "eval/nll" in line]
+    assert len(evaluated) == 3 and np.ptp(evaluated) < 1e-4
+    assert lines[-2]["nll"] < lines[1]["nll"] - 0.1
     mean, last = (ModelWeights(pt.load_model(folder / name)).read() for name in ("model", "last"))
-    assert any((np.asarray(mean[path]) != np.asarray(last[path])).any() for path in mean)
+    for path, x in mean.items():
+        assert np.abs(np.asarray(last[path]) - np.asarray(x)).max() > 0.05, path
