@@ -290,9 +290,15 @@ def _settings(groups: Sequence[SeedGroup]) -> dict[str, list[Any]]:
         if key.partition(".")[0] not in (*NO_EFFECT, "seed")
     )
     flat = [_flat(group.configs[0]) for group in groups]
-    found = {key: [one.get(key, "-") for one in flat] for key in keys}
+    found = {key: [_setting(one, key) for one in flat] for key in keys}
     digests = [_code(group.runs[0]) for group in groups]
     return found | ({"code": digests} if len(set(digests)) > 1 else {})
+
+
+def _setting(flat: Mapping[str, Any], name: str) -> Any:
+    """Value of a setting, or those of a section that another group lacks."""
+    own = {key.removeprefix(f"{name}."): value for key, value in flat.items() if key.startswith(f"{name}.")}
+    return flat.get(name, own or "-")
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:

@@ -92,6 +92,10 @@ def test_held_out_sequences_are_paired(tmp_path: Path) -> None:
     assert "eval/nll, B less A over 3 held-out sequences: -0.3333" in repr(found)
     other = sft_folder(tmp_path / "b1", 1, [5.0, 3.0, 5.0], [4.0, 2.0, 5.0], num_steps=7)
     assert pt.compare(runs[0], other).paired == {} == pt.compare(runs[0], runs[2], other).paired, "other lengths"
+    assert found.settings["stages.0.num_steps"] == [4, 7]
+    grown = sft_folder(tmp_path / "grown", 0, [5.0, 3.0, 5.0], weight, optimizer={"learning_rate": 0.1, "ema": {}})
+    changed = pt.compare(runs[0], grown).settings["stages.0.optimizer.ema"]
+    assert changed == ["-", {"decay": 0.999, "start": 0, "keep_last": False}]
     other = sft_folder(tmp_path / "c", 0, [5.0, 3.0, 5.0], weight, held_out="others.jsonl")
     assert pt.compare(runs[0], other).paired == {}, "other texts"
 
