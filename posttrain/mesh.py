@@ -385,6 +385,14 @@ def by_rows(tree: T, mesh: Mesh | None, *, dim: int = 0) -> T:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, placement), tree)
 
 
+def by_heads(weight: Array, mesh: Mesh | None, *, dim: int) -> Array:
+    """Constrain dimension `dim` of a weight to be split over `tensor`, where that divides it, and the others to be
+    whole."""
+    if mesh is None or weight.shape[dim] % mesh.shape["tensor"]:
+        return weight
+    return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(*[None] * dim, "tensor")))
+
+
 def by_rows_and_vocab(logits: Float[Array, "R V"], mesh: Mesh | None) -> Float[Array, "R V"]:
     """Constrain logits to be split over the data axes and, as the head that makes them is, over `tensor`: else the
     compiler may bring the head together for a function of whole rows."""

@@ -99,4 +99,6 @@ def test_memory_and_traffic_of_a_frozen_tower() -> None:
     found = compile_program(lowered(QWEN, "frozen", 1024, 1024, fsdp=2, tensor=2), 4)
     assert found.peak <= 230 * MIB
     assert not {one for one in found.text.kernels if "host" in one.lower()}
+    moved = [one.op_name for one in found.text.collectives if one.loops and "vision tower" in one.op_name]
+    assert not [name for name in moved if name.endswith("split")], "queries, keys and values stay where their heads are"
     assert [str(made.buffer) for made in found.text.made if made.buffer.dims[-2:] == (1024, 1024)] == []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from posttrain.errors import ConfigError
+from posttrain.mesh import by_heads
 from posttrain.models.config import (
     AttentionConfig,
     Compute,
@@ -28,7 +29,6 @@ from posttrain.models.vision.tower import (
     blocks,
     check_heads,
     gelu,
-    heads,
     linear,
     matrices,
     pixels,
@@ -168,7 +168,10 @@ def folded(params: Params, x: Array) -> Array:
 
 def attended(own: Params, h: Array, config: VisionConfig, tables: Any, segments: Array, compute: Compute) -> Array:
     """Attention with queries, keys and values of one product, turned by rows and columns."""
-    q, k, v = (heads(part, config.num_heads) for part in jnp.split(linear(own, "attn.qkv", h), 3, axis=-1))
+    weight, bias = (own[f"attn.qkv.{name}"].astype(h.dtype) for name in ("weight", "bias"))
+    # Whole heads on a device: halves of the joined outputs would be of one kind on each, and patches would move.
+    weight = by_heads(weight.reshape(3, config.num_heads, -1, h.shape[-1]), compute.mesh, dim=1)
+    q, k, v = jnp.moveaxis(jnp.einsum("bpi,knhi->bpknh", h, weight) + bias.reshape(1, 1, *weight.shape[:-1]), 2, 0)
     scale = q.shape[-1] ** -0.5
     out = within_images(turned(q, tables), turned(k, tables), v, segments, scale, compute)
     return linear(own, "attn.proj", out)
