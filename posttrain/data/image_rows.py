@@ -25,8 +25,8 @@ Arrays = dict[str, np.ndarray]
 
 BUCKETS = 4
 """Numbers of patches that a batch can have beside each row, apart from none: each is a program of its own."""
-ALIGNED = 128
-"""Patches are a multiple of so many, as kernels want their keys."""
+ALIGNED, FEW_ALIGNED = 128, 16
+"""Patches are a multiple of the first, as kernels want their keys, or up to it of the second: they pad so few."""
 
 
 def image_arrays(policy: ImagePolicy, images_T: Int[np.ndarray, " T"], grids: Int[np.ndarray, "I 2"]) -> Arrays:
@@ -215,8 +215,9 @@ def _pictures(one: Mapping[str, np.ndarray]) -> list[tuple[Key, Grid]]:
 
 def bucket_sizes(merge: int, wanted: int) -> list[int]:
     """Sizes of the buckets of patches up to the wanted one, which is rounded up; `merge`: patches a side of a token."""
-    aligned = math.lcm(merge**2, ALIGNED)
-    return sorted({math.ceil(wanted * part / BUCKETS / aligned) * aligned for part in range(1, BUCKETS + 1)})
+    parts = [math.ceil(wanted * part / BUCKETS) for part in range(1, BUCKETS + 1)]
+    aligned = [math.lcm(merge**2, FEW_ALIGNED if part <= ALIGNED else ALIGNED) for part in parts]
+    return sorted({math.ceil(part / size) * size for part, size in zip(parts, aligned, strict=True)})
 
 
 def most_patches(section: OfflineSection, tokenizer: Tokenizer) -> int:

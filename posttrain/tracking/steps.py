@@ -225,13 +225,18 @@ EACH = re.compile(r"eval/rewards/(.+)/mean")
 
 
 def means_of_functions(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, mean before and mean after of each reward function of two evaluations; none where there is one alone, whose
-    mean is that of the reward."""
-    found = [match for name in after["metrics"] if (match := EACH.fullmatch(name))]
+    """Name, mean before and mean after of each reward function of two evaluations, `-` where it gave no sample a
+    reward; none where there is one alone, whose mean is that of the reward."""
+    names = dict.fromkeys(name for values in (after, before) for name in values["metrics"])
+    found = [match for name in names if (match := EACH.fullmatch(name))]
     if len(found) < 2:
         return []
-    shown = [[format(values["metrics"].get(one[0], math.nan), ".3f") for values in (before, after)] for one in found]
+    shown = [[_mean_text(values["metrics"].get(one[0])) for values in (before, after)] for one in found]
     return [(one[1], old, new) for one, (old, new) in zip(found, shown, strict=True)]
+
+
+def _mean_text(value: float | None) -> str:
+    return "-" if value is None else format(value, ".3f")
 
 
 def shown_number(value: float | None) -> str:

@@ -431,6 +431,9 @@ def test_row_patches_bound_rows_and_batches_have_few_sizes(tokenizer: Tokenizer)
     made = [batch(tokenizer, [{"messages": CASES["two"], **row}]) for row in (plain, small, large)]
     assert [one.patches.shape[1] for one in made] == [512, 512, 512]
     assert bucket_sizes(tokenizer.images.settings.merge, 4096) == [1024, 2048, 3072, 4096]
+    few = batch(tokenizer, [{"messages": CASES["one"], "images": [drawn(0, (16, 16))]}], row_tokens=96)
+    assert few.patches.shape[1] == 96, "few patches are not padded to a kernel's tile"
+    assert bucket_sizes(2, 64) == [16, 32, 48, 64] and bucket_sizes(2, 640) == [256, 384, 512, 640]
 
 
 def test_other_stages_refuse_pictures(tokenizer: Tokenizer) -> None:

@@ -130,6 +130,8 @@ def test_the_final_table_has_each_reward():
     assert means_of_functions(before, after) == [("exact", "0.375", "0.400"), ("short", "0.500", "0.500")]
     alone = {"metrics": {"eval/rewards/exact/mean": 0.375}}
     assert means_of_functions(alone, alone) == []
+    assert means_of_functions(alone, before)[1] == ("short", "-", "0.500"), "no mean is shown as none"
+    assert means_of_functions(before, alone)[1] == ("short", "0.500", "-")
 
 
 def test_a_terminal_redraws_one_line():
