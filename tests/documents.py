@@ -115,12 +115,12 @@ def titled(documents: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 
 def write_folder(folder: Path, documents: Sequence[Path] = DOCUMENTS) -> Path:
-    """What the documents take for granted: the models of the quick start, tiny here, with an adapter of the last, and
-    the files they spell out."""
+    """What the documents take for granted: the models of the quick start and of stories, tiny here, with an adapter of
+    the last, and the files they spell out."""
     tokenizer = pt.load_tokenizer("bytes")
-    for stage, seed in (("0-sft", 0), ("1-rl", 1)):
+    for trained, seed in (("sft_stories/0-sft", 0), ("quickstart/0-sft", 0), ("quickstart/1-rl", 1)):
         model = tiny_model(seed, num_layers=2, windows=(None,), max_positions=4096, intermediate_size=256)
-        pt.save_model(model, folder / "runs" / "quickstart" / stage / "model", tokenizer=tokenizer)
+        pt.save_model(model, folder / "runs" / trained / "model", tokenizer=tokenizer)
     attach_lora(model, pt.LoRA(rank=4, targets=("q_proj",)), seed=0)
     pt.save_adapter(model, folder / "adapters" / "sums")
     write_photographs(folder)
