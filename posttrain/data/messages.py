@@ -62,14 +62,17 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass
 class Remarks:
-    """First remark of each kind about the rows of a dataset, in the order of their reading."""
+    """First remark of each kind about the rows of a dataset, in the order of reading; `tell` hears each at once."""
 
     row: int | None = None
     """Number of the row that was read last."""
     texts: dict[str, str] = field(default_factory=dict)
+    tell: Callable[[str], None] | None = None
 
     def add(self, kind: str, text: str) -> None:
         at = "" if self.row is None else f"row {self.row}: "
+        if self.tell is not None and kind not in self.texts:
+            self.tell(f"{at}{text}")
         self.texts.setdefault(kind, f"{at}{text}")
 
 

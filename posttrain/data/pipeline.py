@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -198,7 +199,8 @@ def make_batches(
     `rows`: dicts in memory, or a path or hub id of a dataset; the other keywords are those of `DatasetSection` and of
     SFT. `seed`: order of the rows; the batches are endless `SFTBatches`, epoch after epoch, which have `state()` and
     `restore()`. None: a single pass in their own order, as for an evaluation, whose last batch has empty rows.
-    ConfigError for columns that are missing, and for rows longer than `row_tokens`.
+    ConfigError for columns that are missing, and for rows longer than `row_tokens`; a warning for what is odd, such as
+    pictures beside a tokenizer without them.
     """
     named = isinstance(rows, str | Path)
     dataset = DatasetSection(
@@ -213,6 +215,7 @@ def make_batches(
         train_on_prompt=train_on_prompt,
         overlong=overlong,
     )
+    loaded.remarks.tell = warnings.warn
     renderer = renderer_of(loaded, dataset, tokenizer)
     if seed is None:
         return eval_batches(section, dataset, loaded, renderer)

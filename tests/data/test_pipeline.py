@@ -254,6 +254,13 @@ def test_batches_of_ones_own_are_those_of_a_stage(folder: Path) -> None:
     assert texts([next(resumed)]) == texts([next(endless)])
 
 
+def test_what_is_odd_in_rows_of_ones_own_is_a_warning() -> None:
+    row = {"prompt": "1", "completion": "2", "images": ["plate.png"]}
+    layout: Any = {"seed": 0, "batch_rows": 1, "row_tokens": 24, "chat": False}
+    with pytest.warns(UserWarning, match="^row 0: the column images is not read: the model takes no images$"):
+        next(make_batches([row], load_tokenizer("bytes"), **layout))
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
