@@ -17,9 +17,8 @@ from posttrain.config import AdamW, MeshSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.models.config import Compute
-from posttrain.plan.lowered import batch_of, compile_program
+from posttrain.plan.lowered import batch_of, compile_program, model_of, vocabulary_trips
 from posttrain.plan.machine import GIB, topology_devices
-from posttrain.plan.phases import model_of, vocabulary_trips
 from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms
 from posttrain.train.transformations import make_optimizer

@@ -36,13 +36,8 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Init
 from posttrain.models.moe import Experts
 from posttrain.plan.hlo import ProgramText, read_program
-from posttrain.plan.lowered import Figures, batch_of, compile_program
+from posttrain.plan.lowered import POLICY_ARRAYS, Figures, batch_of, compile_program, model_of, vocabulary_trips
 from posttrain.plan.machine import GIB, has_libtpu, libtpu_version, topology_devices
-from posttrain.plan.phases import (
-    POLICY_ARRAYS,
-    model_of,
-    vocabulary_trips,
-)
 from posttrain.plan.sampling import RolloutShapes
 from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms
@@ -147,11 +142,12 @@ MEDIUM = SMALL | {
 }
 MIB = 2**20
 DTYPE = jnp.dtype(jnp.bfloat16)
+LOW: dict[str, Any] = {"moments": "bfloat16", "stochastic_rounding": True}
 
 
-def mesh_of(**axes: int) -> Mesh:
+def mesh_of(kind: str = "v5e", shape: str = "2x4", **axes: int) -> Mesh:
     sizes = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1} | axes
-    return make_mesh(MeshSection(**sizes), topology_devices("v5e", "2x4"))
+    return make_mesh(MeshSection(**sizes), topology_devices(kind, shape))
 
 
 def model(fields: dict[str, Any], mesh: Mesh, remat: Remat = "full") -> Decoder:
@@ -182,10 +178,11 @@ def update(
     arrays: tuple[str, ...] = (),
     remat: Remat = "full",
     lora: LoRA | None = None,
+    slice_of: tuple[str, str] = ("v5e", "2x4"),
     **settings: Any,
 ) -> str:
-    """Figures of one update at fsdp=8; `settings` of the optimizer."""
-    mesh = mesh_of(fsdp=8)
+    """Figures of one update with `fsdp` over a slice; `settings` of the optimizer."""
+    mesh, chip = mesh_of(*slice_of, fsdp=-1), CHIPS[slice_of[0]]
     made = model(fields, mesh, remat)
     if lora is not None:
         made = nnx.eval_shape(lambda made: attached(made, lora), made)
@@ -197,10 +194,11 @@ def update(
     trips = vocabulary_trips(mesh, rows, length, fields["vocab_size"])
     tokens, forward = rows * length / mesh.size, attention_flops(made.config, rows, length) / mesh.size
     frozen = 1 - sum(x.size for x in programs.params.values()) / sum(x.size for x in programs.weights.values())
-    ideal = ((6 - 2 * frozen) * active_parameters(made) * tokens + 3.5 * forward) / CHIPS["v5e"].flops
+    ideal = ((6 - 2 * frozen) * active_parameters(made) * tokens + 3.5 * forward) / chip.flops
     again = 0 if ATTENTION in saved_names(remat) else 1
-    kernels = KERNEL_TIME * (3.5 + again) * forward / CHIPS["v5e"].flops
-    estimate = sum(math.prod(n or trips for n in at) * count for at, count in found.text.cycles.items()) / CLOCKS["v5e"]
+    kernels = KERNEL_TIME * (3.5 + again) * forward / chip.flops
+    cycles = (math.prod(n or trips for n in at) * count for at, count in found.text.cycles.items())
+    estimate = sum(cycles) / CLOCKS[slice_of[0]]
     return (
         f"estimated {estimate:.2f} s without kernels, MFU at most {ideal / (estimate + kernels):.0%}; "
         f"{update_text(found.text, found.peak, found.code, seconds, trips)}"
@@ -388,15 +386,20 @@ def expert_case(size: int) -> tuple[str, Callable[[], str]]:
 
 def large_case(length: int, *saved: RematName) -> tuple[str, Callable[[], str]]:
     """State as Tunix has it: moments in bfloat16, no masters."""
-    low: dict[str, Any] = {"moments": "bfloat16", "stochastic_rounding": True}
     title = f"SFT step, 8B, 8 x {length}, fsdp=8, bfloat16 moments and no masters{titled(saved)}"
-    return title, lambda: update(LARGE, 8, length, SFTLoss(), remat=SavedActivations(save=saved), **low)
+    return title, lambda: update(LARGE, 8, length, SFTLoss(), remat=SavedActivations(save=saved), **LOW)
 
 
 def lora_case(*saved: RematName) -> tuple[str, Callable[[], str]]:
     """Adapters of rank 16 of 8B."""
     title, lora = f"LoRA step, 8B, 8 x 4096, fsdp=8{titled(saved)}", LoRA(rank=16)
     return title, lambda: update(LARGE, 8, 4096, SFTLoss(), remat=SavedActivations(save=saved), lora=lora)
+
+
+def slice_case(of: tuple[str, str], rows: int, *saved: RematName) -> tuple[str, Callable[[], str]]:
+    rows *= math.prod(map(int, of[1].split("x")))
+    title = f"SFT step, 8B, {rows} x 4096, {':'.join(of)}{titled(saved)}"
+    return title, lambda: update(LARGE, rows, 4096, SFTLoss(), remat=SavedActivations(save=saved), slice_of=of, **LOW)
 
 
 def titled(saved: tuple[RematName, ...]) -> str:
@@ -457,6 +460,10 @@ CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
     ],
     "sft": [(("SFT step, 0.6B, 8 x 4096, fsdp=8", lambda: update(SMALL, 8, 4096, SFTLoss())), "sft")],
     "sft-8b": [(large_case(4096), "sft-8b-4096"), (large_case(1024), "sft-8b-1024")],
+    "slices": [
+        *[(slice_case(("v5p", "4x4x4"), *case), None) for case in ((1,), (4, *OF_8B, "gate", "up"))],
+        (slice_case(("v6e", "16x16"), 2, *OF_8B), None),
+    ],
     "remat": [(large_case(4096, *OF_8B), None), (lora_case(), None), (lora_case(*OF_8B, "gate"), None)],
 }
 """Works: title, program, and the case of `peers/tunix_programs.py` that does the same."""

@@ -109,6 +109,10 @@ class FrozenModel:
         """Lower `top_k` of one pass for weights and a batch of shapes."""
         return self._top_k.lower(weights, self._shapes(batch))
 
+    def lower_scores(self, weights: WeightShapes, batch: Batch) -> jax.stages.Lowered:
+        """Lower `scores` of one pass for weights and a batch of shapes."""
+        return self._scores.lower(weights, self._shapes(batch))
+
     def _shapes(self, batch: Batch) -> Any:
         place = NamedSharding(self._mesh, BATCH_SPEC)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), batch)

@@ -294,26 +294,31 @@ def outside_teacher(
     if source.section.url is not None:
         return ServedTeacher(source.section, num_ids=ids, k=k)
     if source.section.mesh is not None:
-        mesh = teacher_mesh(source.section, section.teachers, mesh)
+        mesh = teacher_mesh(source.section, own_devices(section.teachers, jax.devices())[source.title], mesh)
     assert mesh is not None
     teacher = load_teacher(source, model, tokenizer, mesh)
     return FrozenModel(teacher, mesh, temperature=temperature, rows=section.micro_batch_rows, k=k)
 
 
-def teacher_mesh(teacher: TeacherSection, teachers: Sequence[TeacherSection], training: Mesh | None) -> Mesh:
-    """Make the mesh of a teacher that has one: on the devices of `training` if it shares them, else the last devices
-    belong to the first such teacher."""
+def teacher_mesh(teacher: TeacherSection, own: Sequence[jax.Device] | None, training: Mesh | None) -> Mesh:
+    """Make the mesh of a teacher that has one: on its `own` devices, or on those of `training`, which it shares."""
     assert teacher.mesh is not None
-    if teacher.devices == "shared":
-        assert training is not None
-        return make_mesh(teacher.mesh, training.devices.ravel().tolist())
-    devices = jax.devices()
-    for one in teachers:
-        count = one.num_own_devices
-        if one is teacher:
-            return make_mesh(teacher.mesh, devices[len(devices) - count :])
+    if own is not None:
+        return make_mesh(teacher.mesh, own)
+    assert training is not None
+    return make_mesh(teacher.mesh, training.devices.ravel().tolist())
+
+
+def own_devices(
+    teachers: Sequence[TeacherSection], devices: Sequence[jax.Device]
+) -> dict[str, Sequence[jax.Device] | None]:
+    """Devices that each teacher has for itself, by title: the last ones belong to the first such teacher."""
+    found: dict[str, Sequence[jax.Device] | None] = {}
+    for teacher in teachers:
+        count = teacher.num_own_devices
+        found[teacher.title] = devices[len(devices) - count :] if count else None
         devices = devices[: len(devices) - count]
-    raise AssertionError("the teacher is one of the teachers")
+    return found
 
 
 class TopKScorer:

@@ -21,15 +21,32 @@ import numpy as np
 from jax.sharding import Mesh
 
 from posttrain.batch import Batch, TopK
-from posttrain.config import ImageSection, Remat, TrainSection
+from posttrain.config import (
+    DistillSection,
+    ImageSection,
+    OnlinePreferenceSection,
+    PairSection,
+    Remat,
+    RLSection,
+    TrainSection,
+)
 from posttrain.data.image_rows import largest_bucket
+from posttrain.distill.teachers import DEFAULT_TOP_K
+from posttrain.kernels.logits.layout import VocabSharding, chunk_length
+from posttrain.kernels.platform import platform_of
+from posttrain.losses.pairs import Needs
+from posttrain.models import hf
 from posttrain.models.activations import ATTENTION, saved_names
-from posttrain.models.config import ModelConfig
+from posttrain.models.config import Compute, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.plan.hlo import Buffer, Collective, Large, ProgramText, kernel_names, read_program
 from posttrain.plan.machine import EFFORT, LEVEL, Machine, libtpu_version
+from posttrain.rl.algorithms import needs_reference
+from posttrain.rollout.vision import CALL_PATCHES, ImagePatches, PromptFeatures, patches_size
 from posttrain.runtime.files import cache_folder
 from posttrain.runtime.xla import Growth
+from posttrain.stages.preference import shares_prompts
+from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
 
 
@@ -117,12 +134,18 @@ def sizes_of(weights: Mapping[Any, Any]) -> frozenset[tuple[int, ...]]:
     return frozenset(found | {shape[1:] for shape in found if len(shape) > 2})
 
 
-def top_k_of(rows: int, length: int, k: int) -> TopK:
-    """Top-k of a teacher outside of the step, for its shapes."""
-    ids = np.broadcast_to(np.zeros((), np.int32), (rows, length, k))
-    logps = np.broadcast_to(np.zeros((), np.float32), (rows, length, k))
-    one = logps[..., 0]
-    return TopK(ids=ids, logps=logps, tail=one, scaled_tail=one, token_logps=one)
+def vocabulary_trips(mesh: Mesh, rows: int, length: int, vocab_size: int) -> int:
+    """Chunks of the loss over the vocabulary if every token of the fullest row counts."""
+    return -(-(length - 1) // chunk_length(rows, length, vocab_size, VocabSharding.of(mesh)))
+
+
+POLICY_ARRAYS = ("old_logps", "sampler_logps", "behaviour_logps", "ref_logps", "advantages", "sample_shares")
+"""Float arrays of a batch of samples."""
+
+
+def model_of(fields: Mapping[str, Any], compute: Compute, dtype: np.dtype) -> Decoder:
+    """Model as shapes from the fields of a `config.json`."""
+    return outline_of(hf.config_from_hf(dict(fields)), compute, dtype)
 
 
 def batch_of(rows: int, length: int, *, arrays: tuple[str, ...] = ()) -> Batch:
@@ -138,11 +161,72 @@ def batch_of(rows: int, length: int, *, arrays: tuple[str, ...] = ()) -> Batch:
     return dataclasses.replace(batch, **more)
 
 
+def taught_batch(section: DistillSection, model: Decoder, image: ImageSection | None, outside: int) -> Batch:
+    """Batch with the targets of so many teachers `outside` of the step, of samples where there are any. `image`: limits
+    of pictures; None: of text."""
+    rows, length = section.batch_rows, section.row_tokens
+    batch = batch_of(rows, length, arrays=("sampler_logps",) if section.on_policy else ())
+    batch = with_pictures(batch, section, model, image)
+    if section.rollout.record_routing:
+        batch = with_routing(batch, model)
+    if len(section.teachers) > 1:
+        shares = np.broadcast_to(np.float32(0), (rows, length, len(section.teachers)))
+        batch = dataclasses.replace(batch, teacher_weights=shares)
+    if outside:
+        k = min(section.top_k or DEFAULT_TOP_K, model.config.num_tokens or model.config.vocab_size)
+        batch = dataclasses.replace(batch, teachers=(top_k_of(rows, length, k),) * outside)
+    return batch
+
+
+def sampled_batch(
+    section: RLSection | OnlinePreferenceSection, loss: Any, model: Decoder, mesh: Mesh, image: ImageSection | None
+) -> Batch:
+    """Batch of an update on samples, with all that its loss reads."""
+    arrays = ["sampler_logps"]
+    if isinstance(section, RLSection):
+        arrays += ["behaviour_logps", "advantages", "sample_shares"]
+        arrays += ["old_logps"] * (section.proximal_logps != "self")
+    arrays += ["ref_logps"] * needs_reference(section)
+    batch = batch_of(section.step_rows, section.row_tokens, arrays=tuple(arrays))
+    batch = with_pictures(batch, section, model, image)
+    if isinstance(section, OnlinePreferenceSection):
+        batch = with_pairs(batch, section, loss.pairs.needs, model, mesh)
+    return with_routing(batch, model) if section.rollout.record_routing else batch
+
+
+def with_pairs(
+    batch: Batch, section: PairSection | OnlinePreferenceSection, needs: Needs, model: Decoder, mesh: Mesh
+) -> Batch:
+    """Batch with the roles of answers and what else the loss needs, and their common prompts once where they are."""
+    mixture, kernel = bool(model.config.mixtures), model.compute.attention
+    shared = shares_prompts(section, needs, kernel, platform_of(mesh), mixture=mixture)
+    return dataclasses.replace(
+        batch,
+        roles=batch.segments,
+        parents=batch.segments if shared else None,
+        margins=batch.loss_weight if needs.margins else None,
+    )
+
+
+def with_routing(batch: Batch, model: Decoder) -> Batch:
+    """Batch with the experts that the sampler has chosen."""
+    shape = *batch.shape, len(model.config.mixtures), model.config.mixtures[0].top_k
+    return dataclasses.replace(batch, experts=np.broadcast_to(np.zeros((), np.int16), shape))
+
+
 def with_pictures(batch: Batch, section: TrainSection, model: Decoder, image: ImageSection | None) -> Batch:
     """Batch whose rows have all their patches, of the largest pictures, if the model takes any; None: without."""
     if image is None or (vision := model.config.vision) is None:
         return batch
     return pictured(batch, model.config, largest_bucket(section, vision.merge), image)
+
+
+def top_k_of(rows: int, length: int, k: int) -> TopK:
+    """Top-k of a teacher outside of the step, for its shapes."""
+    ids = np.broadcast_to(np.zeros((), np.int32), (rows, length, k))
+    logps = np.broadcast_to(np.zeros((), np.float32), (rows, length, k))
+    one = logps[..., 0]
+    return TopK(ids=ids, logps=logps, tail=one, scaled_tail=one, token_logps=one)
 
 
 def pictured(batch: Batch, config: ModelConfig, patches: int, image: ImageSection) -> Batch:
@@ -172,6 +256,32 @@ def patch_arrays(config: ModelConfig, rows: int, patches: int, image: ImageSecti
         "patch_images": np.broadcast_to(np.where(in_row < images[-1] * side**2, images, 0)[None], (rows, patches)),
         "patch_places": np.broadcast_to(places[None], (rows, patches, 2)),
     }
+
+
+def pictures_of(config: ModelConfig, lanes: int, longest: int, in_lane: int, image: ImageSection) -> ImagePatches:
+    """Call of the tower on pictures as large as `image` and prompts of `longest` tokens allow, as many as it takes of
+    `in_lane` tokens."""
+    vision = config.vision
+    assert vision is not None
+    most = longest * vision.merge**2
+    largest = min(vision.picture_patches(image) or most, most)
+    size = patches_size(vision.merge, max(largest, min(CALL_PATCHES, in_lane * vision.merge**2)))
+    return ImagePatches(**jax.device_put(patch_arrays(config, lanes, size, image)))
+
+
+def features_of(model: Decoder, rows: int, length: int) -> PromptFeatures:
+    """Features at the tokens of a prefill call, for their shapes."""
+    config, dtype = model.config, model.compute.dtype
+    assert config.vision is not None
+    levels, width = sum(block.deepstack for block in config.blocks), config.vision.embed_dim
+    one, zero = np.zeros((), dtype), np.int32(0)
+    arrays: dict[str, Any] = {
+        "features": np.broadcast_to(one, (rows, length, width)),
+        "deeper": np.broadcast_to(one, (rows, levels, length, width)) if levels else None,
+        "images": np.broadcast_to(zero, (rows, length)),
+        "rope_positions": np.broadcast_to(zero, (rows, length, 3)) if config.turns_by_axes else None,
+    }
+    return PromptFeatures(**jax.device_put(arrays))
 
 
 def tower_flops(model: Decoder, batch: Batch, remat: Remat | None) -> float:

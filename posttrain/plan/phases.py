@@ -3,54 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from posttrain.batch import IMAGE_ARRAYS, Batch, ScoreLoss, TokenLoss, rows_per_pass
-from posttrain.cluster.reference import FrozenModel
+from posttrain.batch import Batch, ScoreLoss, TokenLoss
 from posttrain.config import (
     DistillSection,
     ImageSection,
+    OnlinePreferenceSection,
+    OnlineSection,
     PreferenceSection,
+    RewardModelSection,
     RLSection,
     SFTSection,
     TrainSection,
 )
 from posttrain.config.algorithm import PPO
-from posttrain.distill.features import distill_loss
-from posttrain.distill.teachers import DEFAULT_TOP_K
+from posttrain.distill.features import distill_loss, matching_of
 from posttrain.errors import ConfigError
-from posttrain.kernels.logits.chunk_stats import PLAIN
-from posttrain.kernels.logits.layout import VocabSharding, chunk_length
+from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.value import ValueLoss
-from posttrain.mesh import row_shards
-from posttrain.models import hf
 from posttrain.models.activations import attention_flops, recomputed_flops
-from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
-from posttrain.plan.lowered import batch_of, bytes_on_device, sizes_of, top_k_of, tower_flops, with_pictures
+from posttrain.plan.lowered import (
+    batch_of,
+    bytes_on_device,
+    sampled_batch,
+    sizes_of,
+    taught_batch,
+    tower_flops,
+    vocabulary_trips,
+    with_pairs,
+    with_pictures,
+)
 from posttrain.plan.report import (
-    CACHE,
     COPY,
     CRITIC,
     CRITIC_OPTIMIZER,
-    DECODE,
-    DRAFT_CACHE,
-    DRAFTED,
-    ENCODE,
     EVALUATION,
-    LAYOUT,
     OPTIMIZER,
-    PREFILL,
-    QUANTIZED,
     REFERENCE,
-    SCORES,
+    REWARD_MODELS,
     STATISTICS,
     SYNC,
     TEACHERS,
@@ -63,20 +60,27 @@ from posttrain.plan.report import (
     Roles,
     StagePlan,
     beside,
-    not_counted,
-    refuse,
 )
-from posttrain.plan.sampling import RolloutShapes, sampling_phases
+from posttrain.plan.sampling import (
+    RolloutShapes,
+    Sampled,
+    held_by_engine,
+    held_scorer,
+    reference_phase,
+    reward_phases,
+    sampling_phases,
+    teacher_phases,
+)
 from posttrain.rl.algorithms import loss_of, needs_reference
-from posttrain.stages.cluster import critic_settings
+from posttrain.rl.online_dpo import OnlineLoss
+from posttrain.stages.cluster import critic_settings, sampler_gate
 from posttrain.stages.distill import terms_of
+from posttrain.stages.online_preference import online_loss
 from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss, train_settings
 from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms, placed_shapes
 from posttrain.train.transformations import make_optimizer
-from posttrain.tree import replace
-from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights, active_parameters
 
 
@@ -94,14 +98,24 @@ def stage_plan(
     that it cannot plan."""
     if isinstance(section, SFTSection):
         return _sft(section, model, mesh, gather_once, image)
-    if isinstance(section, PreferenceSection):
-        return _preference(section, model, mesh, gather_once, image)
+    if isinstance(section, PreferenceSection | RewardModelSection):
+        return _pairs(section, model, mesh, gather_once, image)
     if isinstance(section, DistillSection):
-        return _distill(section, model, mesh, roles, gather_once, image)
-    if isinstance(section, RLSection):
-        return _rl(section, model, mesh, memory, roles, gather_once, image)
-    kind = type(section).__name__.removesuffix("Section")
-    raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet")
+        return _distill(section, model, mesh, memory, roles, gather_once, image)
+    if isinstance(section, RLSection | OnlinePreferenceSection):
+        return _online(section, model, mesh, memory, roles, gather_once, image)
+    raise AssertionError(f"no stage of {type(section).__name__}")
+
+
+def _refuse(section: DistillSection | RLSection | OnlinePreferenceSection) -> None:
+    """ConfigError with what cannot be planned."""
+    taught = section.teachers if isinstance(section, DistillSection | RLSection) else ()
+    refusals = {
+        "teachers of another tokenizer, the length of whose rows only the data tells": any(t.aligned for t in taught),
+        "rollout.engine, whose memory only it knows": section.rollout.engine is not None,
+    }
+    if refused := [name for name, is_set in refusals.items() if is_set]:
+        raise ConfigError(f"plan: cannot plan {section.kind} with {'; with '.join(refused)}; remove it for the plan")
 
 
 def _sft(section: SFTSection, model: Decoder, mesh: Mesh, gather_once: bool, image: ImageSection) -> StagePlan:
@@ -118,110 +132,7 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh, gather_once: bool, ima
 
 
 def _distill(
-    section: DistillSection, model: Decoder, mesh: Mesh, roles: Roles, gather_once: bool, image: ImageSection
-) -> StagePlan:
-    teachers = roles.teachers
-    refusals = {
-        "on_policy": section.on_policy > 0,
-        "features": section.features is not None,
-        "teachers of another tokenizer": any(teacher.aligned for teacher in section.teachers),
-    }
-    refuse("a distillation stage", refusals)
-    settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=terms_of(section, {}))
-    settings = dataclasses.replace(settings, gather_once=gather_once)
-    programs = _programs(section, model, distill_loss(section), settings, mesh, teachers)
-    rows, length = section.batch_rows, section.row_tokens
-    blind = _blind(model, [*teachers, *(one for one, _ in roles.scorers)])
-    batch = with_pictures(batch_of(rows, length), section, model, None if blind else image)
-    if len(section.teachers) > 1:
-        shares = np.broadcast_to(np.float32(0), (rows, length, len(section.teachers)))
-        batch = dataclasses.replace(batch, teacher_weights=shares)
-    if outside := len(section.teachers) - len(teachers):
-        k = min(section.top_k or DEFAULT_TOP_K, model.config.num_tokens or model.config.vocab_size)
-        batch = dataclasses.replace(batch, teachers=(top_k_of(rows, length, k),) * outside)
-    held = [_held_teacher(teacher, there) for teacher, there in roles.scorers]
-    there = beside(held, mesh, UPDATE)
-    update, passes = _update(programs, batch, there), -(-rows // programs.micro_rows(rows))
-    flops = sum(2 * active_parameters(t) * rows * length + attention_flops(t.config, rows, length) for t in teachers)
-    towers = sum(tower_flops(teacher, batch, None) for teacher in teachers)
-    taught = sum(bytes_on_device(placed_shapes(ModelWeights(t), mesh)) for t in teachers)
-    inside = {TEACHERS: taught} if taught else {}
-    work: dict[str, Any] = {
-        "flops": update.flops + (flops + towers) / mesh.size,
-        "tower": update.tower + towers / mesh.size,
-        "read": update.read + passes * taught,
-    }
-    phases = [dataclasses.replace(update, **work, own={**update.own, **inside})]
-    state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
-    if section.eval_dataset is not None:
-        phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state | there))
-    own = [Held(name=name, mesh=mesh, size=size) for name, size in phases[0].own.items()]
-    phases += _of_teachers(section, roles.scorers, [*held, *own], batch)
-    elsewhere = sum(h.size * h.mesh.size for h in held if not set(h.mesh.devices.flat) & set(mesh.devices.flat))
-    saved = _saved(section, programs)
-    return StagePlan(
-        phases=phases,
-        tokens=rows * length,
-        unit="tokens of rows",
-        elsewhere=elsewhere,
-        not_counted=blind,
-        **saved,
-    )
-
-
-def _blind(model: Decoder, others: Sequence[Decoder]) -> list[str]:
-    """Line of a stage whose plan is of text alone, as one of its other models takes no images; empty for others."""
-    if model.config.vision is None or all(other.config.vision is not None for other in others):
-        return []
-    return ["images, with the vision tower's work on them; its weights are"]
-
-
-def _held_teacher(teacher: Decoder, mesh: Mesh) -> Held:
-    return Held(name=TEACHERS, mesh=mesh, size=bytes_on_device(placed_shapes(ModelWeights(teacher), mesh)))
-
-
-def _of_teachers(
-    section: DistillSection | RLSection,
-    teachers: Sequence[tuple[Decoder, Mesh]],
-    held: Sequence[Held],
-    like: Batch,
-) -> Iterator[Phase]:
-    """Scores of teachers outside of the training step: log-probabilities of samples, or the top-k of rows; of rows
-    `like` those of a batch."""
-    for model, mesh in teachers:
-        there, own = beside(held, mesh, SCORES), _held_teacher(model, mesh).size
-        # Of all teachers on these devices, the one that scores is an argument.
-        left = there.pop(TEACHERS, own) - own
-        there |= {"other teachers": left} if left else {}
-        yield _scoring(section, model, mesh, there, "teacher", SCORES, TEACHERS, like)
-
-
-def _preference(
-    section: PreferenceSection, model: Decoder, mesh: Mesh, gather_once: bool, image: ImageSection
-) -> StagePlan:
-    loss = pair_loss(section)
-    if loss.needs.squares or loss.needs.margins:
-        raise ConfigError(f"plan: the loss {section.loss} cannot be planned yet; plan with loss=sigmoid")
-    settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=PLAIN)
-    settings = dataclasses.replace(settings, gather_once=gather_once)
-    programs = _programs(section, model, loss, settings, mesh)
-    scored = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
-    scored = replace(scored, roles=scored.segments)
-    batch = replace(scored, ref_logps=scored.loss_weight) if loss.needs.reference else scored
-    live = loss.needs.reference and section.reference == "live"
-    kept = {REFERENCE: bytes_on_device(programs.params)} if live else {}
-    state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
-    phases = [_update(programs, batch, kept)]
-    if loss.needs.reference:
-        phases.append(_forward(programs, scored, STATISTICS, programs.lower_stats, 1, state | kept))
-    if section.eval_dataset is not None:
-        phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state | kept))
-    tokens = section.batch_rows * section.row_tokens
-    return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
-
-
-def _rl(
-    section: RLSection,
+    section: DistillSection,
     model: Decoder,
     mesh: Mesh,
     memory: int,
@@ -229,60 +140,180 @@ def _rl(
     gather_once: bool,
     image: ImageSection,
 ) -> StagePlan:
-    refusals = {
-        "teachers of another tokenizer": any(teacher.aligned for teacher in section.teachers),
-        "reward models": any(reward.model is not None for reward in section.rewards),
-        "rollout.engine": section.rollout.engine is not None,
-    }
-    refuse("an RL stage", refusals)
-    loss = loss_of(section)
-    settings = TrainSettings.of(section, temperature=section.sampling.temperature, dropout_seed=None, terms=PLAIN)
+    _refuse(section)
+    teachers, sampled, features = roles.teachers, Sampled.of(section) if section.on_policy else None, section.features
+    settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=terms_of(section, {}))
+    settings = dataclasses.replace(
+        settings,
+        gather_once=gather_once,
+        matching=None if features is None else matching_of(features, model.config, teachers[0].config, 0),
+        skip_update=None if sampled is None else sampler_gate(model, section.rollout),
+    )
+    programs = _programs(section, model, distill_loss(section), settings, mesh, teachers)
+    blind = _blind(model, [*teachers, *(one for one, _ in roles.scorers)])
+    limits = None if blind or sampled is not None else image
+    batch = taught_batch(section, model, limits, len(section.teachers) - len(teachers))
+    rollout = None if sampled is None else RolloutShapes.of(sampled, model, mesh, memory, roles.draft)
+    held = [held_scorer(*scorer) for scorer in roles.scorers]
+    held += [] if rollout is None else held_by_engine(rollout, given_up=True)
+    there = beside(held, mesh, UPDATE)
+    update = _with_teachers(_update(programs, batch, there), programs, teachers, batch)
+    phases = [update]
+    state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
+    if section.eval_dataset is not None and section.on_policy < 1:
+        phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state | there))
+    held += [Held(name=name, mesh=mesh, size=size) for name, size in update.own.items()]
+    if sampled is not None and rollout is not None:
+        phases[:0] = sampling_phases(sampled, rollout, held, WEIGHTS)
+    phases += teacher_phases(section, roles.scorers, held, batch)
+    on_trainer = {*update.own, *update.beside}
+    elsewhere = sum(h.size * h.mesh.size for h in held if not _on(h, mesh) or h.name not in on_trainer)
+    if sampled is not None and model.config.vision is not None:
+        blind = [TEXT_ALONE]
+    evaluated = ["the evaluation of samples"] if sampled is not None and section.eval_dataset is not None else []
+    return StagePlan(
+        phases=phases,
+        tokens=batch.tokens.size,
+        unit="tokens of rows",
+        made=0 if rollout is None else bytes_on_device(rollout.weights.derived),
+        elsewhere=elsewhere,
+        sampler_programs=0 if rollout is None else rollout.num_programs,
+        not_counted=[*evaluated, *blind],
+        **_saved(section, programs),
+    )
+
+
+def _on(held: Held, mesh: Mesh) -> bool:
+    return bool(set(held.mesh.devices.flat) & set(mesh.devices.flat))
+
+
+def _with_teachers(update: Phase, programs: TrainPrograms, teachers: Sequence[Decoder], batch: Batch) -> Phase:
+    """Update with teachers inside of it."""
+    (rows, length), mesh = batch.shape, programs.mesh
+    passes = -(-rows // programs.micro_rows(rows))
+    flops = sum(2 * active_parameters(t) * rows * length + attention_flops(t.config, rows, length) for t in teachers)
+    towers = sum(tower_flops(teacher, batch, None) for teacher in teachers)
+    taught = sum(held_scorer(teacher, mesh).size for teacher in teachers)
+    return dataclasses.replace(
+        update,
+        flops=update.flops + (flops + towers) / mesh.size,
+        tower=update.tower + towers / mesh.size,
+        read=update.read + passes * taught,
+        own={**update.own, **({TEACHERS: taught} if taught else {})},
+    )
+
+
+TEXT_ALONE = "images, with the vision tower's work on them; its weights are"
+"""Line on a plan of text alone."""
+
+
+def _blind(model: Decoder, others: Sequence[Decoder]) -> list[str]:
+    """Line of a stage whose plan is of text alone, as one of its other models takes no images; empty for others."""
+    if model.config.vision is None or all(other.config.vision is not None for other in others):
+        return []
+    return [TEXT_ALONE]
+
+
+def _pairs(
+    section: PreferenceSection | RewardModelSection, model: Decoder, mesh: Mesh, gather_once: bool, image: ImageSection
+) -> StagePlan:
+    loss = pair_loss(section)
+    terms = Terms(squares=loss.needs.squares)
+    settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=terms)
     settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, loss, settings, mesh)
-    reference = needs_reference(section)
-    arrays = ["sampler_logps", "behaviour_logps", "advantages", "sample_shares"]
-    arrays += ["old_logps"] * (section.proximal_logps != "self") + ["ref_logps"] * reference
-    batch = batch_of(section.step_rows, section.row_tokens, arrays=tuple(arrays))
+    scored = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
+    scored = with_pairs(scored, section, loss.needs, model, mesh)
+    batch = dataclasses.replace(scored, ref_logps=scored.loss_weight) if loss.needs.reference else scored
+    live = loss.needs.reference and isinstance(section, PreferenceSection) and section.reference == "live"
+    kept = {REFERENCE: bytes_on_device(programs.params)} if live else {}
+    state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
+    phases = [_update(programs, batch, kept)]
+    if loss.needs.reference:
+        phases.append(_forward(programs, scored, STATISTICS, programs.lower_stats, 1, state | kept))
+    if section.eval_dataset is not None:
+        phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state | kept))
+    return StagePlan(phases=phases, tokens=batch.tokens.size, unit="tokens of rows", **_saved(section, programs))
+
+
+def _online(
+    section: RLSection | OnlinePreferenceSection,
+    model: Decoder,
+    mesh: Mesh,
+    memory: int,
+    roles: Roles,
+    gather_once: bool,
+    image: ImageSection,
+) -> StagePlan:
+    _refuse(section)
+    sampled, loss, terms = Sampled.of(section), _online_loss(section), PLAIN
+    if isinstance(loss, OnlineLoss):
+        terms = Terms(squares=loss.pairs.needs.squares)
+    settings = TrainSettings.of(section, temperature=section.sampling.temperature, dropout_seed=None, terms=terms)
+    gate = sampler_gate(model, section.rollout)
+    settings = dataclasses.replace(settings, gather_once=gather_once, skip_update=gate)
+    programs = _programs(section, model, loss, settings, mesh)
+    reference, of_actor = needs_reference(section), False
+    updates, per_batch = 1, 1
+    if isinstance(section, RLSection):
+        of_actor = section.proximal_logps == "trainer" or section.algorithm.top_entropy is not None
+        updates, per_batch = section.updates, section.updates_per_batch
     others = [pair[0] for pair in (roles.reference, roles.critic, *roles.scorers) if pair is not None]
-    blind = _blind(model, others + ([] if roles.draft is None else [roles.draft]))
+    blind = _blind(model, [*others, *roles.rewards, *([] if roles.draft is None else [roles.draft])])
     limits = None if blind else image
-    batch = with_pictures(batch, section, model, limits)
-    if section.rollout.record_routing:
-        shape = section.step_rows, section.row_tokens, len(model.config.mixtures), model.config.mixtures[0].top_k
-        batch = dataclasses.replace(batch, experts=np.broadcast_to(np.zeros((), np.int16), shape))
-    rollout = RolloutShapes.of(section, model, roles.rollout or mesh, memory, roles.draft, limits)
-    critic = None if roles.critic is None else critic_programs(section, *roles.critic)
+    batch = sampled_batch(section, loss, model, mesh, limits)
+    rollout = RolloutShapes.of(sampled, model, roles.rollout or mesh, memory, roles.draft, limits)
+    critic = None
+    if isinstance(section, RLSection) and roles.critic is not None:
+        critic = critic_programs(section, *roles.critic)
     held = list(_held(section, programs, rollout, critic, roles, reference))
-    phases = list(sampling_phases(section, rollout, held, WEIGHTS if roles.rollout is None else COPY))
-    of_actor = section.proximal_logps == "trainer" or section.algorithm.top_entropy is not None
+    phases = list(sampling_phases(sampled, rollout, held, WEIGHTS if roles.rollout is None else COPY))
+    phases += reward_phases(sampled, roles.rewards, mesh, held)
     if scored := int(of_actor) + int(reference and roles.reference is None):
         there = beside(held, mesh, STATISTICS, WEIGHTS)
-        phases.append(_forward(programs, batch, STATISTICS, programs.lower_stats, scored * section.updates, there))
+        phases.append(_forward(programs, batch, STATISTICS, programs.lower_stats, scored * updates, there))
     if roles.reference is not None:
-        there = beside(held, roles.reference[1], STATISTICS, REFERENCE)
-        phases.append(_scoring(section, *roles.reference, there, "reference", STATISTICS, REFERENCE, batch))
-    phases += _of_teachers(section, roles.scorers, held, batch)
-    if critic is not None:
-        phases += _of_critic(section, critic, held, limits)
+        phases.append(reference_phase(section, *roles.reference, held, batch))
+    if isinstance(section, RLSection):
+        phases += teacher_phases(section, roles.scorers, held, batch)
+        phases += [] if critic is None else _of_critic(section, critic, held, limits)
     update = _update(programs, batch, beside(held, mesh, UPDATE, WEIGHTS, OPTIMIZER))
-    phases.append(dataclasses.replace(update, runs=section.updates_per_batch))
+    phases.append(dataclasses.replace(update, runs=per_batch))
     on_trainer = {WEIGHTS, OPTIMIZER, *update.beside}
     return StagePlan(
         phases=phases,
-        tokens=section.step_rows * section.updates * section.sampling.max_tokens,
+        tokens=section.step_rows * updates * section.sampling.max_tokens,
         unit="sampled tokens",
         made=bytes_on_device(rollout.weights.derived),
         elsewhere=sum(h.size * h.mesh.size for h in held if h.name not in on_trainer),
         sampler_programs=rollout.num_programs,
-        moves=list(_moves(section, programs, held, roles)),
-        overlaps=section.samples_ahead and roles.rollout is not None,
-        not_counted=[*not_counted(section), *blind],
+        moves=list(_moves(programs, held, roles, updates)),
+        overlaps=isinstance(section, RLSection) and section.samples_ahead and roles.rollout is not None,
+        not_counted=[*_not_counted(section), *blind],
         **_saved(section, programs, critic),
     )
 
 
+def _online_loss(section: RLSection | OnlinePreferenceSection) -> Any:
+    return loss_of(section) if isinstance(section, RLSection) else OnlineLoss(pairs=online_loss(section))
+
+
+def _not_counted(section: OnlineSection) -> list[str]:
+    """Memory and time that such a stage takes beside its phases."""
+    turns = "the turns of conversations after the first: their prompts, tools and environments"
+    every = section.reference.refresh_every if isinstance(section, RLSection) else None
+    found = {
+        turns: isinstance(section, RLSection) and section.converses,
+        f"the second copy of the reference at its refresh, every {every} versions": every is not None,
+        "rollout.speculative: the time that accepted drafts save and a draft model takes": (
+            section.rollout.speculative is not None
+        ),
+    }
+    return [name for name, is_met in found.items() if is_met]
+
+
 def _held(
-    section: RLSection,
+    section: OnlineSection,
     programs: TrainPrograms,
     rollout: RolloutShapes,
     critic: TrainPrograms | None,
@@ -297,8 +328,7 @@ def _held(
     yield Held(name=OPTIMIZER, mesh=mesh, size=bytes_on_device(programs.opt_state), only_in=during)
     during = [STATISTICS] if place.reference.offload else None
     if roles.reference is not None:
-        weights = placed_shapes(ModelWeights(roles.reference[0]), roles.reference[1])
-        yield Held(name=REFERENCE, mesh=roles.reference[1], size=bytes_on_device(weights), only_in=during)
+        yield dataclasses.replace(held_scorer(*roles.reference, REFERENCE), only_in=during)
     elif reference and section.reference.model != "base":
         yield Held(name=REFERENCE, mesh=mesh, size=bytes_on_device(programs.params), only_in=during)
     if critic is not None:
@@ -306,74 +336,31 @@ def _held(
         during = [UPDATE] if place.critic.offload else None
         size = bytes_on_device(critic.opt_state)
         yield Held(name=CRITIC_OPTIMIZER, mesh=critic.mesh, size=size, only_in=during)
-    # A step that samples and then learns gives up the cache in between.
-    during = [LAYOUT, ENCODE, PREFILL, DECODE, DRAFTED] if section.asynchronous is None else None
-    pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
-    yield Held(name=CACHE, mesh=rollout.mesh, size=pool, only_in=during)
     if roles.rollout is not None:
         yield Held(name=COPY, mesh=rollout.mesh, size=bytes_on_device(rollout.base))
     elif section.samples_while_updating:
         yield Held(name=COPY, mesh=mesh, size=bytes_on_device(programs.params))
-    if rollout.copy is not None:
-        yield Held(name=QUANTIZED, mesh=rollout.mesh, size=bytes_on_device(rollout.copy.own))
-    for name, size in rollout.draft_sizes.items():
-        yield Held(name=name, mesh=rollout.mesh, size=size, only_in=during if name == DRAFT_CACHE else None)
-    yield from itertools.starmap(_held_teacher, roles.scorers)
+    yield from held_by_engine(
+        rollout, given_up=not (isinstance(section, RLSection) and section.asynchronous is not None)
+    )
+    yield from (held_scorer(*scorer) for scorer in roles.scorers)
+    yield from (held_scorer(model, mesh, REWARD_MODELS) for model in roles.rewards)
 
 
-def _moves(section: RLSection, programs: TrainPrograms, held: Sequence[Held], roles: Roles) -> Iterator[Move]:
-    """Transfers of a step: what is offloaded, to the host and back, and new weights to the engine's devices."""
+def _moves(programs: TrainPrograms, held: Sequence[Held], roles: Roles, updates: int) -> Iterator[Move]:
+    """Transfers of a step of `updates` parts: what is offloaded, to the host and back, and new weights to the engine's
+    devices."""
     for h in held:
         if h.only_in is not None and h.name in (OPTIMIZER, CRITIC_OPTIMIZER):
             yield Move(name=f"{h.name} to the host's memory and back", size=h.size, times=2, by="host", phase=UPDATE)
         elif h.only_in is not None and h.name == REFERENCE:
             name = f"{h.name} from the host's memory"
-            yield Move(name=name, size=h.size, times=section.updates, by="host", phase=STATISTICS)
+            yield Move(name=name, size=h.size, times=updates, by="host", phase=STATISTICS)
     if roles.rollout is not None:
         weights = ModelWeights(programs.structure.model)
         there = {path: x for path, x in placed_shapes(weights, roles.rollout).items() if path in programs.trainable}
         name = "new weights to the devices of the sampler"
         yield Move(name=name, size=bytes_on_device(there), by="wire", phase=SYNC)
-
-
-def _scoring(
-    section: DistillSection | RLSection,
-    model: Decoder,
-    mesh: Mesh,
-    there: Mapping[str, int],
-    role: str,
-    name: str,
-    held: str,
-    like: Batch,
-) -> Phase:
-    """Scores of a model with all of its weights, `held` by a name: log-probabilities of samples, or the top-k of
-    rows; `like` those of a batch."""
-    length, total, of_samples = section.row_tokens, section.step_rows, isinstance(section, RLSection)
-    rows = rows_per_pass(total, section.pass_rows, row_shards(mesh))
-    temperature = section.sampling.temperature if isinstance(section, RLSection) else section.temperature
-    k = 1 if isinstance(section, RLSection) else section.top_k or DEFAULT_TOP_K
-    k = min(k, model.config.num_tokens or model.config.vocab_size)
-    frozen = FrozenModel(model, mesh, temperature=temperature, rows=rows, k=k)
-    weights = placed_shapes(ModelWeights(model), mesh)
-    flops = 2 * active_parameters(model) * rows * length + attention_flops(model.config, rows, length)
-    pictures = {name: None if (x := getattr(like, name)) is None else x[:rows] for name in IMAGE_ARRAYS}
-    batch = replace(batch_of(rows, length), **pictures)
-    tower = tower_flops(model, batch, None)
-    lower = frozen.lower_logps if of_samples else frozen.lower_top_k
-    return Phase(
-        role=role,
-        name=name,
-        lower=lambda: lower(weights, batch),
-        runs=-(-total // rows) * (section.updates if isinstance(section, RLSection) else 1),
-        trips=(vocabulary_trips(mesh, rows, length, model.config.vocab_size),),
-        flops=(flops + tower) / mesh.size,
-        tower=tower / mesh.size,
-        read=float(bytes_on_device(weights)),
-        own={held: bytes_on_device(weights)},
-        parameters=sizes_of(weights),
-        mesh=mesh,
-        beside=there,
-    )
 
 
 def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainPrograms:
@@ -481,17 +468,3 @@ def _forward(
         mesh=programs.mesh,
         beside=there,
     )
-
-
-def vocabulary_trips(mesh: Mesh, rows: int, length: int, vocab_size: int) -> int:
-    """Chunks of the loss over the vocabulary if every token of the fullest row counts."""
-    return -(-(length - 1) // chunk_length(rows, length, vocab_size, VocabSharding.of(mesh)))
-
-
-POLICY_ARRAYS = ("old_logps", "sampler_logps", "behaviour_logps", "ref_logps", "advantages", "sample_shares")
-"""Float arrays of a batch of samples."""
-
-
-def model_of(fields: Mapping[str, Any], compute: Compute, dtype: np.dtype) -> Decoder:
-    """Model as shapes from the fields of a `config.json`."""
-    return outline_of(hf.config_from_hf(dict(fields)), compute, dtype)

@@ -12,8 +12,6 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from posttrain.config import RLSection
-from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.plan.hlo import Collective, Large
 from posttrain.plan.lowered import Figures
@@ -26,12 +24,12 @@ NUM_LARGEST = 3
 
 OPTIMIZER, REFERENCE, CACHE, COPY = "optimizer state", "reference", "cache", "weights of the sampler"
 WEIGHTS, CRITIC, CRITIC_OPTIMIZER = "weights of the actor", "critic", "optimizer state of the critic"
-TEACHERS, QUANTIZED = "teachers", "weights quantized or merged"
+TEACHERS, QUANTIZED, REWARD_MODELS = "teachers", "weights quantized or merged", "reward models"
 DRAFT, DRAFT_CACHE = "draft model", "cache of the draft model"
 """Names of what roles hold."""
 UPDATE, STATISTICS, VALUES, LAYOUT, PREFILL, DECODE = "update", "statistics", "values", "layout", "prefill", "decode"
-EVALUATION, SYNC, COPYING, DRAFTED, SCORES = "evaluation", "sync", "copy", "decode with drafts", "scores"
-ENCODE = "encode"
+EVALUATION, SYNC, COPYING, DRAFTED = "evaluation", "sync", "copy", "decode with drafts"
+SCORES, REWARDS, ENCODE = "scores", "rewards", "encode"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +47,8 @@ class Roles:
     """Teachers outside of it, on this machine."""
     draft: Decoder | None = None
     """Draft model of the engine."""
+    rewards: Sequence[Decoder] = ()
+    """Reward models, on the trainer's devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +72,6 @@ def beside(held: Sequence[Held], mesh: Mesh, phase: str, *own: str) -> dict[str,
     return {name: size for name, size in sizes.items() if size}
 
 
-def not_counted(section: RLSection) -> list[str]:
-    """Memory and time that such a stage takes beside its phases."""
-    turns = "the turns of conversations after the first: their prompts, tools and environments"
-    refresh = f"the second copy of the reference at its refresh, every {section.reference.refresh_every} versions"
-    drafts = "rollout.speculative: the time that accepted drafts save and a draft model takes"
-    found = {
-        turns: section.converses,
-        refresh: section.reference.refresh_every is not None,
-        drafts: section.rollout.speculative is not None,
-    }
-    return [name for name, is_met in found.items() if is_met]
-
-
-def refuse(stage: str, refusals: Mapping[str, bool]) -> None:
-    """Raise ConfigError with the names that are set."""
-    if refused := [name for name, is_set in refusals.items() if is_set]:
-        raise ConfigError(f"plan: cannot plan {stage} with {', '.join(refused)} yet; remove it for the plan")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """One program of a stage, and its work in a step on one device."""
@@ -98,8 +79,8 @@ class Phase:
     role: str
     name: str
     lower: Callable[[], jax.stages.Lowered]
-    runs: int
-    """Runs of the program in one step; of a decode dispatch, tokens per row."""
+    runs: int | float
+    """Runs of the program in one step, the mean of all; of a decode dispatch, tokens per row."""
     trips: tuple[int, ...]
     """Trips of its loops that only the run knows, outermost first, at most."""
     flops: float
@@ -319,6 +300,7 @@ def knob_of(name: str) -> str:
         CRITIC_OPTIMIZER: "placement.critic, algorithm.critic.optimizer.moments",
         CRITIC: "placement.critic.devices",
         TEACHERS: "teachers.N.quantize, a larger mesh.fsdp",
+        REWARD_MODELS: "rewards.N.model, a larger mesh.fsdp",
         DRAFT: "rollout.speculative",
         DRAFT_CACHE: "rollout.speculative, rollout.slots, rollout.cache_tokens",
     }

@@ -1,10 +1,12 @@
-"""Sampling of a stage as programs of shapes: layout of the weights, prompts and tokens, with their work."""
+"""Sampling and scoring of a stage as programs of shapes: layout of the weights, prompts, tokens, and passes of models
+that only score, with their work."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +15,24 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from posttrain.config import ImageSection, RLSection, RolloutSection
+from posttrain.batch import IMAGE_ARRAYS, Batch, rows_per_pass
+from posttrain.cluster.reference import FrozenModel
+from posttrain.config import DistillSection, ImageSection, OnlineSection, RLSection, RolloutSection
+from posttrain.distill.teachers import DEFAULT_TOP_K
+from posttrain.mesh import row_shards
 from posttrain.models.activations import attention_flops
 from posttrain.models.cache import windows_of
-from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder, decoding_config
-from posttrain.plan.lowered import bytes_on_device, patch_arrays, sizes_of, total_parameters
+from posttrain.plan.lowered import (
+    batch_of,
+    bytes_on_device,
+    features_of,
+    pictures_of,
+    sizes_of,
+    total_parameters,
+    tower_flops,
+    vocabulary_trips,
+)
 from posttrain.plan.report import (
     CACHE,
     COPYING,
@@ -30,10 +44,17 @@ from posttrain.plan.report import (
     LAYOUT,
     PREFILL,
     QUANTIZED,
+    REFERENCE,
+    REWARD_MODELS,
+    REWARDS,
+    SCORES,
+    STATISTICS,
+    TEACHERS,
     Held,
     Phase,
     beside,
 )
+from posttrain.reward.model import scored_shape
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
 from posttrain.rollout.decoding import DecodeRows
@@ -42,14 +63,60 @@ from posttrain.rollout.programs import Expected, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.speculative import SpeculativeRows
 from posttrain.rollout.types import SamplingParams
-from posttrain.rollout.vision import CALL_PATCHES, ImagePatches, PromptFeatures, patches_size
+from posttrain.rollout.vision import ImagePatches
 from posttrain.stages.cluster import engine_slots
 from posttrain.train.programs import placed_shapes
 from posttrain.tree import replace
 from posttrain.weights.quantize import Copies, CopyShapes
-from posttrain.weights.state import ModelWeights, active_parameters
+from posttrain.weights.state import ModelWeights, WeightShapes, active_parameters
 
 DEFAULTS = RolloutSection()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Samples of a step, and the engine's settings for them."""
+
+    rollout: RolloutSection
+    slots: int
+    prompts: int
+    samples: int
+    length: int
+    """Tokens of the longest sample, with its prompt."""
+    answer_tokens: int
+    """Tokens that are sampled at once, at most."""
+    tokens: int
+    """Tokens that are sampled of a sample, at most."""
+    share: float = 1.0
+    """Share of the steps that sample."""
+    keeps_copy: bool = False
+    """True if samples of the weights before go on while their copy is made anew."""
+
+    @classmethod
+    def of(cls, section: OnlineSection | DistillSection) -> Sampled:
+        assert section.sampling is not None
+        common: dict[str, Any] = {
+            "rollout": section.rollout,
+            "length": section.sequence_tokens,
+            "answer_tokens": section.sampling.max_tokens,
+        }
+        if isinstance(section, DistillSection):
+            rows, share = section.batch_rows, section.on_policy
+            own: dict[str, Any] = {"samples": rows, "tokens": section.sampling.max_tokens, "share": share}
+            return cls(slots=section.rollout.slots or rows, prompts=rows, **own, **common)
+        return cls(
+            slots=engine_slots(section),
+            prompts=section.prompts_per_step,
+            samples=section.samples_per_step,
+            tokens=section.max_sampled_tokens,
+            keeps_copy=isinstance(section, RLSection) and section.asynchronous is not None,
+            **common,
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.length - self.answer_tokens
+
 
 WEIGHTS_READ = "weights as they are sampled from"
 """Name of what prefill and decode read."""
@@ -112,7 +179,7 @@ class RolloutShapes:
     @classmethod
     def of(
         cls,
-        section: RLSection,
+        sampled: Sampled,
         model: Decoder,
         mesh: Mesh,
         memory: int,
@@ -125,12 +192,12 @@ class RolloutShapes:
         return cls(
             there,
             mesh,
-            slots=engine_slots(section),
-            max_length=section.sequence_tokens,
-            steps=section.rollout.decode_steps,
-            max_tokens=section.sampling.max_tokens,
+            slots=sampled.slots,
+            max_length=sampled.length,
+            steps=sampled.rollout.decode_steps,
+            max_tokens=sampled.answer_tokens,
             memory=memory,
-            settings=section.rollout,
+            settings=sampled.rollout,
             draft=draft,
             image=image,
         )
@@ -190,33 +257,7 @@ class RolloutShapes:
         return self.runner.lower(self.loaded, self.rows)
 
 
-def pictures_of(config: ModelConfig, lanes: int, longest: int, in_lane: int, image: ImageSection) -> ImagePatches:
-    """Call of the tower on pictures as large as `image` and prompts of `longest` tokens allow, as many as it takes of
-    `in_lane` tokens."""
-    vision = config.vision
-    assert vision is not None
-    most = longest * vision.merge**2
-    largest = min(vision.picture_patches(image) or most, most)
-    size = patches_size(vision.merge, max(largest, min(CALL_PATCHES, in_lane * vision.merge**2)))
-    return ImagePatches(**jax.device_put(patch_arrays(config, lanes, size, image)))
-
-
-def features_of(model: Decoder, rows: int, length: int) -> PromptFeatures:
-    """Features at the tokens of a prefill call, for their shapes."""
-    config, dtype = model.config, model.compute.dtype
-    assert config.vision is not None
-    levels, width = sum(block.deepstack for block in config.blocks), config.vision.embed_dim
-    one, zero = np.zeros((), dtype), np.int32(0)
-    arrays: dict[str, Any] = {
-        "features": np.broadcast_to(one, (rows, length, width)),
-        "deeper": np.broadcast_to(one, (rows, levels, length, width)) if levels else None,
-        "images": np.broadcast_to(zero, (rows, length)),
-        "rope_positions": np.broadcast_to(zero, (rows, length, 3)) if config.turns_by_axes else None,
-    }
-    return PromptFeatures(**jax.device_put(arrays))
-
-
-def sampling_phases(section: RLSection, rollout: RolloutShapes, held: Sequence[Held], own: str) -> Iterator[Phase]:
+def sampling_phases(sampled: Sampled, rollout: RolloutShapes, held: Sequence[Held], own: str) -> Iterator[Phase]:
     """Layout of the weights, if any are laid out, once a step; then prompts and tokens. `own`: name of the weights."""
     model, devices, prompts = rollout.loaded.source.model, rollout.mesh.size, rollout.prompts.tokens
     shared: dict[str, Any] = {
@@ -226,20 +267,19 @@ def sampling_phases(section: RLSection, rollout: RolloutShapes, held: Sequence[H
         | sizes_of(rollout.loaded.arrays)
         | sizes_of(dict(enumerate(rollout.weights.derived))),
     }
-    yield from _made_for_sampling(section, rollout, held, own, shared)
+    yield from _made_for_sampling(sampled, rollout, held, own, shared)
     # What the sampler has elsewhere lies beside the trainer's.
     unread = {"weights before layout": rollout.unread} if rollout.unread else {}
     there = beside(held, rollout.mesh, DECODE, own, QUANTIZED, CACHE) | unread
     active, weights = active_parameters(model), bytes_on_device(rollout.weights)
     pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
-    prompt_tokens = section.sequence_tokens - section.sampling.max_tokens
     if (pictures := rollout.pictures) is not None:
-        yield _encoding(section, rollout, pictures, {WEIGHTS_READ: weights, CACHE: pool}, there, shared)
+        yield _encoding(sampled, rollout, pictures, {WEIGHTS_READ: weights, CACHE: pool}, there, shared)
     yield Phase(
         name=PREFILL,
         lower=rollout.lower_prefill,
         # Samples of a group share their prompt's blocks.
-        runs=math.ceil(section.prompts_per_step * prompt_tokens / prompts.size),
+        runs=sampled.share * math.ceil(sampled.prompts * sampled.prompt_tokens / prompts.size),
         trips=(),
         flops=(2 * active * prompts.size + attention_flops(model.config, *prompts.shape)) / devices,
         read=float(weights),
@@ -248,11 +288,11 @@ def sampling_phases(section: RLSection, rollout: RolloutShapes, held: Sequence[H
         **shared,
     )
     slots = rollout.rows.tokens.shape[0]
-    mean_length = prompt_tokens + section.sampling.max_tokens / 2
+    mean_length = sampled.prompt_tokens + sampled.answer_tokens / 2
     yield Phase(
         name=DECODE,
         lower=rollout.lower_decode,
-        runs=section.max_sampled_tokens * math.ceil(section.samples_per_step / slots),
+        runs=sampled.share * sampled.tokens * math.ceil(sampled.samples / slots),
         trips=(1,),
         flops=2 * active * slots / devices,
         read=weights * active / total_parameters(model) + rollout.cache_read(mean_length),
@@ -265,14 +305,14 @@ def sampling_phases(section: RLSection, rollout: RolloutShapes, held: Sequence[H
 
 
 def _made_for_sampling(
-    section: RLSection, rollout: RolloutShapes, held: Sequence[Held], own: str, shared: dict[str, Any]
+    sampled: Sampled, rollout: RolloutShapes, held: Sequence[Held], own: str, shared: dict[str, Any]
 ) -> Iterator[Phase]:
     """Copy of the weights that is sampled from, and its layout, if they are."""
     base, arrays, derived = rollout.base, rollout.loaded.arrays, rollout.weights.derived
-    work: dict[str, Any] = {"runs": 1, "trips": (), "flops": 0.0}
+    work: dict[str, Any] = {"runs": sampled.share, "trips": (), "flops": 0.0}
     if (copy := rollout.copy) is not None:
         # Where samples go on meanwhile, those of the old weights stay.
-        names = (own,) if section.asynchronous is not None else (own, QUANTIZED)
+        names = (own,) if sampled.keeps_copy else (own, QUANTIZED)
         yield Phase(
             name=COPYING,
             lower=lambda: copy.lowered,
@@ -296,7 +336,7 @@ def _made_for_sampling(
 
 
 def _encoding(
-    section: RLSection,
+    sampled: Sampled,
     rollout: RolloutShapes,
     pictures: ImagePatches,
     own: dict[str, int],
@@ -309,12 +349,12 @@ def _encoding(
     assert vision is not None
     rows, size = pictures.patch_images.shape
     work = vision.work(np.asarray(pictures.patch_images[:1]), places[:1])
-    in_prompt = (section.sequence_tokens - section.sampling.max_tokens) * vision.merge**2
+    in_prompt = sampled.prompt_tokens * vision.merge**2
     tower = {name: x for name, x in rollout.base.items() if name.startswith("tower")}
     return Phase(
         name=ENCODE,
         lower=lambda: rollout.runner.lower(rollout.loaded, pictures),
-        runs=math.ceil(section.prompts_per_step * in_prompt / (rows * size)),
+        runs=sampled.share * math.ceil(sampled.prompts * in_prompt / (rows * size)),
         trips=(),
         flops=rows * work.total / rollout.mesh.size,
         tower=rows * work.total / rollout.mesh.size,
@@ -343,3 +383,102 @@ def _drafted(rollout: RolloutShapes, own: dict[str, int], there: dict[str, int],
         | ({"draft model before layout": unread} if unread else {}),
         **shared,
     )
+
+
+def held_by_engine(rollout: RolloutShapes, *, given_up: bool) -> Iterator[Held]:
+    """Arrays of the engine; `given_up`: its cache is, where a step samples and then learns."""
+    during = [LAYOUT, ENCODE, PREFILL, DECODE, DRAFTED] if given_up else None
+    pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
+    yield Held(name=CACHE, mesh=rollout.mesh, size=pool, only_in=during)
+    if rollout.copy is not None:
+        yield Held(name=QUANTIZED, mesh=rollout.mesh, size=bytes_on_device(rollout.copy.own))
+    for name, size in rollout.draft_sizes.items():
+        yield Held(name=name, mesh=rollout.mesh, size=size, only_in=during if name == DRAFT_CACHE else None)
+
+
+def held_scorer(model: Decoder, mesh: Mesh, name: str = TEACHERS) -> Held:
+    """Weights of a model that only scores."""
+    return Held(name=name, mesh=mesh, size=bytes_on_device(placed_shapes(ModelWeights(model), mesh)))
+
+
+def teacher_phases(
+    section: DistillSection | RLSection, teachers: Sequence[tuple[Decoder, Mesh]], held: Sequence[Held], like: Batch
+) -> Iterator[Phase]:
+    """Scores of teachers outside of the training step: log-probabilities of samples, or the top-k of rows; of rows
+    `like` those of a batch."""
+    for model, mesh in teachers:
+        there = _beside_scorer(held, model, mesh, SCORES, TEACHERS)
+        yield _of_rows(section, model, mesh, like, role="teacher", name=SCORES, held=TEACHERS, there=there)
+
+
+def reference_phase(section: OnlineSection, model: Decoder, mesh: Mesh, held: Sequence[Held], like: Batch) -> Phase:
+    """Log-probabilities of a reference with all of its weights."""
+    there = beside(held, mesh, STATISTICS, REFERENCE)
+    return _of_rows(section, model, mesh, like, role="reference", name=STATISTICS, held=REFERENCE, there=there)
+
+
+def _of_rows(
+    section: DistillSection | OnlineSection,
+    model: Decoder,
+    mesh: Mesh,
+    like: Batch,
+    *,
+    role: str,
+    name: str,
+    held: str,
+    there: Mapping[str, int],
+) -> Phase:
+    total, updates = section.step_rows, section.updates if isinstance(section, RLSection) else 1
+    rows = rows_per_pass(total, section.pass_rows, row_shards(mesh))
+    pictures = {name: None if (x := getattr(like, name)) is None else x[:rows] for name in IMAGE_ARRAYS}
+    batch = replace(batch_of(rows, section.row_tokens), **pictures)
+    if isinstance(section, DistillSection):
+        k = min(section.top_k or DEFAULT_TOP_K, model.config.num_tokens or model.config.vocab_size)
+        lower = FrozenModel(model, mesh, temperature=section.temperature, rows=rows, k=k).lower_top_k
+    else:
+        lower = FrozenModel(model, mesh, temperature=section.sampling.temperature, rows=rows).lower_logps
+    trips = (vocabulary_trips(mesh, rows, section.row_tokens, model.config.vocab_size),)
+    runs = -(-total // rows) * updates
+    return _scoring(model, mesh, batch, lower, role=role, name=name, held=held, runs=runs, trips=trips, beside=there)
+
+
+def reward_phases(sampled: Sampled, models: Sequence[Decoder], mesh: Mesh, held: Sequence[Held]) -> Iterator[Phase]:
+    """Scores of all samples of a step by reward models, each sample in a row that is as long as the longest."""
+    for model in models:
+        rows, width = scored_shape(sampled.samples, sampled.length, mesh, model.config.max_positions)
+        lower = FrozenModel(model, mesh, temperature=1.0, rows=rows).lower_scores
+        there = _beside_scorer(held, model, mesh, REWARDS, REWARD_MODELS)
+        work: dict[str, Any] = {"role": "reward model", "name": REWARDS, "held": REWARD_MODELS, "runs": 1, "trips": ()}
+        yield _scoring(model, mesh, batch_of(rows, width), lower, beside=there, **work)
+
+
+def _scoring(
+    model: Decoder,
+    mesh: Mesh,
+    batch: Batch,
+    lower: Callable[[WeightShapes, Batch], jax.stages.Lowered],
+    *,
+    held: str,
+    **work: Any,
+) -> Phase:
+    """One pass of a model with all of its weights, `held` by a name."""
+    weights, tower = placed_shapes(ModelWeights(model), mesh), tower_flops(model, batch, None)
+    rows, length = batch.shape
+    flops = 2 * active_parameters(model) * rows * length + attention_flops(model.config, rows, length)
+    return Phase(
+        lower=lambda: lower(weights, batch),
+        flops=(flops + tower) / mesh.size,
+        tower=tower / mesh.size,
+        read=float(bytes_on_device(weights)),
+        own={held: bytes_on_device(weights)},
+        parameters=sizes_of(weights),
+        mesh=mesh,
+        **work,
+    )
+
+
+def _beside_scorer(held: Sequence[Held], model: Decoder, mesh: Mesh, phase: str, name: str) -> dict[str, int]:
+    """Bytes beside a model that scores: of those with its `name` on these devices, it is an argument."""
+    there, own = beside(held, mesh, phase), held_scorer(model, mesh).size
+    left = there.pop(name, own) - own
+    return there | ({f"other {name}": left} if left else {})

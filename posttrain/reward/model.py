@@ -80,8 +80,8 @@ class ModelReward:
         self._stops = frozenset(self._renderer.tokenizer.stop_ids)
         self._tail = _tail(policy) if self._as_sampled and self.reduce == "last" else []
         self._newline = self._renderer.tokenizer.encode_spans("\n", continues=True)[0]
-        self._longest = model.config.max_positions
-        self._rows = -(-rows // row_shards(mesh)) * row_shards(mesh)
+        self._longest, self._mesh = model.config.max_positions, mesh
+        self._rows, _ = scored_shape(rows, 1, mesh, self._longest)
         self._model = FrozenModel(model, mesh, temperature=1.0, rows=self._rows)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | ValueError]:
@@ -133,8 +133,7 @@ class ModelReward:
 
     def _of_rows(self, sequences: Sequence[ReadSequence]) -> list[float]:
         lengths = [len(one.tokens) for one in sequences]
-        # Lengths are powers of two: few compilations, whatever the longest sequence of a step.
-        width = min(max(MIN_WIDTH, 1 << (max(lengths) - 1).bit_length()), self._longest)
+        _, width = scored_shape(self._rows, max(lengths), self._mesh, self._longest)
         rows = [[one.arrays()] for one in sequences]
         filled = fill_rows(rows, {"tokens": width}, num_rows=self._rows, like={"tokens": rows[0][0]["tokens"]})
         filled["loss_weight"] = filled["tokens_segments"].astype(np.float32)
@@ -151,6 +150,13 @@ class ModelReward:
         ends = [at for at in range(start, last + 1) if "\n" in decode([tokens[at]])]
         steps = scores[ends]
         return steps.min() if self.reduce == "min" else steps.mean()
+
+
+def scored_shape(samples: int, length: int, mesh: Mesh, longest: int) -> tuple[int, int]:
+    """Rows and tokens of a pass over samples of at most `length` tokens, by a model with `longest` positions."""
+    # Lengths are powers of two: few compilations, whatever the longest sequence of a step.
+    shards, width = row_shards(mesh), max(MIN_WIDTH, 1 << (length - 1).bit_length())
+    return -(-samples // shards) * shards, min(width, longest)
 
 
 def classifier_path(path: Locator) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Int
 
-from posttrain.config import ReferenceSection, RLSection, UserObject
+from posttrain.config import OnlineSection, ReferenceSection, RLSection, UserObject
 from posttrain.config.algorithm import (
     CISPO,
     GDPO,
@@ -313,8 +313,10 @@ def _try_advantage(
             )
 
 
-def needs_reference(section: RLSection) -> bool:
+def needs_reference(section: OnlineSection) -> bool:
     """True if log-probabilities of a reference enter the loss or the reward."""
+    if not isinstance(section, RLSection):
+        return True
     return section.algorithm.kl_in == "reward" or loss_of(section).kl_coef > 0
 
 

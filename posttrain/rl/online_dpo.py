@@ -96,6 +96,7 @@ async def online_step(
     """
     title = f"step {cluster.actor.step_number + 1}"
     rollouts = await collector(cluster.version, title, timer)
+    cluster.release_cache()
     groups_P, roles_PG = rollouts.groups_P, without_equal(rollouts.groups_P, best_and_worst(rollouts.rewards.total_PG))
     with span("assemble"):
         pairs = pairs_of_groups(groups_P, roles_PG)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,10 +17,12 @@ from posttrain.config import (
     DistillSection,
     MeshSection,
     ModelDrafts,
+    OnlineSection,
     PlacementSection,
     Remat,
     RematName,
     RLSection,
+    RolloutSection,
     RunConfig,
     SavedActivations,
     TeacherSection,
@@ -33,7 +35,7 @@ from posttrain.config.locator import Locator
 from posttrain.config.model import GATHERED_AXES
 from posttrain.data.image_rows import largest_bucket
 from posttrain.data.images import takes_images
-from posttrain.distill.teachers import teacher_mesh
+from posttrain.distill.teachers import own_devices, teacher_mesh
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
 from posttrain.kernels.platform import platform_of
@@ -51,7 +53,7 @@ from posttrain.runs.check import FLOAT32_BYTES, TrainingSize, model_outline, tra
 from posttrain.stages.cluster import engine_mesh
 from posttrain.stages.context import RoleDevices, role_devices
 from posttrain.train.programs import placed_shapes
-from posttrain.weights.load import check_mesh
+from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, read_model_files
 from posttrain.weights.scalar_head import add_scalar_head
 from posttrain.weights.state import ModelWeights
@@ -68,6 +70,8 @@ class StageSetup:
     devices: RoleDevices
     memory: int
     """Bytes of a device."""
+    teachers: Mapping[str, Sequence[jax.Device] | None] = field(default_factory=dict)
+    """Devices that teachers have for themselves, by title."""
 
     def outline(self, remat: Remat = "full") -> Decoder:
         """Trained model as shapes."""
@@ -89,8 +93,9 @@ class StageSetup:
         if isinstance(section, DistillSection):
             live = section.teachers if section.cache is None else ()
             inside = [self._teacher(teacher, self.mesh, remat) for teacher in live if not teacher.outside]
-            return Roles(teachers=inside, scorers=self._scorers([teacher for teacher in live if teacher.outside]))
-        if not isinstance(section, RLSection):
+            scorers = self._scorers([teacher for teacher in live if teacher.outside])
+            return Roles(teachers=inside, scorers=scorers, draft=self._draft(section.rollout, self.mesh))
+        if not isinstance(section, OnlineSection):
             return Roles()
         rollout, reference, critic = None, None, None
         if self.devices.rollout is not None:
@@ -98,22 +103,37 @@ class StageSetup:
         if needs_reference(section) and (self.devices.reference is not None or section.reference.path is not None):
             there = self._mesh_of(self.devices.reference)
             reference = self._other(section.reference.path, there, "none"), there
-        if isinstance(section.algorithm, PPO):
+        if isinstance(section, RLSection) and isinstance(section.algorithm, PPO):
             there = self._mesh_of(self.devices.critic)
             whole = self.config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
             without = replace(self, config=self.config.model_copy(update={"model": whole}))
             scored = without._other(section.algorithm.critic.path, there, remat)
             critic = nnx.eval_shape(lambda made: _with_score(made, self.config.seed), scored), there
-        drafts, draft = section.rollout.speculative, None
-        if isinstance(drafts, ModelDrafts):
-            draft = self._other(drafts.path, rollout or self.mesh, "none")
-        scorers = self._scorers(section.teachers)
-        return Roles(rollout=rollout, reference=reference, critic=critic, scorers=scorers, draft=draft)
+        scorers = self._scorers(section.teachers) if isinstance(section, RLSection) else []
+        rewards = [self._reward_model(reward.model) for reward in section.rewards if reward.model is not None]
+        draft = self._draft(section.rollout, rollout or self.mesh)
+        roles: dict[str, Any] = {"rollout": rollout, "reference": reference, "critic": critic, "draft": draft}
+        return Roles(scorers=scorers, rewards=rewards, **roles)
+
+    def _draft(self, section: RolloutSection, mesh: Mesh) -> Decoder | None:
+        """Draft model of an engine as shapes."""
+        drafts = section.speculative
+        return self._other(drafts.path, mesh, "none") if isinstance(drafts, ModelDrafts) else None
+
+    def _reward_model(self, path: Locator) -> Decoder:
+        """Reward model as shapes, in the precision in which it is stored."""
+        found = _files_of(path)
+        assert found.config is not None and found.hf_json is not None
+        stored = found.hf_json.get("dtype", found.hf_json.get("torch_dtype"))
+        dtype = jnp.dtype(jnp.bfloat16 if stored == "bfloat16" else jnp.float32)
+        check_mesh(outline := outline_of(found.config, Compute(dtype=dtype, mesh=self.mesh), dtype), self.mesh.shape)
+        return outline
 
     def _scorers(self, teachers: Sequence[TeacherSection]) -> list[tuple[Decoder, Mesh]]:
         """Teachers that score on this machine, and their devices."""
         here = [teacher for teacher in teachers if teacher.url is None]
-        meshes = [self.mesh if teacher.mesh is None else teacher_mesh(teacher, teachers, self.mesh) for teacher in here]
+        own = self.teachers
+        meshes = [self.mesh if one.mesh is None else teacher_mesh(one, own.get(one.title), self.mesh) for one in here]
         return [(self._teacher(one, mesh, "none"), mesh) for one, mesh in zip(here, meshes, strict=True)]
 
     def _mesh_of(self, devices: Sequence[jax.Device] | None) -> Mesh:
@@ -132,13 +152,11 @@ class StageSetup:
         one that reads the same patches with its own."""
         if path is None:
             return outline_on(self.config, self.files, mesh, remat)
-        other = read_model_files(path.resolved)
+        other = _files_of(path)
         if sees is not None and other.hf_json is not None and takes_images(other.hf_json):
             seeing = read_model_files(path.resolved, vision="frozen")
             assert seeing.config is not None
             other = seeing if sees.reads_as(seeing.config.vision) else other
-        if other.config is None:
-            raise ConfigError(f"plan: no network to read the config.json of {path}; give a folder")
         plain = self.config.model.model_copy(update={"lora": None, "adapter": None, "quantize": quantize})
         return outline_on(self.config.model_copy(update={"model": plain}), other, mesh, remat)
 
@@ -156,6 +174,14 @@ class StageSetup:
                 f"{teacher.config.vocab_size:,} rows, the student's {self.files.config.vocab_size:,}"
             )
         return teacher
+
+
+def _files_of(path: Locator) -> ModelFiles:
+    """Description of another model of a stage. ConfigError where it is not there."""
+    found = read_model_files(path.resolved)
+    if found.config is None:
+        raise ConfigError(f"plan: no network to read the config.json of {path}; give a folder")
+    return found
 
 
 def _with_score(model: Decoder, seed: int) -> Decoder:
@@ -395,7 +421,10 @@ def choices_of(
     """Activations that a stage saves, and whether it gathers weights once an update (None: it cannot), on the devices
     of this run. ConfigError for a stage that does not fit `limit` bytes of a device."""
     own = role_devices(config, getattr(section, "placement", PlacementSection()), jax.devices())
-    setup = StageSetup(section=section, config=config, files=files, mesh=mesh, devices=own, memory=memory)
+    taught = own_devices(getattr(section, "teachers", ()), jax.devices())
+    setup = StageSetup(
+        section=section, config=config, files=files, mesh=mesh, devices=own, memory=memory, teachers=taught
+    )
     if limit is not None:
         check_memory(name, _phases(setup), limit)
     if config.model.remat != "auto" and config.mesh.gather != "update" and platform_of(mesh) == "cpu":

@@ -26,6 +26,7 @@ from posttrain.config import (
 )
 from posttrain.config.yaml_file import dump_config, load_recorded
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.distill.teachers import own_devices
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, torus_note
 from posttrain.plan.lowered import Figures, bytes_on_device, figures_of
@@ -54,9 +55,8 @@ from posttrain.plan.report import (
 from posttrain.runs.folder import CONFIG_NAME, devices_of
 from posttrain.runs.memory import GatherChoice, RematChoice, StageSetup, choose_gather, choose_remat, outline_on
 from posttrain.runs.prepare import fit_lengths
-from posttrain.stages.context import RoleDevices, devices_of_teachers, num_training_devices, role_devices
-from posttrain.stages.online import one_process
-from posttrain.stages.table import check_row_tokens, stage_names
+from posttrain.stages.context import RoleDevices, num_training_devices, role_devices
+from posttrain.stages.table import check_row_tokens, stage_kind, stage_names
 from posttrain.tracking.history import read_metrics
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.load import random_weights
@@ -160,8 +160,6 @@ def _model_files(config: RunConfig) -> ModelFiles:
 
 
 def _mesh(config: RunConfig, machine: Machine) -> Mesh:
-    if devices_of_teachers(config, machine.num_devices):
-        raise ConfigError("plan: cannot plan teachers on devices of their own yet; remove their mesh for the plan")
     devices = machine.devices()[: num_training_devices(config, machine.num_devices)]
     whole = machine.chip.platform == "tpu" and len(devices) == machine.num_devices
     if whole and config.mesh.slices != machine.num_slices:
@@ -174,7 +172,16 @@ def _mesh(config: RunConfig, machine: Machine) -> Mesh:
 
 def _setup(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine) -> StageSetup:
     own, memory = _role_devices(section, config, machine), machine.chip.memory
-    return StageSetup(section=section, config=config, files=files, mesh=mesh, devices=own, memory=memory)
+    taught = own_devices(getattr(section, "teachers", ()), machine.devices())
+    return StageSetup(
+        section=section,
+        config=config,
+        files=files,
+        mesh=mesh,
+        devices=own,
+        memory=memory,
+        teachers={title: None if devices is None else machine.part(devices) for title, devices in taught.items()},
+    )
 
 
 def _stage(setup: StageSetup, machine: Machine) -> StagePlan:
@@ -189,11 +196,12 @@ def _choices(setup: StageSetup, machine: Machine) -> tuple[RematChoice, GatherCh
 
 
 def _role_devices(section: TrainSection, config: RunConfig, machine: Machine) -> RoleDevices:
-    """Devices of the roles. ConfigError for roles that a machine of several processes cannot have."""
+    """Devices of the roles. ConfigError for a stage or roles that a machine of several processes cannot have."""
+    kind = config.stages[config.stages.index(section)].kind
+    if machine.num_hosts > 1 and (reason := stage_kind(kind).one_process(section)) is not None:
+        raise ConfigError(f"plan: {machine.name} has {machine.num_hosts} hosts with a process each, and {reason}")
     if not isinstance(section, OnlineSection):
         return RoleDevices()
-    if machine.num_hosts > 1 and (reason := one_process(section)) is not None:
-        raise ConfigError(f"plan: {machine.name} has {machine.num_hosts} hosts with a process each, and {reason}")
     found = vars(role_devices(config, section.placement, machine.devices()))
     return RoleDevices(**{role: None if own is None else machine.part(own) for role, own in found.items()})
 

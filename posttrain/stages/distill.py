@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.batch import Batch, model_inputs, rows_per_pass
+from posttrain.cluster.cluster import Caching
 from posttrain.cluster.reference import FrozenModel, Scorer
 from posttrain.config import DatasetSection, DistillSection, ModelSection, TeacherSection
 from posttrain.data.chat import Renderer
@@ -333,6 +334,7 @@ class Samples:
         """Batch with one sample for each of the next prompts."""
         self._sync()
         groups = run_async(collect(self._sampler, self.source.take(self._section.batch_rows, step), 1))
+        self._release_cache()
         self._sample_metrics = sample_metrics(groups, step)
         rows, length = self._section.batch_rows, self._section.row_tokens
         samples = [group[0] for group in groups]
@@ -372,12 +374,18 @@ class Samples:
             return distances(self._teachers, groups, self._shares, length)
 
         evaluation = run_async(evaluate_prompts(sampler, Rubric([]), self._inputs.eval_examples, distances=measured))
+        self._release_cache()
         return {
             name.replace("eval/distill/kl", "eval/distill/reverse_kl"): x for name, x in evaluation.metrics().items()
         }
 
     def close(self) -> None:
         self._engine.close()
+
+    def _release_cache(self) -> None:
+        """Free the memory of the engine's cache, whose prefixes end with the update."""
+        if isinstance(self._engine, Caching):
+            self._engine.release_cache()
 
     def _sync(self) -> None:
         self._engine.update_weights(self._trainer.model, self._trainer.step_number)

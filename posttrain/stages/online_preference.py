@@ -6,6 +6,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from posttrain.config import OnlinePreferenceSection
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import Terms
@@ -41,7 +43,8 @@ class OnlinePreferenceInputs(RolloutInputs):
 def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[OnlinePreferenceInputs, list[str]]:
     """Load prompts, rewards and the loss. Also returns a note per dataset with dropped prompts."""
     loss = online_loss(section)
-    share = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
+    kernel = prepared.config.model.attention
+    share = shares_prompts(section, loss.needs, kernel, jax.default_backend(), mixture=prepared.mixture)
     scored, notes = prepare_scored(section, prepared, None, *build_rewards(section))
     return OnlinePreferenceInputs(loss=loss, share_prompts=share, **vars(scored)), notes
 

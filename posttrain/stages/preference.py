@@ -15,9 +15,9 @@ from posttrain.batch import Batch
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
 from posttrain.config import (
+    AttentionKernel,
     DatasetSection,
     Locator,
-    ModelSection,
     OnlinePreferenceSection,
     PairSection,
     PreferenceSection,
@@ -99,7 +99,8 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
     loss = pair_loss(section)
     if isinstance(section, PreferenceSection) and loss.needs.reference and section.reference != "live":
         cache_folder("reference")
-    share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
+    kernel = prepared.config.model.attention
+    share_prompts = shares_prompts(section, loss.needs, kernel, jax.default_backend(), mixture=prepared.mixture)
     most_patches(section, prepared.tokenizer)
     examples, ratios, notes = [], [], []
     for dataset in section.all_datasets:
@@ -196,7 +197,12 @@ def _named(kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]]) -> tu
 
 
 def shares_prompts(
-    section: PairSection | OnlinePreferenceSection, needs: Needs, model: ModelSection, *, mixture: bool
+    section: PairSection | OnlinePreferenceSection,
+    needs: Needs,
+    kernel: AttentionKernel,
+    platform: str,
+    *,
+    mixture: bool,
 ) -> bool:
     """Resolve `share_prompts`. ConfigError if it is set but not supported."""
     if needs.rows not in ("pairs", "answers_and_others") or needs.prompts:
@@ -204,10 +210,10 @@ def shares_prompts(
             why = "has a weight on prompts" if needs.prompts else "takes one answer to a prompt"
             raise ConfigError(f"share_prompts: true has no effect: the loss {why}; remove it")
         return False
-    known = supports_parents(model.attention, jax.default_backend())
-    if section.share_prompts is True and model.attention != "auto" and not known:
+    known = supports_parents(kernel, platform)
+    if section.share_prompts is True and kernel != "auto" and not known:
         raise ConfigError(
-            f"share_prompts: the kernel of model.attention={model.attention} does not support shared "
+            f"share_prompts: the kernel of model.attention={kernel} does not support shared "
             "prompts; use blockwise or auto, or remove share_prompts"
         )
     return known and not mixture if section.share_prompts == "auto" else section.share_prompts

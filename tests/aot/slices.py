@@ -12,8 +12,8 @@ from posttrain.config import MeshSection, Remat
 from posttrain.mesh import make_mesh
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
+from posttrain.plan.lowered import model_of
 from posttrain.plan.machine import topology_devices
-from posttrain.plan.phases import model_of
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 Fields = dict[str, Any]

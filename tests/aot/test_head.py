@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from posttrain.kernels.logits.token_stats import stats_vjp
 from posttrain.kernels.platform import matmul, traced_for
-from posttrain.plan.lowered import compile_program
-from posttrain.plan.phases import vocabulary_trips
+from posttrain.plan.lowered import compile_program, vocabulary_trips
 from tests.aot.bounds import GIB, HEAD_8B_GIB, HEAD_8B_PEAK_GIB
 from tests.aot.slices import mesh_of, on
 

@@ -10,8 +10,7 @@ from posttrain.batch import TokenLoss
 from posttrain.config import AdamW, MomentType
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
-from posttrain.plan.lowered import batch_of, compile_program
-from posttrain.plan.phases import POLICY_ARRAYS, vocabulary_trips
+from posttrain.plan.lowered import POLICY_ARRAYS, batch_of, compile_program, vocabulary_trips
 from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms
 from posttrain.train.transformations import make_optimizer

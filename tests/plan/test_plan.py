@@ -201,9 +201,9 @@ def test_refusals(tmp_path: Path) -> None:
     assert "a run is planned as it was" in posttrain("plan", tmp_path, "seed=1", "--devices", "cpu-8").error
     with pytest.raises(ConfigError, match="has no step yet"):
         plan_run(tmp_path, CPU_8)
-    scores = {"kind": "reward_model", "dataset": {"path": "pairs.jsonl"}, "num_steps": 1}
-    with pytest.raises(ConfigError, match="a stage of the kind RewardModel cannot be planned yet"):
-        list(plan(run_of(tmp_path, scores), CPU_8))
+    own = rl_stage(rollout={"engine": "rewards_of_test.py:engine"})
+    with pytest.raises(ConfigError, match="cannot plan rl with rollout.engine, whose memory only it knows; remove it"):
+        list(plan(run_of(tmp_path, own), CPU_8))
 
 
 def stage_of(folder: Path, **changes: Any) -> StagePlan:
@@ -353,8 +353,77 @@ def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
     assert scores.beside == {name.replace("teach", "other teach"): size for name, size in update.own.items()}
     changed = sft_stage(**shapes | {"teachers": [teachers[0], teachers[1] | {"tokenizer": "align"}]})
     aligned = load_config(write_run(tmp_path, changed, model=one_model))
-    with pytest.raises(ConfigError, match="cannot plan a distillation stage with teachers of another tokenizer yet"):
+    with pytest.raises(
+        ConfigError, match="cannot plan distill with teachers of another tokenizer, the length of whose"
+    ):
         _stage(setup_of(aligned), CPU_8)
+    changed = sft_stage(**shapes | {"teachers": [teachers[0], teachers[1] | {"mesh": {"fsdp": 4}}], "top_k": 8})
+    apart = load_config(write_run(tmp_path, changed, model=one_model))
+    planned = _stage(setup_of(apart), CPU_8)
+    update, scores = planned.phases
+    assert update.mesh.size == scores.mesh.size == 4 and not update.beside and not scores.beside
+    assert not set(update.mesh.devices.flat) & set(scores.mesh.devices.flat)
+    assert planned.elsewhere == 4 * scores.own["teachers"]
+    features = {"hidden": {"layers": "last"}}
+    matched = load_config(
+        write_run(
+            tmp_path,
+            sft_stage(**shapes | {"teachers": teachers[:1], "features": features, "teacher_column": None}),
+            model=one_model,
+        )
+    )
+    (update,) = _stage(setup_of(matched), CPU_8).phases
+    assert update.own["weights of the actor"] > alone.own["weights of the actor"], "projections"
+
+
+def test_reward_models_are_counted(tmp_path: Path) -> None:
+    """On the trainer's devices beside every program, in the precision in which they are stored; their pass has all
+    samples, in rows as long as the longest, to the next power of two."""
+    folder = tmp_path / "scores"
+    folder.mkdir()
+    fields = {**INIT, "architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (folder / "config.json").write_text(json.dumps(fields | {"vocab_size": 256, "dtype": "bfloat16"}))
+    rewards = [{"model": str(folder), "name": name} for name in ("one", "two")]
+    stage = stage_of(tmp_path, rewards=rewards)
+    beside, phases = beside_of(stage), [phase for phase in stage.phases if phase.name == "rewards"]
+    size = phases[0].own["reward models"]
+    assert len(phases) == 2 and phases[0].beside["other reward models"] == size
+    assert beside["trainer: update"]["reward models"] == 2 * size == beside["sampler: decode"]["reward models"]
+    shapes = jax.tree.leaves(phases[0].lower().in_avals)
+    assert {x.shape for x in shapes if x.dtype == np.int32} == {(8, 64)}
+    assert sum(x.size for x in shapes if x.dtype == jax.numpy.bfloat16) > 4 * size / 2
+
+
+def test_stages_of_pairs_are_planned(tmp_path: Path) -> None:
+    """A reward model has a scalar head, margins and common prompts; online preference a reference and an engine."""
+    pairs = {"dataset": {"path": "pairs.jsonl"}, "num_steps": 1, "row_tokens": 16, "batch_rows": 8}
+    (update,) = _stage(setup_of(run_of(tmp_path, {"kind": "reward_model", **pairs})), CPU_8).phases
+    shapes = jax.tree.leaves(update.lower().in_avals)
+    assert (16, 1) in {x.shape for x in shapes} and (261, 16) in {x.shape for x in shapes}
+    # Tokens, positions, segments, roles and parents; weights and margins.
+    rows = [x.dtype for x in shapes if x.shape[-2:] == (8, 16) and x.ndim == 3]
+    assert [rows.count(np.dtype(kind)) for kind in (np.int32, np.float32)] == [5, 2]
+    online = {name: value for name, value in rl_stage().items() if name not in ("algorithm", "kind")}
+    stage = _stage(setup_of(run_of(tmp_path, online | {"kind": "online_preference", "row_tokens": 32})), CPU_8)
+    update = stage.phases[-1]
+    assert [phase.name for phase in stage.phases][-2:] == ["statistics", "update"] and "cache" not in update.beside
+    assert update.beside["reference"] == update.own["weights of the actor"]
+
+
+def test_samples_of_the_student_are_planned(tmp_path: Path) -> None:
+    """In the share of the steps that has them; their cache is given up in the update."""
+    save_model(model := tiny_model(), tmp_path / "teacher")
+    teacher = {"path": str(tmp_path / "teacher"), "mesh": {"fsdp": 8}, "devices": "shared"}
+    sampled = {"on_policy": 0.25, "sampling": {"max_tokens": 8}, "teachers": [teacher], "top_k": 8}
+    init = {"init": {**INIT, "vocab_size": model.config.vocab_size}, "tokenizer": "bytes"}
+    config = load_config(write_run(tmp_path, sft_stage(kind="distill", num_steps=4, **sampled), model=init))
+    stage = _stage(setup_of(config), CPU_8)
+    phases = {phase.name: phase for phase in stage.phases}
+    assert list(phases) == ["layout", "prefill", "decode", "update", "scores"]
+    assert phases["decode"].runs == 0.25 * 8 and phases["decode"].beside["teachers"] == phases["scores"].own["teachers"]
+    assert "cache" not in phases["update"].beside and stage.elsewhere == 8 * phases["decode"].own["cache"]
+    with pytest.raises(ConfigError, match="v5e-16 has 4 hosts with a process each, and its teachers"):
+        _role_devices(config.stages[0], config, machine("v5e-16"))
 
 
 @pytest.mark.thorough

@@ -19,7 +19,7 @@ from posttrain.models import decoder, moe
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import FusedLinear
-from posttrain.plan.phases import model_of
+from posttrain.plan.lowered import model_of
 from posttrain.rollout import decode_weights
 from posttrain.rollout.decode_weights import DecodeLayout, Loaded, choose_placement
 from posttrain.rollout.engine import NativeEngine

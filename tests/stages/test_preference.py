@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -16,7 +15,7 @@ from posttrain.batch import Batch, TokenStats
 from posttrain.cluster import reference_cache
 from posttrain.cluster.reference import Reference
 from posttrain.cluster.reference_cache import check_scored, with_reference
-from posttrain.config import ModelSection, PreferenceSection
+from posttrain.config import PreferenceSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.pair_examples import ComparisonBatches, PairExamples
 from posttrain.errors import ConfigError
@@ -228,13 +227,11 @@ def test_what_has_no_effect_is_refused(tmp_path: Path, changes: dict[str, Any], 
     assert message in str(caught.value)
 
 
-def test_prompts_are_shared_where_the_kernel_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_shared_where_the_kernel_knows_it() -> None:
     section, needs = PreferenceSection(**preference_stage()), PreferenceLoss(kinds=("sigmoid",)).needs
 
-    def found(platform: str, attention: str = "auto", mixture: bool = False, **changes: Any) -> bool:
-        monkeypatch.setattr(jax, "default_backend", lambda: platform)
-        model = ModelSection(path="m", attention=attention)
-        return shares_prompts(section.model_copy(update=changes), needs, model, mixture=mixture)
+    def found(platform: str, attention: AttentionKernel = "auto", mixture: bool = False, **changes: Any) -> bool:
+        return shares_prompts(section.model_copy(update=changes), needs, attention, platform, mixture=mixture)
 
     assert found("cpu") and found("gpu") and found("tpu", "blockwise") and found("tpu", share_prompts=True)
     assert not found("tpu") and not found("cpu", "splash") and not found("cpu", mixture=True)
