@@ -353,9 +353,7 @@ def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
     assert scores.beside == {name.replace("teach", "other teach"): size for name, size in update.own.items()}
     changed = sft_stage(**shapes | {"teachers": [teachers[0], teachers[1] | {"tokenizer": "align"}]})
     aligned = load_config(write_run(tmp_path, changed, model=one_model))
-    with pytest.raises(
-        ConfigError, match="cannot plan distill with teachers of another tokenizer, the length of whose"
-    ):
+    with pytest.raises(ConfigError, match="cannot plan distill with teachers of another tokenizer, the length of"):
         _stage(setup_of(aligned), CPU_8)
     changed = sft_stage(**shapes | {"teachers": [teachers[0], teachers[1] | {"mesh": {"fsdp": 4}}], "top_k": 8})
     apart = load_config(write_run(tmp_path, changed, model=one_model))
@@ -365,13 +363,8 @@ def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
     assert not set(update.mesh.devices.flat) & set(scores.mesh.devices.flat)
     assert planned.elsewhere == 4 * scores.own["teachers"]
     features = {"hidden": {"layers": "last"}}
-    matched = load_config(
-        write_run(
-            tmp_path,
-            sft_stage(**shapes | {"teachers": teachers[:1], "features": features, "teacher_column": None}),
-            model=one_model,
-        )
-    )
+    changed = sft_stage(**shapes | {"teachers": teachers[:1], "features": features, "teacher_column": None})
+    matched = load_config(write_run(tmp_path, changed, model=one_model))
     (update,) = _stage(setup_of(matched), CPU_8).phases
     assert update.own["weights of the actor"] > alone.own["weights of the actor"], "projections"
 
