@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ def test_a_new_model_has_its_tokens_and_processor(family: str, tmp_path: Path) -
     assert read.config.vision == dataclasses.replace(files.config.vision, train="frozen")
     assert read.tokenizer.images == files.tokenizer.images and read.tokenizer.hf.get_vocab() == vocabulary
     row = {"image": Image.new("RGB", (30, 20), "red"), "prompt": "What?", "completion": "<|image_pad|>"}
-    assert_array_equal(*(batch(one, [row]).tokens for one in (read.tokenizer, files.tokenizer)))
+    with warnings.catch_warnings(action="ignore"):  # of a family's placeholder that is typed
+        assert_array_equal(*(batch(one, [row]).tokens for one in (read.tokenizer, files.tokenizer)))
 
 
 @pytest.mark.thorough
