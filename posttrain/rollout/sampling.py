@@ -252,15 +252,14 @@ class TopLogps:
 
 
 def sample(logits: Float[Array, "R V"], positions: Int[Array, " R"], sampling: Sampling, tally: Tally | None) -> Drawn:
-    """Draw the tokens at `positions`. Each row is a function of its own arguments alone.
-
-    Greedy: the first of the most probable tokens. Tokens of equal probability are kept or dropped together.
-    """
+    """Draw the tokens at `positions`. Each row is a function of its own arguments alone. Greedy: the first of the most
+    probable tokens. Tokens of equal probability are kept or dropped together."""
     logits = logits.astype(jnp.float32)
     sampled = sampling.temperature > 0
     scale = jnp.where(sampled, sampling.temperature, 1.0)[:, None]
     model = _Distribution.of(logits / scale)
-    left = without(logits, sampling.forbidden) if tally is None else tally.apply(without(logits, sampling.forbidden))
+    allowed = without(logits, sampling.forbidden) if sampling.forbidden else logits
+    left = allowed if tally is None else tally.apply(allowed)
     drawn_from = model if left is logits else _Distribution.of(left / scale)
 
     drawn, kept_logps = _draw(drawn_from, sampling, uniforms(sampling.keys, positions))

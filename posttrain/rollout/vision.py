@@ -342,8 +342,6 @@ def image_options(config: ModelConfig, tokenizer: Tokenizer | None, cache_mib: i
 
 def without(logits: Float[Array, "R V"], forbidden: tuple[int, ...]) -> Float[Array, "R V"]:
     """Logits of the tokens that are not forbidden, -inf elsewhere."""
-    if not forbidden:
-        return logits
     gone = np.zeros((1, logits.shape[1]), bool)
     gone[:, list(forbidden)] = True
     return jnp.where(gone, -jnp.inf, logits)

@@ -242,7 +242,7 @@ class Objective:
         hidden, routing, student_features, logits = model.features(
             *inputs, taps, experts=experts, noise=noise, largest=clips, **beside
         )
-        routers, largest = None if routing is None else routing.stats, largest_of(logits)
+        routers, largest = None if routing is None else routing.stats, largest_of(logits) if logits else {}
         if model.config.scalar_head:
             scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
             return ForwardOutput(ScoreStats(scores=scores), routers, largest=largest)

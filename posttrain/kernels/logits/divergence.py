@@ -176,9 +176,9 @@ CERTAIN = -1e-6
 
 
 def check_token_groups(teachers: Sequence[Any], unshared: bytes | None) -> None:
-    """Raises ValueError if a teacher has token groups without `unshared`, or is not the only teacher."""
+    """Raises ValueError if one of at least one teacher has token groups without `unshared`, or is not the only one."""
     merged = [isinstance(teacher, TopK) and teacher.back is not None for teacher in teachers]
-    if teachers and (any(merged) or unshared is not None) and (unshared is None or merged != [True]):
+    if (any(merged) or unshared is not None) and (unshared is None or merged != [True]):
         raise ValueError("token_stats: token groups need exactly one teacher with groups, and terms.unshared")
 
 

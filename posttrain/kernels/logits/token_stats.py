@@ -191,7 +191,8 @@ def _weights(
         raise ValueError(
             f"token_stats: {len(teachers)} teachers, but teacher_weights of {num_weights}; give one for each"
         )
-    check_token_groups(teachers, terms.unshared)
+    if teachers:
+        check_token_groups(teachers, terms.unshared)
     return None if weights is None else jnp.asarray(weights)
 
 
