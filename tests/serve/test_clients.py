@@ -56,7 +56,8 @@ def dialogue(draw: np.random.Generator) -> dict[str, Any]:
     city, sky = str(draw.choice(CITIES)), str(draw.choice(SKIES))
     asked, answer = f"What is the weather in {city}?", f"It is {sky} in {city}."
     first, system = call("get_weather", city=city), "Help. " if draw.random() < 0.5 else ""
-    system += FORM[int(draw.integers(0, 60)) :]
+    described = bytes(draw.integers(32, 127, size=draw.integers(0, 100), dtype=np.uint8))  # all descriptions of tools
+    system += described.decode() + FORM
     if draw.random() < 0.5:
         return talk(system, asked, first, f"<tool_response>\n{sky}\n</tool_response>", answer)
     function = {"name": "get_weather", "arguments": {"city": city}}
@@ -81,7 +82,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         {"init": INIT, "tokenizer": "bytes"},
         [dialogue(draw) for _ in range(3000)],
         num_steps=STEPS,
-        row_tokens=512,
+        row_tokens=640,
         batch_rows=8,
         optimizer={"learning_rate": 5e-3, "warmup_steps": 20},
         tensorboard=False,
