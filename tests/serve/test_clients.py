@@ -58,20 +58,27 @@ def dialogue(draw: np.random.Generator) -> dict[str, Any]:
     first, system = call("get_weather", city=city), "Help. " if draw.random() < 0.5 else ""
     described = bytes(draw.integers(32, 127, size=draw.integers(0, 100), dtype=np.uint8))  # all descriptions of tools
     system += described.decode() + FORM
-    if draw.random() < 0.5:
+    kind = draw.integers(4)
+    if kind == 0:
         return talk(system, asked, first, f"<tool_response>\n{sky}\n</tool_response>", answer)
+    if kind == 1:  # without a system prompt the question follows the tools
+        return talk("", f"{system}\n\n{asked}", first, f"<tool_response>\n{sky}\n</tool_response>", answer)
     function = {"name": "get_weather", "arguments": {"city": city}}
     told = {"id": f"chatcmpl-tool-{draw.integers(10**9)}", "type": "function", "function": function}
     asking = f"New task:\n{asked}"
-    if draw.random() < 0.5:
+    if kind == 2:
         return talk(system, asking, first)
     answering = call("final_answer", answer=answer)
     return talk(system, asking, f"Calling tools:\n[{told}]", f"Observation:\n{sky}", answering)
 
 
 def talk(system: str, *turns: str) -> dict[str, Any]:
-    said = [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
-    return {"messages": [{"role": "system", "content": system}, *said]}
+    """Messages; the model does not learn what smolagents writes of its calls."""
+    said: list[dict[str, Any]] = []
+    for place, turn in enumerate(turns):
+        weight = {"weight": int(not turn.startswith("Calling tools"))} if place % 2 else {}
+        said.append({"role": ("user", "assistant")[place % 2], "content": turn, **weight})
+    return {"messages": [{"role": "system", "content": system}, *said] if system else said}
 
 
 @pytest.fixture(scope="module")
