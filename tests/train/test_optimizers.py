@@ -112,7 +112,7 @@ def test_adamw_is_torchs_over_20_steps():
 
 
 def test_adamw_is_optaxs_with_a_skipped_update_between():
-    section = AdamW(learning_rate=0.02, schedule="cosine", weight_decay=0.3, beta2=0.95)
+    section = AdamW(learning_rate=0.02, schedule="cosine", weight_decay=0.3, beta2=0.95, ema={"decay": 0.9})
     decayed = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps, "weight_decay": section.weight_decay}
     twin = Optimizer(transformation=optax.adamw(make_schedule(section, 9), mask=decay_mask, **decayed))
     ends = []
