@@ -32,11 +32,15 @@ from posttrain.mesh import make_mesh, torus_note
 from posttrain.plan.lowered import Figures, bytes_on_device, figures_of
 from posttrain.plan.machine import GIB, Machine, libtpu_version
 from posttrain.plan.report import (
+    COPYING,
     DECODE,
+    DRAFTED,
     ENCODE,
     EVALUATION,
     LAYOUT,
     PREFILL,
+    REWARDS,
+    SCORES,
     STATISTICS,
     SYNC,
     UPDATE,
@@ -262,9 +266,11 @@ def _changed(config: RunConfig, section: TrainSection, changes: dict[str, Any]) 
 
 
 MEASURED = {
-    "sampling": ((LAYOUT, ENCODE, PREFILL, DECODE), ("rollout/prefill_s", "rollout/decode_s"), "rollout"),
-    STATISTICS: ((STATISTICS, VALUES), ("timing_s/logps",), "logps"),
+    "sampling": ((LAYOUT, ENCODE, PREFILL, DECODE, DRAFTED), ("rollout/prefill_s", "rollout/decode_s"), "rollout"),
+    REWARDS: ((REWARDS,), ("timing_s/rewards",), "rewards"),
+    STATISTICS: ((STATISTICS, VALUES, SCORES), ("timing_s/logps",), "logps"),
     UPDATE: ((UPDATE,), ("timing_s/update",), "update"),
+    SYNC: ((COPYING,), ("timing_s/sync",), "sync"),
 }
 """Phases of RL that a run measures together: their names in a plan, metrics of their seconds, and the name under which
 a run has their peak."""
@@ -355,7 +361,7 @@ class Measured:
 
     def seconds(self, *names: str) -> float | None:
         """Median of the sum of metrics over the steps that have them."""
-        sums = [sum(row[name] for name in names) for row in self.quiet if all_in(names, row)]
+        sums = [sum(row[name] for name in names) for row in self.quiet if names and all_in(names, row)]
         return statistics.median(sums) if sums else None
 
     def peak(self, phase: str) -> dict[str, Any]:
@@ -388,7 +394,9 @@ class Measured:
             for name, what in (("prefill", "read prompts"), ("decode", "only decode"))
             if (value := self.seconds(f"rollout/{name}_s")) is not None
         )
-        rest = {"rewards": "timing_s/rewards", "the whole of sampling, with what waits for it": "timing_s/rollout"}
+        by_model = stage is None or any(phase.name == REWARDS for phase in stage.phases)
+        rest = {} if by_model else {"rewards": "timing_s/rewards"}
+        rest |= {"the whole of sampling, with what waits for it": "timing_s/rollout"}
         for what, name in rest.items():
             if (value := self.seconds(name)) is not None:
                 yield f"not planned: {what}, {value:.3g} s ({name})"
@@ -412,16 +420,18 @@ def _rows(
     trained = [outcome for outcome in outcomes if outcome.phase.name != EVALUATION]
     moves = [] if stage is None else stage.moves
     online = isinstance(section, OnlineSection)
+    ahead = isinstance(section, RLSection) and section.asynchronous is not None
     for name, (phases, metrics, timed) in MEASURED.items() if online else ():
         own = [outcome for outcome in trained if outcome.phase.name in phases]
         seconds = [*(one.step_seconds for one in own), *(move_seconds(m, machine) for m in moves if m.phase == name)]
-        if own or (not trained and measured.seconds(*metrics) is not None):
-            peak = measured.peak(timed)
-            if isinstance(section, RLSection) and section.asynchronous is not None and not measured.on_cpu:
-                peak = {"memory_note": "not told apart: samples are made meanwhile"}
-            yield from _group(name, sum(seconds) if own else None, own, measured, metrics, peak)
-    if moved := [move_seconds(move, machine) for move in moves if move.phase == SYNC]:
-        yield from _group(SYNC, sum(moved), [], measured, ("timing_s/sync",), {})
+        if not seconds and (trained or measured.seconds(*metrics) is None):
+            continue
+        peak = measured.peak(timed)
+        if ahead and not measured.on_cpu:
+            peak = {"memory_note": "not told apart: samples are made meanwhile"}
+        # Of what scores while samples are made, a run measures the wait alone.
+        by = () if ahead and name == REWARDS else metrics
+        yield from _group(name, sum(seconds) if seconds else None, own, measured, by, peak)
     planned = step_seconds(stage, outcomes, machine) if stage is not None and trained else None
     shown = [] if online else trained
     name = trained[0].phase.name if len(shown) == 1 else "step"

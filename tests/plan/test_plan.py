@@ -369,24 +369,6 @@ def test_teachers_are_part_of_the_update(tmp_path: Path) -> None:
     assert update.own["weights of the actor"] > alone.own["weights of the actor"], "projections"
 
 
-def test_reward_models_are_counted(tmp_path: Path) -> None:
-    """On the trainer's devices beside every program, in the precision in which they are stored; their pass has all
-    samples, in rows as long as the longest, to the next power of two."""
-    folder = tmp_path / "scores"
-    folder.mkdir()
-    fields = {**INIT, "architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
-    (folder / "config.json").write_text(json.dumps(fields | {"vocab_size": 256, "dtype": "bfloat16"}))
-    rewards = [{"model": str(folder), "name": name} for name in ("one", "two")]
-    stage = stage_of(tmp_path, rewards=rewards)
-    beside, phases = beside_of(stage), [phase for phase in stage.phases if phase.name == "rewards"]
-    size = phases[0].own["reward models"]
-    assert len(phases) == 2 and phases[0].beside["other reward models"] == size
-    assert beside["trainer: update"]["reward models"] == 2 * size == beside["sampler: decode"]["reward models"]
-    shapes = jax.tree.leaves(phases[0].lower().in_avals)
-    assert {x.shape for x in shapes if x.dtype == np.int32} == {(8, 64)}
-    assert sum(x.size for x in shapes if x.dtype == jax.numpy.bfloat16) > 4 * size / 2
-
-
 def test_stages_of_pairs_are_planned(tmp_path: Path) -> None:
     """A reward model has a scalar head, margins and common prompts; online preference a reference and an engine."""
     pairs = {"dataset": {"path": "pairs.jsonl"}, "num_steps": 1, "row_tokens": 16, "batch_rows": 8}
