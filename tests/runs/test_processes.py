@@ -183,6 +183,34 @@ def check_hosts(output: Path, number: int) -> None:
     }
 
 
+def gathered_once(folder: Path) -> Path:
+    """Two micro-batches an update, on data=2 and fsdp=4."""
+    stage = sft_stage(num_steps=4, batch_rows=16, micro_batch_rows=8, checkpoint_every=1)
+    return write_run(folder, stage, mesh={"fsdp": 4, "data": 2, "gather": "update"})
+
+
+@pytest.mark.thorough
+def test_gathered_once_as_in_one_process_also_killed_and_resumed(tmp_path: Path) -> None:
+    """`data` lies between the processes, which add their sums of gradients up once an update."""
+    one, file = gathered_once(tmp_path / "one"), gathered_once(tmp_path / "two")
+    assert posttrain("run", one, devices=8).code == 0
+    output = tmp_path / "two" / "out"
+    with launched(file, devices=4) as launcher:
+        wait_for(launcher, output, "0-sft", 3)
+        os.kill(children(launcher)[1], signal.SIGKILL)
+        launcher.communicate(timeout=TIMEOUT_S)
+    with launched(file, devices=4) as launcher:
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode == 0 and json.loads((output / "0-sft" / "gather.json").read_text()) is True, told
+    found, expected = (
+        [line["loss"] for line in lines(folder) if "loss" in line] for folder in (output, one.parent / "out")
+    )
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    tensors, others = (load_file(x / "0-sft" / "model" / "model.safetensors") for x in (output, one.parent / "out"))
+    for name in others:
+        np.testing.assert_allclose(tensors[name], others[name], rtol=0, atol=1e-6, err_msg=name)
+
+
 def rl_run(folder: Path, **changes: Any) -> Path:
     """Three groups a step, of which the processes have one and two, several updates, and a reference that follows."""
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
