@@ -68,8 +68,8 @@ def _reward_metrics(rewards: Rewards) -> dict[str, Mean | float]:
         "rewards/timeouts": failed["timeout"] / total_PG.size,
     }
     for name, part in rewards.parts_PG.items():
-        metrics[f"rewards/{name}/mean"] = _nanmean(part)
-        metrics[f"rewards/{name}/std"] = float(np.nanstd(part)) if not np.isnan(part).all() else float("nan")
+        if not np.isnan(part).all():
+            metrics |= {f"rewards/{name}/mean": float(np.nanmean(part)), f"rewards/{name}/std": float(np.nanstd(part))}
     return metrics | dict(rewards.metrics)
 
 

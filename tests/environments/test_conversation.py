@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from posttrain.environments.conversation import Environments
 from posttrain.environments.types import Reply, limit_of
 from posttrain.reward.function import EnvFailure, env_rewards
 from posttrain.reward.types import Rewards
-from posttrain.rl.metrics import SignalWarnings, sample_metrics
+from posttrain.rl.metrics import SignalWarnings, rollout_metrics
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.user_calls import UserCalls
@@ -199,11 +200,14 @@ def test_metrics_and_a_warning_of_conversations_that_end_too_early(tokenizer: To
         return hold(made, renderer, [said(tokenizer, "b")] * 2, prompt, max_tokens)[0]
 
     group = [held(1), held(1), held(64)]
-    metrics = sample_metrics([group], 0)
+    total_PG = np.asarray([env_rewards(group)], np.float32)
+    parts_PG = {"env": total_PG, "none": np.full_like(total_PG, np.nan)}
+    rewards = Rewards(total_PG=total_PG, parts_PG=parts_PG, errors=[], metrics={}, extras={})
+    metrics = rollout_metrics([group], rewards, 0)
+    parts = {name for name in metrics if re.fullmatch("rewards/.*/(mean|std)", name)}
+    assert parts == {"rewards/env/mean", "rewards/env/std"}, "a reward that no sample has is no metric"
     assert metrics["env/unfinished"] == metrics["env/unfinished_max_tokens"] == 2 / 3
     assert metrics["env/unfinished_max_turns"] == metrics["env/unfinished_row_tokens"] == 0.0
-    total_PG = np.asarray([env_rewards(group)], np.float32)
-    rewards = Rewards(total_PG=total_PG, parts_PG={"env": total_PG}, errors=[], metrics={}, extras={})
     warnings = SignalWarnings(max_tokens=1, scored=True, converses=True)
     lines = [warnings.observe([group], rewards) for _ in range(4)]
     assert [len(one) for one in lines] == [0, 0, 1, 0]
