@@ -17,8 +17,8 @@ from PIL import Image, ImageDraw
 
 from posttrain.tools.function import function_schema
 
-SIDE, CELL = 64, 17
-"""Pixels of a picture's side, and between the places of a plate."""
+SIDE, CELL = 48, 16
+"""Pixels of a picture's side, and of each of a plate's three by three places."""
 MOST_KINDS, MOST_PIECES = 3, 3
 QUESTION, NAMING = "How much energy and protein is on the plate?", "What is on the plate?"
 
@@ -212,7 +212,7 @@ def picture_of(meal: Meal, draw: random.Random) -> bytes:
     colour."""
     image = Image.new("RGB", (SIDE, SIDE), draw.choice([(120, 85, 60), (70, 90, 110), (150, 150, 140), (95, 110, 80)]))
     canvas = ImageDraw.Draw(image)
-    canvas.ellipse((2, 2, 61, 61), fill=(238, 238, 235), outline=(205, 205, 200))
+    canvas.rounded_rectangle((1, 1, SIDE - 2, SIDE - 2), 6, fill=(238, 238, 235), outline=(205, 205, 200))
 
     def shade(red: int, green: int, blue: int) -> Colour:
         r, g, b = (max(0, min(255, part + draw.randint(-12, 12))) for part in (red, green, blue))
@@ -221,7 +221,7 @@ def picture_of(meal: Meal, draw: random.Random) -> bytes:
     places = draw.sample([(x, y) for x in (-1, 0, 1) for y in (-1, 0, 1)], sum(pieces for _, pieces in meal))
     for name in (name for name, pieces in meal for _ in range(pieces)):
         column, row = places.pop()
-        x, y = (SIDE / 2 + CELL * place + draw.uniform(-1.5, 1.5) for place in (column, row))
+        x, y = (SIDE / 2 + CELL * place + draw.uniform(-1.0, 1.0) for place in (column, row))
         SHAPES[name](canvas, x, y, draw.uniform(6.0, 7.5), shade)
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
