@@ -130,12 +130,12 @@ def test_a_run_sees_calls_and_is_scored(tmp_path: Path) -> None:
     """A step of each stage of the example, with few rows."""
     example = yaml.safe_load((ROOT / "configs/rl/food_vision.yaml").read_text())
     for stage in example["stages"]:
-        stage |= {"num_steps": 1}
+        stage |= {"num_steps": 1, "optimizer": {"learning_rate": 1e-3}}
         for dataset in (stage["dataset"], stage.get("eval_dataset")):
             if dataset is not None:
                 dataset["args"]["count"] = 32
         if stage["kind"] == "sft":
-            stage |= {"batch_rows": 4, "optimizer": {"learning_rate": 1e-3}}
+            stage |= {"batch_rows": 4}
             stage.pop("eval_dataset", None)
     example["stages"][2] |= {"prompts_per_step": 2, "group_size": 2}
     example["stages"][2].pop("eval_dataset")
