@@ -79,7 +79,9 @@ class LoRA(Section):
     """LoRA adapter, arXiv:2106.09685: W + scale A B on every matrix matched by `targets`; other weights are frozen.
 
     Patterns are regular expressions searched in posttrain's parameter paths, such as `attention.q`, `mlp`, `experts`,
-    `head`, `embed`, or module names of checkpoints, such as `q_proj`, `lm_head`, `layers.3.mlp.down_proj`.
+    `head`, `embed`, or module names of checkpoints, such as `q_proj`, `lm_head`, `layers.3.mlp.down_proj`. A vision
+    tower, whose modules have the same names, is reached only by patterns that match from the beginning of its paths:
+    `tower`, `tower.layers`, `tower.layers.attn`, `tower.projector`.
     """
 
     rank: PositiveInt
@@ -87,9 +89,10 @@ class LoRA(Section):
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Scale of the adapter: alpha / rank, with `rslora` alpha / sqrt(rank). By default the scale is 2."""
     targets: Annotated[ListOf[str], Field(min_length=1)] = ("attention", "mlp")
-    """Patterns of the adapted matrices; `all-linear`: all except embeddings and head. Routers are never adapted."""
+    """Patterns of the adapted matrices; `all-linear`: all except embeddings, head and vision tower. Routers are
+    never adapted."""
     layers: ListOf[NonNegativeInt] | None = None
-    """Layers to adapt, from 0; by default all. Excludes embeddings and head."""
+    """Layers of the language model to adapt, from 0; by default all."""
     rank_pattern: dict[str, PositiveInt] = {}
     """Ranks by pattern, overriding `rank`."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
@@ -100,7 +103,7 @@ class LoRA(Section):
     dora: Flag = False
     """DoRA, arXiv:2402.09353: train the norms of the columns of W separately from their directions."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on adapter inputs in training. Not for experts, embeddings, head, or in RL."""
+    """Dropout on adapter inputs in training. Not for experts, embeddings, head, vision tower, or in RL."""
     modules_to_save: ListOf[str] = ()
     """Patterns of modules trained in full together with the adapter, such as `lm_head` or `norm`."""
 
@@ -168,8 +171,8 @@ class ModelSection(Section):
     (`lora`). In RL its dropout is off."""
     quantize: Quantize = "none"
     """Quantize the layers' matrices to 8 or 4 bits while `lora` or `adapter` is trained (QLoRA, arXiv:2305.14314);
-    routers, embeddings and head are not quantized. Loading prints the quantization error; the saved model is in
-    `dtype`."""
+    routers, embeddings, head and vision tower are not quantized. Loading prints the quantization error; the saved model
+    is in `dtype`."""
     remat: RematSetting = "none"
     """Gradient checkpointing: recompute activations in the backward pass to save memory. `full`: each block (about a
     third more time); `dots`: all except matrix products; `offload`: each block, with its inputs in host memory (`full`
@@ -198,7 +201,8 @@ class ModelSection(Section):
     vision: Vision = "none"
     """Vision tower of a multimodal checkpoint, for data with images. `none`: the text part is loaded and saved alone;
     `frozen`: the tower is loaded, computed and saved as it is; `projector`, `tower`: the projector, or both, are
-    trained beside the language model or its adapter. With `init` only `tower`."""
+    trained in full beside the language model or its adapter, which may reach a frozen tower (`lora.targets`). With
+    `init` only `tower`."""
 
     def _mistakes(self) -> Iterator[str]:
         if (self.path is None) == (self.init is None):

@@ -242,12 +242,13 @@ class TowerWork(NamedTuple):
     attention: float = 0.0
     projector: float = 0.0
 
-    def trained(self, train: Vision, *, attention: float = 3.0) -> float:
-        """Operations with the backward pass, twice the forward one, of what is trained; `attention`: of attention, all
-        of it times the forward pass."""
+    def trained(self, train: Vision, adapted: bool = False, *, attention: float = 3.0) -> float:
+        """Operations with the backward pass, twice the forward one, of what is trained; `adapted`: by adapters, without
+        gradients of the matrices; `attention`: of attention, all of it times the forward pass."""
+        factor = 2 if adapted else 3
         if train == "tower":
-            return 3 * (self.products + self.projector) + attention * self.attention
-        return self.products + self.attention + (3 if train == "projector" else 1) * self.projector
+            return factor * (self.products + self.projector) + attention * self.attention
+        return self.products + self.attention + (factor if train == "projector" else 1) * self.projector
 
     @property
     def total(self) -> float:

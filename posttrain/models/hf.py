@@ -289,8 +289,11 @@ NEUTRAL_KEYS = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id",
 
 def module_name(config: ModelConfig, name: str) -> str:
     """Name of a tensor of the model in the memory of transformers 5, by which PEFT finds its module."""
-    inside = config.vision is not None and name.startswith("model.")
-    return f"model.language_{name}" if inside else name
+    if config.vision is None:
+        return name
+    if name.startswith(tuple(config.vision.prefixes)):
+        return f"model.{name.removeprefix('model.').replace('vision_tower.vision_model.', 'vision_tower.', 1)}"
+    return f"model.language_{name}" if name.startswith("model.") else name
 
 
 def config_from_init(hf: Mapping[str, Any], *, vision: Vision = "none") -> ModelConfig:

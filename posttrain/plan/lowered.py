@@ -293,10 +293,10 @@ def tower_flops(model: Decoder, batch: Batch, remat: Remat | None) -> float:
     rows, work = batch.shape[0], vision.work(np.asarray(batch.patch_images[:1]), np.asarray(batch.patch_places[:1]))
     if remat is None:
         return rows * work.total
-    again = 0.0
-    if remat != "none" and vision.train == "tower":
+    again, (train, adapted) = 0.0, ModelWeights(model).tower_training
+    if remat != "none" and train == "tower":
         again = work.products + (0.0 if ATTENTION in saved_names(remat) else work.attention)
-    return rows * (work.trained(vision.train, attention=3.5) + again)
+    return rows * (work.trained(train, adapted, attention=3.5) + again)
 
 
 def total_parameters(model: Decoder) -> int:

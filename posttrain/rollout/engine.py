@@ -243,7 +243,7 @@ class NativeEngine:
             self._loaded = replace(self._loaded, arrays={})
         self._loaded = Loaded.of(*self._weights_of(model), version, self._placement)
         self._scheduler.forget()
-        if model.config.vision is not None and model.config.vision.trained:
+        if ModelWeights(model).tower_training[0] != "frozen":
             self._runner.images.forget_features()
 
     def load_adapter(

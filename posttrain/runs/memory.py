@@ -378,7 +378,7 @@ def _tower_bytes(section: TrainSection, outline: Decoder, rows: float) -> tuple[
     patches = rows * largest_bucket(section, vision.merge)
     features = patches / vision.merge**2 * outline.config.embed_dim * size
     pixels = 3 * vision.patch_size**2 * patches
-    trained = vision.train == "tower"
+    trained = ModelWeights(outline).tower_training[0] == "tower"
     layer = patches * size * (5 * vision.width + 4 * vision.attention_dim + 2 * vision.mlp_dim)
     kept = pixels + features + trained * vision.depth * patches * vision.width * size
     return kept, max((1 + trained) * layer, FLOAT32_BYTES * pixels)

@@ -177,7 +177,7 @@ class TrainPrograms:
         if vision is None or batch.patches is None:
             return language, 0.0
         work = vision.work(np.asarray(batch.patch_images), np.asarray(batch.patch_places))
-        return language, work.trained(vision.train)
+        return language, work.trained(*self.structure.tower_training)
 
     def lower_update(self, batch: Batch) -> jax.stages.Lowered:
         """Lower the update for a batch of shapes [B, T]."""

@@ -30,7 +30,7 @@ from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig,
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import CheckpointTensor, ParamSlice, tensors
 from posttrain.models.quant import Quantized
-from posttrain.models.vision.tower import tower_name
+from posttrain.models.vision.tower import own_names
 from posttrain.tracking.console import progress_bar
 from posttrain.weights import peft_load
 from posttrain.weights.files import GENERATION, Checkpoint, check_digests, find_folder, read_json
@@ -141,14 +141,7 @@ def _described(folder: Path, *, long_context: bool, vision: Vision = "none") -> 
 
 def _own_names(config: ModelConfig, wrapper: hf.Wrapper | None) -> list[Callable[[str], str | None]]:
     """Names of stored tensors as the model has them, for `Checkpoint`."""
-    if wrapper is None:
-        return []
-    vision = config.vision
-    return [
-        wrapper.text_name
-        if vision is None
-        else lambda name: wrapper.text_name(name) if (own := tower_name(vision, name)) is None else own
-    ]
+    return [] if wrapper is None else [own_names(config.vision, wrapper.text_name)]
 
 
 def with_processor(vision: VisionConfig, folder: Path) -> VisionConfig:
@@ -280,7 +273,7 @@ def check_adapter(config: ModelConfig, adapter: str | Path, wrapper: hf.Wrapper 
         raise ConfigError(
             f"{adapter}: is an adapter of a reward model, which cannot generate; use one of a causal language model"
         )
-    return peft_load.absent_targets(outline, adapter)
+    return peft_load.absent_targets(outline, adapter, text_name=wrapper.text_name if wrapper else None)
 
 
 def with_adapter(config: ModelConfig, adapter: str | Path | None, wrapper: hf.Wrapper | None) -> ModelConfig:

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -54,6 +54,11 @@ class Site:
         return adapter if isinstance(adapter, Adapter) else None
 
     @property
+    def adapter_path(self) -> str:
+        """Path of the adapter's parameters."""
+        return f"{self.param.removesuffix(f'.{self.name}')}{ADAPTER}{self.name}"
+
+    @property
     def drops(self) -> bool:
         """Return True if adapter dropout applies here."""
         return isinstance(self.owner, Linear) and self.layers is not None
@@ -76,6 +81,14 @@ def base_tensors(model: Decoder) -> list[CheckpointTensor]:
     """Checkpoint tensors of the model's parameters, without adapters."""
     shapes = [shape for shape in plain_shapes(ModelWeights(model).shapes()) if ADAPTER not in shape[0]]
     return tensors(model.config, hf.family(model.config.model_type).NAMES, shapes)
+
+
+def as_matrix(tensor: CheckpointTensor) -> CheckpointTensor:
+    """The tensor as an adapter sees it: a tower's parameters are stored as in the checkpoint, [out, in]."""
+    if not tensor.parts[0].param.startswith(TOWER) or len(tensor.shape) != 2:
+        return tensor
+    columns = slice(0, tensor.shape[0])
+    return replace(tensor, transpose=True, parts=tuple(replace(part, columns=columns) for part in tensor.parts))
 
 
 def module_of(tensor: CheckpointTensor) -> str:
@@ -104,8 +117,7 @@ def _modules(model: Decoder) -> dict[str, tuple[frozenset[str], ...]]:
     """Checkpoint module names of each parameter, per stacked layer."""
     by_layer: dict[str, dict[int, set[str]]] = {}
     for tensor in base_tensors(model):
-        # Nothing of the tower is adapted or saved beside an adapter, whatever its modules are called.
-        for part in (part for part in tensor.parts if not part.param.startswith(TOWER)):
+        for part in tensor.parts:
             layer_names = by_layer.setdefault(part.param, {})
             layer_names.setdefault(part.index[0] if part.index else 0, set()).add(module_of(tensor))
     return {param: tuple(frozenset(names[i]) for i in sorted(names)) for param, names in by_layer.items()}
@@ -121,6 +133,13 @@ def _layers(model: Decoder, path: str) -> range | None:
 
 
 def _matches(pattern: str, path: str, modules: Iterable[str]) -> bool:
+    """Return True for a pattern that is found in a path, or ends a module's name.
+
+    The vision tower has modules of the same names as the language model: its paths must match from their beginning, or
+    the whole name.
+    """
+    if path.startswith(TOWER):
+        return pattern in modules or re.match(pattern, path) is not None
     named = any(module == pattern or module.endswith(f".{pattern}") for module in modules)
     return named or re.search(pattern, path) is not None
 
@@ -200,7 +219,8 @@ def _named(target: str, all_sites: Mapping[str, Site]) -> list[str]:
 
 
 def _site_names(paths: Iterable[str]) -> str:
-    return ", ".join(sorted({path.split("blocks.")[-1].split(".", 1)[-1] for path in paths}))
+    short = {path if path.startswith(TOWER) else path.split("blocks.")[-1].split(".", 1)[-1] for path in paths}
+    return ", ".join(sorted(short))
 
 
 def _check_pattern(field: str, pattern: str) -> None:
@@ -221,6 +241,11 @@ def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
         if not matched:
             kinds = _site_names(path.rsplit(".", 1)[0] for path in modules)
             raise ConfigError(f"lora.modules_to_save: {pattern!r} matches no module; available: {kinds}")
+        if bare := sorted(p for p in matched if p.startswith(TOWER) and not p.endswith((".weight", ".bias"))):
+            raise ConfigError(
+                f"lora.modules_to_save: {pattern!r} matches {bare[0]}, which is no module but a parameter of one; set "
+                "model.vision to projector or tower, which trains it too"
+            )
         if both := sorted(matched & set(adapted)):
             raise ConfigError(f"lora.modules_to_save: {pattern!r} matches {both[0]}, which has an adapter; choose one")
         if fixed := sorted(matched & quantized):
@@ -242,7 +267,13 @@ def attach_adapters(
     seed: int,
     mesh: Mesh | None,
 ) -> None:
-    """Attach an adapter at each planned site."""
+    """Attach an adapter at each planned site. ConfigError for one of a matrix that is trained in full."""
+    vision = model.config.vision
+    if vision is not None and (both := [path for path in sorted(plans) if path.startswith(vision.trained)]):
+        raise ConfigError(
+            f"lora.targets: {both[0]} has an adapter, and model.vision={vision.train} trains it in full; set "
+            "model.vision to frozen, or leave it out of the targets"
+        )
     all_sites, dtype = sites(model), model.embed.embedding.dtype
     dims = {path: _dims(all_sites[path].matrix.get_metadata("dims"), dora=dora) for path in plans}
 
@@ -401,7 +432,10 @@ def parameter_rows(model: Decoder) -> list[ParameterCount]:
     for path, _, shape in plain_shapes(weights.shapes()):
         if path.endswith(".lora_scale"):
             continue
-        module = path.split(ADAPTER)[0] if ADAPTER in path else path.rsplit(".", 1)[0]
+        if path.startswith(TOWER):
+            module = path.replace(ADAPTER, ".", 1).rsplit(".", 2 if ADAPTER in path else 1)[0]
+        else:
+            module = path.split(ADAPTER)[0] if ADAPTER in path else path.rsplit(".", 1)[0]
         kind = re.sub(r"^stages\.\d+\.blocks\.\d+\.", "", module)
         counts = numbers.setdefault("norms" if "norm" in kind else kind, [0, 0])
         counts[0] += math.prod(shape) * (path in trainable)

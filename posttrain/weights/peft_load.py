@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,19 @@ from posttrain.models.adapter import column_norms
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import CheckpointTensor
+from posttrain.models.vision.tower import own_names
 from posttrain.runtime import processes
 from posttrain.weights.files import find_folder, read_json
-from posttrain.weights.lora import AdapterPlan, Site, attach_adapters, base_tensors, has_lora, module_of, sites
+from posttrain.weights.lora import (
+    AdapterPlan,
+    Site,
+    as_matrix,
+    attach_adapters,
+    base_tensors,
+    has_lora,
+    module_of,
+    sites,
+)
 from posttrain.weights.peft_experts import expert_parameters, in_memory, shape_of, unstack, wrappers
 from posttrain.weights.pieces import Gather
 from posttrain.weights.quantize import plain_arrays
@@ -107,8 +117,7 @@ def read_pairs(
     arrays, pairs = _adapter_arrays(model, files), {}
     for at, plan in files.plans.items():
         site = by_path[at]
-        base, _, name = site.param.rpartition(".")
-        a, b = (arrays[f"{base}.adapters.{name}.{key}"] for key in ("lora_a", "lora_b"))
+        a, b = (arrays[f"{site.adapter_path}.{key}"] for key in ("lora_a", "lora_b"))
         by_layer = [-1, *[1] * (b.ndim - 1)] if b.ndim > 2 else [1, 1]
         pairs[site.param] = a, b * np.reshape(np.asarray(plan.scales, np.float32), by_layer)
     return pairs
@@ -129,7 +138,7 @@ def adapted_config(
     file, config = find_folder(path) / WEIGHTS, model.config
     tables = {tensor.name for tensor in base_tensors(model) if is_table(tensor)}
     rows, whole = dict[str, int](), set[str]()
-    for key, (first, *others) in _read(file, text_name or (lambda name: name), shapes=True).items():
+    for key, (first, *others) in _read(file, own_names(config.vision, text_name), shapes=True).arrays.items():
         match, name = KEY.fullmatch(key), _plain_name(key)
         if match is None and name in tables:
             whole.add(name)
@@ -179,12 +188,15 @@ def adapter_outline(
     return adapted
 
 
-def absent_targets(outline: Decoder, path: str | Path) -> list[str]:
+def absent_targets(
+    outline: Decoder, path: str | Path, *, text_name: Callable[[str], str | None] | None = None
+) -> list[str]:
     """Names in an adapter's `target_modules` that no module of the model has, which have no effect."""
     targets = read_json(find_folder(path) / CONFIG).get("target_modules")
+    named = own_names(outline.config.vision, text_name)
     modules = [module_of(tensor) for tensor in base_tensors(outline)]
     listed = targets if isinstance(targets, list) else []
-    return [target for target in listed if not any(_has_suffix(module, target) for module in modules)]
+    return [target for target in listed if not any(_has_suffix(m, _own_module(target, named)) for m in modules)]
 
 
 def _attach(model: Decoder, found: _AdapterFiles, mesh: Mesh | None) -> None:
@@ -207,11 +219,14 @@ def _saved_params(model: Decoder, found: _AdapterFiles) -> set[str]:
 
 
 def _is_saved(config: Mapping[str, Any], tensor: CheckpointTensor) -> bool:
-    """Return True for tensors of `modules_to_save`.
+    """Return True for tensors of `modules_to_save`."""
+    return _within(module_of(tensor), tuple(config.get("modules_to_save") or ()))
 
-    As in PEFT, "norm" matches every module with that suffix, including input_layernorm.
-    """
-    return module_of(tensor).endswith(tuple(config.get("modules_to_save") or ()))
+
+def _within(module: str, names: tuple[str, ...]) -> bool:
+    """Return True for a module, or one within a module, whose name ends so, as in PEFT: `norm` is any norm too."""
+    parts = module.split(".")
+    return any(".".join(parts[:end]).endswith(names) for end in range(1, len(parts) + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +248,13 @@ def _match_files(
     _check_config(folder, config, model)
     if config.get("task_type") == CLASSIFIER:
         add_scalar_head(model, seed=0, mesh=mesh)
-    text_name = text_name or (lambda name: name)
-    config |= {"target_parameters": [text_name(t) or t for t in config.get("target_parameters") or []]}
-    stored = _read(folder / WEIGHTS, text_name)
-    tensors = {module_of(t): t for t in base_tensors(model) if not t.name.endswith(".bias")}
+    named = own_names(model.config.vision, text_name)
+    config |= {"target_parameters": [named(t) or t for t in config.get("target_parameters") or []]}
+    for field in ("target_modules", "modules_to_save"):
+        if isinstance(listed := config.get(field), list):
+            config |= {field: [_own_module(module, named) for module in listed]}
+    stored = _read(folder / WEIGHTS, named)
+    tensors = {module_of(t): as_matrix(t) for t in base_tensors(model) if not t.name.endswith(".bias")}
     tensors |= expert_parameters(tensors.values()) | {in_memory(name): t for name, t in tensors.items()}
     modules, whole = _match_tensors(folder, config, stored, tensors, model)
     plans = _plans(folder, sites(model), modules, tensors)
@@ -265,8 +283,20 @@ def _check_config(folder: Path, config: Mapping[str, Any], model: Decoder) -> No
         refuse(f"{min(outer)} of a model whose head is the embedding, without ensure_weight_tying,")
 
 
-def _read(file: Path, text_name: Callable[[str], str | None], *, shapes: bool = False) -> dict[str, Any]:
-    """Read the tensors, or only their shapes, keyed by module names of the text model."""
+def _own_module(name: str, named: Callable[[str], str | None]) -> str:
+    """Name of a module, or an end of it, as the model has it."""
+    return (named(f"{name}.weight") or f"{name}.weight").removesuffix(".weight")
+
+
+class _Stored(NamedTuple):
+    arrays: dict[str, Any]
+    """Tensors by the model's names of modules."""
+    modules: dict[str, str]
+    """Names of modules in the file, which PEFT matches with patterns, by the model's."""
+
+
+def _read(file: Path, text_name: Callable[[str], str | None], *, shapes: bool = False) -> _Stored:
+    """Read the tensors, or only their shapes."""
     if not file.is_file():
         raise ConfigError(f"{file}: not found; adapters in other formats, such as .bin, are not supported")
     try:
@@ -275,18 +305,19 @@ def _read(file: Path, text_name: Callable[[str], str | None], *, shapes: bool = 
             stored = {key.removeprefix(PREFIX): read(key) for key in handle.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file}: damaged or incomplete ({error}); copy it again") from error
-    renamed = {}
+    renamed, modules = dict[str, Any](), dict[str, str]()
     for key, array in stored.items():
         module, mark, rest = key.partition(".lora_")
         name = text_name(f"{module}.weight" if mark else module)
         # Beside a module saved whole, PEFT may write the base's, which it does not use.
         if name is not None and not name.endswith(".original_module.weight"):
             renamed[name.removesuffix(".weight") + mark + rest if mark else name] = array
-    return renamed
+            modules[name.removesuffix(".weight")] = module.removesuffix(".weight")
+    return _Stored(renamed, modules)
 
 
 def _match_tensors(
-    folder: Path, config: Mapping[str, Any], stored: Arrays, tensors: Mapping[str, CheckpointTensor], model: Decoder
+    folder: Path, config: Mapping[str, Any], stored: _Stored, tensors: Mapping[str, CheckpointTensor], model: Decoder
 ) -> tuple[dict[str, _Module], Arrays]:
     """Low-rank pairs by module, and fully saved tensors by name. Raises one ConfigError listing all mismatches."""
     parts: dict[str, Arrays] = {}
@@ -295,7 +326,7 @@ def _match_tensors(
     known = {t.name: t for t in base_tensors(model)}
     outlined = isinstance(model.embed.embedding.get_value(), jax.ShapeDtypeStruct)
     base = Gather({} if outlined else plain_arrays(model))
-    for key, array in stored.items():
+    for key, array in stored.arrays.items():
         match = KEY.fullmatch(key)
         name = _plain_name(key)
         module = parameters.get(match[1], match[1]) if match is not None else None
@@ -323,7 +354,8 @@ def _match_tensors(
             a, b = (
                 unstack(tensors_of["A"], tensors_of["B"], *experts) if experts else (tensors_of["A"], tensors_of["B"])
             )
-            scale = _scale(config, _pattern_name(config, module), a.shape[-2])
+            name = _pattern_name(config, module)
+            scale = _scale(config, stored.modules.get(name, name), a.shape[-2])
             modules[module] = _Module(a=a, b=b, magnitude=tensors_of.get("magnitude"), scale=scale)
     faults += _missing(config, modules, whole, tensors)
     if faults:
@@ -368,7 +400,7 @@ def _missing(
     As in PEFT, a name of `target_modules` that no module of the model has is ignored beside others that some have.
     """
     targets = config.get("target_modules")
-    listed = [] if isinstance(targets, str) or targets is None else targets
+    listed = targets if isinstance(targets, list) else []
     there = {t: [m for m in tensors if _has_suffix(m, t) and not _excluded(config, m)] for t in listed}
     faults = [f"{t} of target_modules is missing" for t, all_ in there.items() if all_ and not modules.keys() & {*all_}]
     if listed and not any(there.values()):
@@ -381,7 +413,7 @@ def _missing(
     optional = {"classifier", "score"} if config.get("task_type") == CLASSIFIER else set[str]()
     saved = [m for m in config.get("modules_to_save") or [] if m not in optional]
     return faults + [
-        f"{m} of modules_to_save is missing" for m in saved if not any(h.endswith(m) for h in saved_modules)
+        f"{m} of modules_to_save is missing" for m in saved if not any(_within(h, (m,)) for h in saved_modules)
     ]
 
 
@@ -437,12 +469,11 @@ def _adapter_arrays(model: Decoder, files: _AdapterFiles) -> Arrays:
             if module.magnitude is not None:
                 arrays["lora_magnitude"][part.index] = module.magnitude[part.columns]
     result: Arrays = {}
-    for param, (site, arrays) in by_param.items():
-        base, _, name = param.rpartition(".")
+    for site, arrays in by_param.values():
         if "lora_magnitude" in arrays:
             # Layers without an adapter have no magnitude in the file, and it has no effect there.
             arrays["lora_magnitude"] -= processes.on_host(column_norms(site.matrix[...]))
-        result |= {f"{base}.adapters.{name}.{key}": array for key, array in arrays.items()}
+        result |= {f"{site.adapter_path}.{key}": array for key, array in arrays.items()}
     return result
 
 

@@ -20,7 +20,7 @@ from posttrain.models.adapter import column_norms
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import CheckpointTensor, ParamSlice
 from posttrain.runtime.files import check_local, whole_folder
-from posttrain.weights.lora import base_tensors, has_lora, module_of, sites
+from posttrain.weights.lora import as_matrix, base_tensors, has_lora, module_of, sites
 from posttrain.weights.peft_experts import (
     PER_EXPERT,
     ROUTER,
@@ -61,7 +61,7 @@ def peft_refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora:
     """
     vision = model.config.vision
     if vision is not None and vision.trained:
-        return f"an adapter holds nothing of the vision tower, of which model.vision={vision.train} trains a part"
+        return f"an adapter has no place for what model.vision={vision.train} trains in full of the vision tower"
     if model.config.tie_embeddings and "embed.embedding" in scales and dora:
         return "PEFT does not support DoRA on a tied embedding"
     every = base_tensors(model)
@@ -195,6 +195,7 @@ class _Export:
 
         `module`: PEFT's module path. `name`: matched by PEFT's patterns.
         """
+        tensor = as_matrix(tensor)
         parts = [part for part in tensor.parts if self._scale(part)]
         pairs = [self._pair(part) for part in parts]
         scale = self._scale(parts[0])
@@ -221,7 +222,7 @@ class _Export:
 
     def _magnitudes(self, tensor: CheckpointTensor, out: int) -> np.ndarray:
         magnitudes = np.empty(out, np.float32)
-        for part in tensor.parts:
+        for part in as_matrix(tensor).parts:
             magnitudes[part.columns] = np.asarray(column_norms(self.matrices[part.param][part.index]))
             if self._scale(part):
                 trained = self.adapters[part.param].lora_magnitude[...][part.index]
@@ -267,7 +268,9 @@ def _short(meant: Collection[str], every: Collection[str], end: Callable[[str], 
 
 
 def _word(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
+    """Last word of a name; the whole name where that is a number, with which names of layers end."""
+    word = name.rsplit(".", 1)[-1]
+    return name if word.isdigit() else word
 
 
 def _place(name: str) -> str:

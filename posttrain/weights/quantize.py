@@ -24,6 +24,7 @@ from posttrain.mesh import param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Adaptable
 from posttrain.models.quant import Quantized, dequantized, quantized, quantized_shape, squared_error
+from posttrain.models.vision.tower import Tower, TowerMatrix
 from posttrain.runtime import processes
 from posttrain.tracking.console import console
 from posttrain.weights.lora import Site, merge_lora, sites
@@ -194,7 +195,7 @@ class Copies:
 
         outline = ModelWeights(nnx.eval_shape(copied, source.structs()))
         old = source.dims().keys()
-        changed = {re.sub(re.escape(ADAPTER) + r"(\w+)\..*", r".\1", path) for path in old if ADAPTER in path}
+        changed = {re.sub(re.escape(ADAPTER) + r"(.+)\.\w+", r".\1", path) for path in old if ADAPTER in path}
         new = {path: (dims, shape) for path, dims, shape in outline.shapes()}
         unchanged = frozenset(p for p in new if p in old and p not in changed and not p.endswith((CODES, SCALES)))
         mesh = source.model.compute.mesh
@@ -216,6 +217,7 @@ class Merged:
     """Lazily merged matrix: dequantized, adapter merged, in its dtype, computed per layer on request."""
 
     def __init__(self, owner: Adaptable, name: str):
+        owner = TowerMatrix(owner, name) if isinstance(owner, Tower) else owner
         self._graph, self._state = nnx.split(owner)
         self._name = name
         matrix = owner.matrices()[name]

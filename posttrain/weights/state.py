@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jax import Array
 
+from posttrain.config import Vision
 from posttrain.models.adapter import LoRAParam
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import TOWER
@@ -69,6 +70,16 @@ class ModelWeights:
         vision = self.model.config.vision
         trained = frozenset(path for path in tower if vision is not None and path.startswith(vision.trained))
         return (adapter | self.saved() if adapter else plain - tower) | trained
+
+    @property
+    def tower_training(self) -> tuple[Vision, bool]:
+        """Reach of the backward pass into the vision tower, as `model.vision`, and whether it is for adapters alone."""
+        paths = [path for path in self.trainable() if path.startswith(TOWER)]
+        if not paths:
+            return "frozen", False
+        projector = tuple(f"{TOWER.removesuffix('.')}{part}projector." for part in (".", ADAPTER))
+        reach: Vision = "projector" if all(path.startswith(projector) for path in paths) else "tower"
+        return reach, all(ADAPTER in path for path in paths)
 
     def saved(self) -> frozenset[str]:
         """Paths of base parameters that are trained in full beside an adapter."""

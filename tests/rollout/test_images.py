@@ -14,7 +14,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from posttrain.batch import Batch
-from posttrain.config import ImageSection, MeshSection
+from posttrain.config import ImageSection, LoRA, MeshSection
 from posttrain.data.chat import Prompt, Renderer
 from posttrain.data.messages import checked_messages
 from posttrain.data.pictures import RowPictures
@@ -32,12 +32,14 @@ from posttrain.rollout.sampling import Sampling, Tables, sample
 from posttrain.rollout.types import Call, Completion, SamplingParams, sample_key
 from posttrain.weights.files import read_json
 from posttrain.weights.load import load_model
+from posttrain.weights.lora import merged_lora
 from posttrain.weights.state import ModelWeights
 from tests.data.test_images import CASES, ENDS
 from tests.images import VisionCase
 from tests.models.goldens import COMPILER_OPTIONS
 from tests.often import often
 from tests.rollout.engines import make_engine
+from tests.weights.adapted import disturb
 
 FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "gemma4", "gemma4_bidirectional")
 CHUNK = 32
@@ -208,6 +210,29 @@ def test_features_are_kept_for_a_tower_that_stays(case: Case, monkeypatch: pytes
         case.complete(prompt, max_tokens=1)
         assert case.engine.metrics()["rollout/images_encoded"] == encoded, (train, limit)
     case.engine.update_weights(case.model, 0)
+
+
+@pytest.mark.thorough
+def test_an_adapted_tower_is_the_merged_one(case: Case) -> None:
+    """Also after an update, with which the features that it had computed go."""
+    lora, prompt = LoRA(rank=2, targets=("tower",)), case.prompt("one")
+    model = load_model(case.golden.folder, dtype=jnp.float32, vision="frozen", lora=lora, seed=0)
+    params = [asked(max_tokens=3)]
+
+    def sampled(engine: NativeEngine) -> Completion:
+        return engine.generate_all([prompt.tokens], params, [prompt.images])[0]
+
+    before = case.complete(prompt, max_tokens=3)[0]
+    tokenizer, sizes = case.renderer.tokenizer, dict[str, Any](slots=2, max_length=256)
+    engine = make_engine(model, tokenizer=tokenizer, merge_lora=case.golden.folder.name.startswith("qwen"), **sizes)
+    assert_allclose(sampled(engine).logps, before.logps, atol=1e-4)
+    disturb(model, 0.1)
+    engine.update_weights(model, 1)
+    merged = make_engine(merged_lora(model), tokenizer=tokenizer, **sizes)
+    found, expected = sampled(engine), sampled(merged)
+    assert np.abs(np.subtract(found.logps, before.logps)).max() > 1e-3
+    assert list(found.tokens) == list(expected.tokens)
+    assert_allclose(found.logps, expected.logps, atol=2e-4)
 
 
 @pytest.mark.thorough

@@ -192,7 +192,10 @@ def test_models_that_would_read_placeholders_are_refused(tmp_path: Path, shared:
     [
         ({}, {}),
         ({"vision": "tower"}, {"algorithm": "ppo"}),
-        ({"lora": {"rank": 2}}, {"algorithm": {"kind": "grpo", "kl_coef": 0.1}, "updates": 2}),
+        (
+            {"lora": {"rank": 2, "targets": ["attention", "tower"]}},
+            {"algorithm": {"kind": "grpo", "kl_coef": 0.1}, "updates": 2},
+        ),
         ({}, {"kind": "online_preference"}),
         ({}, {"asynchronous": {}}),
     ],
@@ -230,11 +233,14 @@ def test_sampling_resumes_with_its_pictures(tmp_path: Path, shared: Path, rows: 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("new", [False, True])
-def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows: Path, new: bool) -> None:
-    """With a tower that is trained, whose patches come anew from the files; and with one of random weights."""
+@pytest.mark.parametrize("kind", ["loaded", "new", "adapted"])
+def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows: Path, kind: str) -> None:
+    """With a tower that is trained, whose patches come anew from the files, or has an adapter; and with one of random
+    weights."""
     model: dict[str, Any] = {"vision": "tower"}
-    if new:
+    if kind == "adapted":
+        model = {"vision": "frozen", "lora": {"rank": 2, "targets": ["attention", "tower"]}}
+    if kind == "new":
         model |= {"path": None, "tokenizer": "bytes", "stop_tokens": [], "image": {"max_pixels": 2304}}
         model["init"] = {"model_type": "qwen3_vl", **INITS["qwen3_vl"]}
     ends = []
@@ -249,7 +255,7 @@ def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows:
         ends.append(weights(output, "0-sft"))
     assert ends[0] == ends[1]
     exported = tmp_path / "exported"
-    outcome = posttrain("export", tmp_path / "whole" / "out", exported, "--to", "hf")
+    outcome = posttrain("export", tmp_path / "whole" / "out", exported, "--to", "merged" if "lora" in model else "hf")
     assert outcome.code == 0, outcome.err
     saved = tmp_path / "whole" / "out" / "0-sft" / "model"
     assert (exported / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()

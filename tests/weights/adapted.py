@@ -58,14 +58,14 @@ def model_of(kind: str, seed: int = 0) -> Decoder:
     return tiny_model(seed, vocab_size=96, tie_embeddings=kind.startswith("tied"), windows=(None,))
 
 
-def disturb(model: Decoder) -> None:
+def disturb(model: Decoder, stddev: float = 0.3) -> None:
     """Give the adapter values as training leaves them: what a layer does not have stays 0."""
     weights, draw = ModelWeights(model), np.random.default_rng(2)
     new, every = {}, weights.read()
     for path in sorted(weights.trainable()):
         w = np.asarray(every[path], np.float32)
         active = np.asarray(every.get(path.rsplit(".", 1)[0] + ".lora_scale", 1.0)) != 0
-        noise = draw.normal(0, 0.3, w.shape) * active.reshape(active.shape + (1,) * (w.ndim - active.ndim))
+        noise = draw.normal(0, stddev, w.shape) * active.reshape(active.shape + (1,) * (w.ndim - active.ndim))
         new[path] = jnp.asarray(w + noise, every[path].dtype)
     weights.write(new)
 

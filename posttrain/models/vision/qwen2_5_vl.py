@@ -26,6 +26,7 @@ from posttrain.models.fields import Fields
 from posttrain.models.vision.gemma3 import part_config, part_name
 from posttrain.models.vision.tower import (
     Params,
+    adapted,
     blocks,
     check_heads,
     gelu,
@@ -171,7 +172,8 @@ def attended(own: Params, h: Array, config: VisionConfig, tables: Any, segments:
     weight, bias = (own[f"attn.qkv.{name}"].astype(h.dtype) for name in ("weight", "bias"))
     # Whole heads on a device: halves of the joined outputs would be of one kind on each, and patches would move.
     weight = by_heads(weight.reshape(3, config.num_heads, -1, h.shape[-1]), compute.mesh, dim=1)
-    q, k, v = jnp.moveaxis(jnp.einsum("bpi,knhi->bpknh", h, weight) + bias.reshape(1, 1, *weight.shape[:-1]), 2, 0)
+    joined = adapted(own, "attn.qkv", h, jnp.einsum("bpi,knhi->bpknh", h, weight))
+    q, k, v = jnp.moveaxis(joined + bias.reshape(1, 1, *weight.shape[:-1]), 2, 0)
     scale = q.shape[-1] ** -0.5
     out = within_images(turned(q, tables), turned(k, tables), v, segments, scale, compute)
     return linear(own, "attn.proj", out)

@@ -17,15 +17,21 @@ from posttrain.batch import IMAGE_ARRAYS, Batch
 from posttrain.errors import ConfigError
 from posttrain.kernels.attention.dispatch import attention
 from posttrain.models.activations import rematerialized
+from posttrain.models.adapter import Adapter
 from posttrain.models.config import Compute, Encoded, Images, ModelConfig, TowerTensor, VisionConfig
-from posttrain.models.layers import Init, normal, param, rms_normed
+from posttrain.models.layers import Adaptable, Init, normal, param, rms_normed
 from posttrain.models.rope import Tables, apply_rope, default_frequencies
 from posttrain.tree import pytree
 
 LAYERS = "layers."
 """Beginning of the keys of tensors that are stacked over a tower's layers."""
 
+PROJECTOR = "projector."
+"""Beginning of the keys of the projector's tensors."""
+
 Params = Mapping[str, Array]
+
+Names = Callable[[str], str | None]
 
 
 @pytree
@@ -104,11 +110,47 @@ class PlacedImages:
         return jax.vmap(lambda row, index: row[index])(features, jnp.maximum(self.rows - 1, 0))
 
 
-class Tower(nnx.Module):
-    """Tower and projector of a model; frozen unless `VisionConfig.train` says so, never quantized or adapted."""
+class StoredMatrix:
+    """Matrix [*layers, in, out] that a parameter has as [*layers, out, in]; reads like a parameter."""
+
+    def __init__(self, stored: nnx.Param[Array]):
+        self.stored = stored
+        *lead, out, into = stored.shape
+        self.shape, self.dtype = (*lead, into, out), stored.dtype
+
+    def __getitem__(self, index: Any) -> Float[Array, "*L in out"]:
+        return self.stored[index].mT
+
+    def get_metadata(self, name: str) -> tuple[str, ...]:
+        """Names of the dimensions."""
+        assert name == "dims"
+        *lead, out, into = self.stored.get_metadata(name)
+        return (*lead, into, out)
+
+    def set_value(self, value: Float[Array, "*L in out"]) -> None:
+        self.stored.set_value(value.mT)
+
+
+class TowerMatrix(Adaptable):
+    """Matrix of a tower by itself, merged as the parameter has it."""
+
+    def __init__(self, tower: Tower, name: str):
+        self.weight = getattr(tower, name)
+        self.adapters = nnx.Dict({name: tower.adapters[name]})
+
+    def matrices(self) -> Mapping[str, Any]:
+        return {name: StoredMatrix(self.weight) for name in self.adapters}
+
+    def merged(self, name: str) -> Float[Array, "*L out in"]:
+        return super().merged(name).mT
+
+
+class Tower(Adaptable):
+    """Tower and projector of a model; frozen unless `VisionConfig.train` or an adapter says so, never quantized."""
 
     def __init__(self, config: VisionConfig, init: Init):
         self.config = config
+        self.adapters = nnx.Dict({})
         for key, tensor in config.tensors().items():
             shape, layers = tensor.shape, ("layers",) if "{layer}" in tensor.name else ()
             whole = (config.depth, *shape) if layers else shape
@@ -129,8 +171,21 @@ class Tower(nnx.Module):
     def encode(self, images: Images, compute: Compute) -> Encoded:
         """Features of all images, see `VisionConfig.encode`; in profiles a part of the program named `vision tower`."""
         params = {key: getattr(self, key)[...] for key in self.config.tensors()}
+        for key, adapter in self.adapters.items():
+            assert isinstance(adapter, Adapter), "a tower cannot hold several adapters"
+            name, kernel = key.removesuffix(".weight"), self.matrices()[key][...]
+            params |= {f"{name}.lora_a": adapter.lora_a[...], f"{name}.lora_b": adapter.scaled_b(compute.dtype)}
+            params |= {} if adapter.lora_magnitude is None else {f"{name}.gain": adapter.gain(kernel)}
         with jax.named_scope("vision tower"):
             return self.config.encode(params, images, compute)
+
+    def matrices(self) -> Mapping[str, Any]:
+        """Matrices of linear layers; not those that embed patches and positions."""
+        return {
+            key: StoredMatrix(getattr(self, key))
+            for key, tensor in self.config.tensors().items()
+            if key.startswith((LAYERS, PROJECTOR)) and key.endswith(".weight") and len(tensor.shape) == 2
+        }
 
     def placed(
         self,
@@ -172,6 +227,15 @@ def tower_name(vision: VisionConfig, name: str) -> str | None:
     return next((form for form in forms if re.sub(r"\.layers\.\d+\.|\.blocks\.\d+\.", _first, form) in known), None)
 
 
+def own_names(vision: VisionConfig | None, text_name: Names | None) -> Names:
+    """Names of stored tensors as the model has them; None: of a part that is not loaded. `text_name`: of a multimodal
+    family's `Wrapper`."""
+    named: Names = text_name or (lambda name: name)
+    if vision is None:
+        return named
+    return lambda name: named(name) if (own := tower_name(vision, name)) is None else own
+
+
 def _first(match: re.Match[str]) -> str:
     return re.sub(r"\d+", "0", match[0])
 
@@ -189,9 +253,19 @@ def pixels(config: VisionConfig, patches: UInt8[Array, "B P C"]) -> Float[Array,
 def linear(params: Params, name: str, x: Float[Array, "B P F"]) -> Float[Array, "B P G"]:
     """x W^T + b; W [out, *in] as in the checkpoint."""
     weight = params[f"{name}.weight"].astype(x.dtype)
-    y = jnp.einsum("bpi,oi->bpo", x, weight.reshape(weight.shape[0], -1))
+    y = adapted(params, name, x, jnp.einsum("bpi,oi->bpo", x, weight.reshape(weight.shape[0], -1)))
     bias = params.get(f"{name}.bias")
     return y if bias is None else y + bias.astype(x.dtype)[None, None]
+
+
+def adapted(params: Params, name: str, x: Float[Array, "B P F"], y: Float[Array, "B P *G"]) -> Float[Array, "B P *G"]:
+    """Output y of a matrix with its adapter, if it has one: gain * (y + x A B)."""
+    if f"{name}.lora_a" not in params:
+        return y
+    a, b, outputs = params[f"{name}.lora_a"].astype(x.dtype), params[f"{name}.lora_b"].astype(x.dtype), y.shape[2:]
+    y = y + jnp.tensordot(jnp.einsum("bpi,ir->bpr", x, a), b.reshape(-1, *outputs), 1)
+    gain = params.get(f"{name}.gain")
+    return y if gain is None else y * gain.astype(y.dtype).reshape(1, 1, *outputs)
 
 
 def layer_norm(params: Params, name: str, x: Float[Array, "B P D"], eps: float) -> Float[Array, "B P D"]:
