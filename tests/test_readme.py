@@ -44,12 +44,15 @@ from tests.documents import (
     titled,
     write_folder,
 )
+from tests.often import often
 from tests.snippets import run_python
 
 README = ROOT / "README.md"
 README_LINES = 150
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 CONFIG_LINES = 40
+NUM_ROWS = 50
+"""Of each dataset that a check reads; what the commands of the documents check as well is checked once."""
 LINK = re.compile(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|<(?:img|a)[^>]*?(?:src|href)=\"([^\"]+)\"")
 INLINE_CALL = re.compile(r"\| `(pt\.\w+\(.*?\))` \|")
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
@@ -76,7 +79,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int = 50) -> list[str]:
+def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int) -> list[str]:
     """The lines of `posttrain check` over the first rows of each dataset.
 
     Skips where the configuration needs ../shared and there is none.
@@ -98,12 +101,13 @@ def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
     return config.model_copy(update={"stages": tuple(stages)})
 
 
+@pytest.mark.parametrize("num_rows", often([NUM_ROWS, 500], NUM_ROWS))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_configs_pass_their_check(path: Path, offline: None, folder: Path) -> None:
+def test_configs_pass_their_check(path: Path, num_rows: int, offline: None, folder: Path) -> None:
     """Those that go on from another run's model have one of the quickstart's kind here."""
     goes_on = re.search(r"path: runs/\S+/model\b", path.read_text())
     overrides = (f"model.path={folder / 'runs/quickstart/0-sft/model'}",) if goes_on else ()
-    lines = checked(str(path.relative_to(ROOT)), overrides, num_rows=500)
+    lines = checked(str(path.relative_to(ROOT)), overrides, num_rows=num_rows)
     text = "\n".join(lines)
     for name in stage_names(load_config(path)):
         assert name in text
@@ -160,7 +164,7 @@ def posttrain_command(words: Sequence[str]) -> None:
         assert file in {name for name, _ in titled(DOCUMENTS)}, f"no document spells out {file}"
         return
     if words[1] in ("run", "check"):
-        checked(context.params["config"], tuple(context.params["overrides"] or ()))
+        checked(context.params["config"], tuple(context.params["overrides"] or ()), num_rows=NUM_ROWS)
         return
     for name in ("model", "source", "run"):
         source = context.params.get(name) or ""
@@ -284,7 +288,7 @@ def test_yaml(block: Block, folder: Path, offline: None, monkeypatch: pytest.Mon
         return
     data = parse(block.text)
     if is_whole(data):
-        check(first_rows(build_config(data), 50))
+        check(first_rows(build_config(data), NUM_ROWS))
     else:
         check_fields(data)
 
@@ -383,7 +387,7 @@ def test_a_wrong_command_is_found(line: str, message: str, offline: None) -> Non
 def test_right_commands_pass(offline: None) -> None:
     text = """
     # set-up and main job
-    python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]' && \\
+    python3 -m venv .venv && .venv/bin/pip install -q --no-compile -c constraints.txt -e '.[test]' && \\
         .venv/bin/posttrain check configs/quickstart.yaml stages.rl.num_steps=3
     posttrain generate runs/quickstart/1-rl/model "47+8=" --max-tokens 6
     """

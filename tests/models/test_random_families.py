@@ -18,15 +18,13 @@ from posttrain.weights.load import load_model
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
 from tests.models.checkpoints import assert_same
-from tests.often import often
 from tests.random_families import FAMILIES, random_family_model
 
-OFTEN = ("gpt_oss",)
-"""Experts, sinks and windows."""
 ROWS, LENGTH = 3, 17
 
 
-@pytest.mark.parametrize("family", often(FAMILIES, *OFTEN))
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_has_the_same_logits_and_gradients(family: str, tmp_path: Path) -> None:
     """A saved model loads here and there; a step of gradients of both is saved, and compared tensor by tensor."""
     model = random_family_model(family, seed=1)

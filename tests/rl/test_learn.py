@@ -90,6 +90,7 @@ def test_only_tokens_of_high_entropy_have_an_advantage(tokenizer: Tokenizer) -> 
     assert_allclose(batch.advantages[learned], whole.advantages[learned])
 
 
+@pytest.mark.thorough
 def test_advantages_of_single_rewards(tokenizer: Tokenizer) -> None:
     """GDPO gets rewards by name, with their weights."""
 
