@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import sys
@@ -28,8 +27,8 @@ def set_up(cache: Path) -> None:
     devices = f"--xla_force_host_platform_device_count={DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices} {PATIENCE}"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-    # To read a smaller program takes as long as it saves.
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    # To write a smaller program takes as long as it saves.
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"
     quick(True)
 
 
@@ -53,7 +52,6 @@ def quick(wanted: bool) -> None:
         sys.modules["jax"].config.update("jax_disable_most_optimizations", wanted)
         override({} if wanted else OPTIMIZED)
         share_contexts()
-        pass_cache_by()
 
 
 def override(options: dict[str, Any]) -> None:
@@ -67,26 +65,6 @@ def override(options: dict[str, Any]) -> None:
 
     get_compile_options.__wrapped__ = make
     compiler.get_compile_options = get_compile_options
-
-
-FEW = 12
-"""Operations of a program that no file is worth: to look for it costs a tenth of compiling it."""
-
-
-def pass_cache_by() -> None:
-    """Compile single operations at once, without a look into the cache."""
-    from jax._src import compiler
-
-    get = getattr(compiler.compile_or_get_cached, "__wrapped__", compiler.compile_or_get_cached)
-
-    def compile_or_get_cached(backend: Any, program: Any, devices: Any, options: Any, calls: Any, on: Any, *rest: Any):
-        operations = (x for part in program.body for region in part.regions for block in region for x in block)
-        if next(itertools.islice(operations, FEW, None), None) is None:
-            return compiler.backend_compile_and_load(backend, program, on, options, calls)
-        return get(backend, program, devices, options, calls, on, *rest)
-
-    compile_or_get_cached.__wrapped__ = get  # type: ignore[attr-defined]
-    compiler.compile_or_get_cached = compile_or_get_cached
 
 
 KEPT = 32
