@@ -3,6 +3,7 @@ terminal or pipe over which a person holds them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import sys
@@ -55,20 +56,25 @@ class Listener(NamedTuple):
 SILENT = Listener(text=lambda _: None, note=lambda _: None)
 
 
+class ChatStopped(RunError):
+    """The answer was stopped."""
+
+
 class Chat:
     """Chat whose messages grow with each answer; its engine keeps what it has read for the turns that follow.
 
     A model without a chat template, or of a run on plain prompts, continues each message as a text of its own.
     ConfigError for settings out of range, and for tools without a chat template. `max_length`: tokens of the whole
-    chat; `tools`: functions of `tools_from`, called and answered until a turn calls none.
+    chat; `tools`: of `tools_from`, called and answered until a turn calls none; None: those of the run, as is
+    `tool_format`.
     """
 
     def __init__(
         self,
         generator: Generator,
         *,
-        tools: Sequence[Tool] = (),
-        tool_format: str = "auto",
+        tools: Sequence[Tool] | None = None,
+        tool_format: str | None = None,
         max_length: int | None = None,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
@@ -81,6 +87,8 @@ class Chat:
         model = generator.model
         tokenizer = generator.tokenizer.with_template_args(settings.pop("chat_template_args", {}))
         self.chats = generator.chats if own is None else own
+        tools = tools_of(generator.tools, servers=True) if tools is None else tools
+        tool_format = tool_format or generator.tool_format
         if tools and not self.chats:
             raise ConfigError(f"chat: tools need a chat template, and {generator.name} is used without one")
         limit = model.config.max_positions
@@ -96,8 +104,10 @@ class Chat:
         self._format = make_format(tool_format, tokenizer, self._schemas) if self._schemas else None
         self._env = ToolEnv(tools)
         self._seed, self._count = secrets.randbits(31) if seed is None else seed, 0
-        self._said = ""
+        self.said = ""
         """Text of the turn that is being sampled."""
+        self._answering: asyncio.Task[Any] | None = None
+        self._stops = False
         sampled = without_padding(model, tokenizer)
         self._engine = NativeEngine(
             sampled,
@@ -118,6 +128,11 @@ class Chat:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     @property
+    def sees(self) -> bool:
+        """True where messages may hold pictures."""
+        return self.chats and self._renderer.tokenizer.sees
+
+    @property
     def system(self) -> str | None:
         """System message; None without one."""
         first = self.messages[0] if self.messages else None
@@ -127,8 +142,9 @@ class Chat:
         """Answer a message of the user; returns the text of the last turn. `images`: pictures before the text, each a
         path, a `data:` URL, bytes or an image of Pillow, for a model with its vision tower.
 
-        An interrupt ends the answer, and is raised: what was said until then stays, or without anything the message
-        goes too. So it does after an error: ConfigError for a chat that is too long, or that the template refuses.
+        An interrupt and `stop` end the answer, and are raised (the latter as ChatStopped): what was said until then
+        stays, or without anything the message goes too. So it does after an error: ConfigError for a chat that is too
+        long, or that the template refuses.
         """
         content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
         asked = {"role": "user", "content": content if images else text}
@@ -145,6 +161,12 @@ class Chat:
         if self.greedy and asked[-1] < len(self.messages) - 1:
             raise ConfigError("chat: at temperature 0 (greedy) the answer would be the same; set a temperature")
         return self._answer(self.messages[: asked[-1] + 1], listener)
+
+    def stop(self) -> None:
+        """End the answer that another thread waits for."""
+        if (task := self._answering) is not None:
+            self._stops = True
+            self._thread.loop.call_soon_threadsafe(task.cancel)
 
     def complete(self, messages: Sequence[Mapping[str, Any]], listener: Listener = SILENT) -> str:
         """Answer a whole conversation, which takes the place of the messages so far. ConfigError for one that the model
@@ -164,7 +186,7 @@ class Chat:
         return checked_messages(messages, name, self._renderer.tokenizer.picture_reader())
 
     def _answer(self, messages: list[Message], listener: Listener) -> str:
-        before, self.messages, self._said = self.messages, messages, ""
+        before, self.messages, self.said = self.messages, messages, ""
         ended, stopped = threading.Event(), threading.Event()
         told = Listener(
             text=lambda text: None if stopped.is_set() or not text else listener.text(text),
@@ -172,9 +194,15 @@ class Chat:
         )
 
         async def turns() -> None:
+            self._answering, self._stops = asyncio.current_task(), False
             try:
                 await self._turns(told)
+            except asyncio.CancelledError:
+                if self._stops:
+                    raise ChatStopped("chat: the answer was stopped") from None
+                raise
             finally:
+                self._answering = None
                 ended.set()
 
         try:
@@ -182,11 +210,13 @@ class Chat:
         except BaseException as error:
             stopped.set()
             ended.wait(STOP_TIMEOUT_S)
-            if isinstance(error, KeyboardInterrupt) and self._said.strip():
-                self.messages.append({"role": "assistant", "content": self._said})
+            if isinstance(error, KeyboardInterrupt | ChatStopped) and self.said.strip():
+                self.messages.append({"role": "assistant", "content": self.said})
             else:
                 self.messages = before
             raise
+        finally:
+            self.said = ""
         return self.messages[-1]["content"]
 
     async def _turns(self, told: Listener) -> None:
@@ -194,7 +224,7 @@ class Chat:
         for _ in range(MAX_ROUNDS):
             message = await self._turn(told)
             self.messages.append(message)
-            self._said = ""
+            self.said = ""
             reply = await self._env.reply(message)
             message.pop("malformed_calls", None)
             if reply.done:
@@ -219,7 +249,7 @@ class Chat:
         stream = TurnStream(self._renderer, prompt, params, self._format, parallel=True)
 
         def take(text: str) -> None:
-            self._said += text
+            self.said += text
             told.text(text)
 
         def on_tokens(new: NewTokens) -> None:
@@ -240,7 +270,7 @@ class Chat:
 
     def picture(self, path: str) -> Path:
         """File of a picture, which can be read. ConfigError for others, and for a model that takes none."""
-        if not self._renderer.tokenizer.sees:
+        if not self.sees:
             raise ConfigError("chat: the model takes no pictures, or is loaded without its vision tower")
         file = Path(path).expanduser()
         self._renderer.tokenizer.image_of(picture_of(str(file), "picture", Path()))
@@ -280,7 +310,10 @@ def _shown_call(function: Mapping[str, Any]) -> str:
 
 
 def tools_from(given: Sequence[Any]) -> list[Tool]:
-    """Make tools of functions, of their names `file.py:name`, and of all public functions of files `file.py`."""
+    """Make tools of functions, of their names `file.py:name`, and of all public functions of files `file.py`; `none`
+    alone is no tool."""
+    if list(given) == ["none"]:
+        return []
     named: list[Any] = []
     for one in given:
         if isinstance(one, str) and one.endswith(".py"):

@@ -13,17 +13,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from posttrain.commands import (
-    chat,
-    complete_config,
-    complete_override,
-    evaluate,
-    generate,
-    print_lines,
-    reward,
-    serve,
-)
+from posttrain.commands import chat, complete_config, complete_override, evaluate, generate, reward, serve
 from posttrain.errors import ConfigError, RunError, outside_error
+from posttrain.tracking.console import print_lines
 
 app = typer.Typer(
     no_args_is_help=True,

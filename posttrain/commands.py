@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.errors import ConfigError
+from posttrain.tracking.console import print_lines
 
 if TYPE_CHECKING:
     from posttrain.config import Drafts
@@ -311,10 +312,9 @@ def chat(
     model: GeneratorName,
     system: Annotated[str | None, typer.Option(help="System message; by default that of the run's data.")] = None,
     tools: Annotated[
-        list[str] | None,
-        typer.Option(help="FILE.py, whose public functions are tools, or FILE.py:FUNCTION; may be repeated."),
+        list[str] | None, typer.Option(help="FILE.py (its public functions), FILE.py:NAME, none; default: the run's.")
     ] = None,
-    tool_format: Annotated[str, typer.Option(help="Format of calls, as tool_format of RL.")] = "auto",
+    tool_format: Annotated[str | None, typer.Option(help="Format of calls, as tool_format of RL.")] = None,
     history: Annotated[
         Path | None, typer.Option(help="JSONL of messages: read if it is there, written after each answer.")
     ] = None,
@@ -336,17 +336,21 @@ def chat(
     ] = None,
     chat_template_args: TemplateArgs = None,
     speculative: Speculative = None,
+    page: Annotated[bool, typer.Option("--page", help="On a local page, with pictures and calls.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0: any free one.")] = 0,
 ) -> None:
     """Talk to a model in the terminal, or over a pipe, a message per line; /help there lists commands."""
     from posttrain.chat import Chat, Terminal, tools_from
     from posttrain.runs.finished import load_generator
     from posttrain.runtime.xla import enable_compile_cache
+    from posttrain.view.chat import hold, listener_of
 
+    listener = listener_of(port) if page else None
     enable_compile_cache()
-    functions, arguments = tools_from(tools or []), _template_args(chat_template_args)
     talk = Chat(
-        load_generator(model, adapter=adapter, family=family),
-        tools=functions,
+        tools=tools_from(tools) if tools else None,
+        chat_template_args=_template_args(chat_template_args),
+        generator=load_generator(model, adapter=adapter, family=family),
         tool_format=tool_format,
         max_length=max_length,
         max_new_tokens=max_tokens,
@@ -358,13 +362,14 @@ def chat(
         stop=stop or [],
         seed=seed,
         chat=template,
-        chat_template_args=arguments,
         speculative=speculative,
     )
     with closing(talk):
-        if system is not None:
-            talk.begin(system)
-        Terminal(talk, history=history).run()
+        talk.begin(talk.system if system is None else system)
+        if listener is None:
+            Terminal(talk, history=history).run()
+        else:
+            hold(talk, listener, title=model, history=history)
 
 
 def evaluate(
@@ -417,14 +422,6 @@ def evaluate(
     print_lines(repr(found).splitlines())
     if write is not None:
         write.write_text(json.dumps(found.record(), indent=1, ensure_ascii=False), encoding="utf-8")
-
-
-def print_lines(lines: Sequence[str]) -> None:
-    """Print lines with samples of models, as far as the terminal can show them."""
-    from posttrain.tracking.console import printable
-
-    for line in lines:
-        print(printable(line, sys.stdout.encoding or "utf-8"))
 
 
 def reward(

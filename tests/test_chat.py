@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import posttrain as pt
-from posttrain.chat import Chat, Listener, Terminal, tools_from
+from posttrain.chat import Chat, ChatStopped, Listener, Terminal, tools_from
+from posttrain.config import Locator, ToolSection
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
 from posttrain.errors import ConfigError
@@ -103,6 +104,16 @@ def test_an_interrupt_keeps_what_was_said(talk: Chat, expected: Callable[[list[A
     with pytest.raises(ConfigError, match="the conversation has .* tokens, and max_length is 256"):
         talk.ask("long" * 100)
     assert len(talk.messages) == 4, "a message that failed is gone"
+    assert talk._engine.num_used_blocks == 0
+
+
+def test_a_stopped_answer_keeps_what_was_said(talk: Chat, expected: Callable[[list[Any]], str]) -> None:
+    talk.begin(None)
+    with pytest.raises(ChatStopped, match="the answer was stopped"):
+        talk.ask("12+", Listener(text=lambda _: talk.stop(), note=lambda _: None))
+    assert expected([user("12+")]).startswith(talk.messages[1]["content"]) and talk.said == ""
+    before = list(talk.messages)
+    assert talk.ask("ab") == expected([*before, user("ab")])
     assert talk._engine.num_used_blocks == 0
 
 
@@ -195,7 +206,9 @@ def test_tools_of_a_file_are_called(generator: Generator, tmp_path: Path, monkey
 
     tools = tools_from([str(tmp_path / "mine.py")])
     assert [tool.name for tool in tools] == ["add"]
-    with closing(Chat(generator, tools=tools, tool_format="hermes")) as talk:
+    section = ToolSection(fn=Locator(f"{tmp_path / 'mine.py'}:add"))
+    assert tools_from(["none"]) == [] == Chat(replace(generator, tools=[section]), tools=[])._tools
+    with closing(Chat(replace(generator, tools=[section], tool_format="hermes"))) as talk:  # those of a run
         monkeypatch.setattr(talk._engine, "generate", scripted)
         said: list[str] = []
         assert talk.ask("12+3?", Listener(text=said.append, note=lambda line: said.append(f"[{line}]"))) == "It is 15."

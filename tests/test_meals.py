@@ -18,6 +18,7 @@ from envs import meals
 from posttrain.config import RLSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.runs.finished import load_generator
 from posttrain.tools.formats import make_format
 from posttrain.tools.function import FunctionTool, function_schema
 from rewards import meals as rewards
@@ -145,6 +146,8 @@ def test_a_run_sees_calls_and_is_scored(tmp_path: Path) -> None:
     last = lines(tmp_path / "out")[-1]
     assert {"reward", "rewards/looked_up/mean", "rewards/right_totals/mean", "env/malformed_calls"} <= last.keys()
     assert last["env/errors"] == 0
+    found = load_generator(str(tmp_path / "out"))
+    assert [dict(tool.args) for tool in found.tools] == [{"csv": None}, {}] and found.tool_format == "pythonic"
 
 
 @pytest.mark.parametrize("name", ["food_vision", "food_vision_qwen3_vl_4b"])

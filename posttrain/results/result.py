@@ -111,7 +111,7 @@ class RunResult:
         self,
         message: str | Sequence[Mapping[str, Any]] | None = None,
         *,
-        tools: Sequence[Any] = (),
+        tools: Sequence[Any] | None = None,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
         **settings: Unpack[Settings],
@@ -122,12 +122,13 @@ class RunResult:
 
         The model is the final one, or that of the newest checkpoint. Without a chat template, or with the data's `chat`
         off, it continues the text. `tools`: functions, or their names `file.py:function`, that are called until a turn
-        calls none. Returns the last answer. ConfigError for a conversation that the model cannot be given.
+        calls none; by default those of the run. Returns the last answer. ConfigError for a conversation that the model
+        cannot be given.
         """
         from posttrain.chat import Chat, Terminal, tools_from
         from posttrain.generation import DEFAULT_NEW_TOKENS
 
-        functions = tools_from(tools)
+        functions = None if tools is None else tools_from(tools)
         talk = Chat(
             self._generator,
             tools=functions,

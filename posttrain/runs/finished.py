@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
-from posttrain.config import ImageSection, ModelSection, RunConfig, Vision, trains_on_samples
+from posttrain.config import ImageSection, ModelSection, RLSection, RunConfig, ToolSection, Vision, trains_on_samples
 from posttrain.config.locator import Locator
 from posttrain.config.yaml_file import load_recorded
 from posttrain.data.images import takes_images
@@ -132,6 +133,9 @@ class Generator:
     """Chat rendering of the run's data; None: not told, so with a chat template if the tokenizer has one."""
     system: str | None = None
     """System message before every prompt of the run's data."""
+    tools: Sequence[ToolSection] = ()
+    """Tools of the run's policy."""
+    tool_format: str = "auto"
 
     @property
     def chats(self) -> bool:
@@ -171,7 +175,10 @@ def _of_run(output: Path, stage_name: str, name: str) -> Generator:
         with redirect_stdout(sys.stderr):
             model = trained_model(open_stage(output, stage_name, config, tokenizer, single_device_mesh()), None)
     data = section.datasets[0]
-    return Generator(name=name, model=model, tokenizer=tokenizer, chat=data.chat, system=data.system)
+    found = Generator(name=name, model=model, tokenizer=tokenizer, chat=data.chat, system=data.system)
+    if isinstance(section, RLSection):
+        return replace(found, tools=section.tools, tool_format=section.tool_format)
+    return found
 
 
 def _seeing(tokenizer: Tokenizer, name: str) -> Tokenizer:

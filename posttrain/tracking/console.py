@@ -48,6 +48,12 @@ def printable(text: str, encoding: str) -> str:
     return shown.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines with samples of models, as far as the terminal can show them."""
+    for line in lines:
+        print(printable(line, sys.stdout.encoding or "utf-8"))
+
+
 def clean(text: str, cells: int, output: Console | None = None, *, keep_end: bool = False) -> Text:
     """Format untrusted text as a table cell: printable, at most `cells` wide, never parsed as markup."""
     from rich.text import Text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from posttrain.errors import ConfigError
 from posttrain.serve.app import check_installed, listen, server_of
@@ -36,6 +37,8 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 HOSTS = ("127.0.0.1", "localhost")
+MAX_BODY = 64 << 20
+"""Most bytes of a request, such as those of a message's pictures."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +98,29 @@ class Refused(Exception):
         self.status = status
 
 
+@runtime_checkable
+class Site(Protocol):
+    """Page with its requests by name, whose answers are JSON values."""
+
+    page: str
+
+    @property
+    def answers(self) -> Mapping[str, Callable[[Mapping[str, str]], Any]]:
+        """Answers to GET, of the parameters of the address."""
+
+    @property
+    def changes(self) -> Mapping[str, Callable[[Mapping[str, str], bytes], Any]]:
+        """Answers to POST, of the parameters and the body."""
+
+
 class Api:
-    """Answers of the browser as JSON values; parameters are those of the address."""
+    """Page over runs."""
+
+    page = "index.html"
 
     def __init__(self, roster: Roster):
         self._roster = roster
-
-    def answers(self) -> dict[str, Callable[[Mapping[str, str]], Any]]:
-        """Answers to GET requests by name."""
-        return {
+        self.answers = {
             "runs": self.runs,
             "metrics": self.metrics,
             "curves": self.curves,
@@ -114,6 +131,7 @@ class Api:
             "prompts": self.prompts,
             "compare": self.compare,
         }
+        self.changes = {"microscope": self.replay}
 
     def runs(self, given: Mapping[str, str]) -> Any:
         """Runs with their stages, state, and progress of the index."""
@@ -186,7 +204,7 @@ class Api:
         stage, step = self._place(run, given)
         return run.microscope.state(stage, step)
 
-    def replay(self, given: Mapping[str, str]) -> Any:
+    def replay(self, given: Mapping[str, str], body: bytes) -> Any:
         """Start the replay of a step."""
         run = self._run(given)
         stage, step = self._place(run, given)
@@ -218,7 +236,7 @@ class Api:
         return run.folder.path / run.stage(given.get("stage", "")).name, queries.whole(given, "step")
 
 
-def application(roster: Roster, token: str) -> Any:
+def application(site: Site, token: str) -> Any:
     """ASGI application. Everything but the right token in the path, on a loopback host, is answered with 404."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
@@ -226,7 +244,6 @@ def application(roster: Roster, token: str) -> Any:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-    api = Api(roster)
     files = {str(path.relative_to(STATIC)): path for path in STATIC.rglob("*") if path.suffix in TYPES}
 
     def allowed(request: Request) -> bool:
@@ -234,19 +251,21 @@ def application(roster: Roster, token: str) -> Any:
         return right and request.url.hostname in HOSTS
 
     async def page(request: Request) -> Any:
-        name = request.path_params.get("file") or "index.html"
+        name = request.path_params.get("file") or site.page
         if not allowed(request) or name not in files:
             return Response("not found", status_code=404, headers=HEADERS)
         file = files[name]
         return Response(file.read_bytes(), media_type=TYPES[file.suffix], headers=HEADERS)
 
     async def answer(request: Request) -> Any:
-        known = api.answers() if request.method in ("GET", "HEAD") else {"microscope": api.replay}
-        name = request.path_params["name"]
-        if not allowed(request) or name not in known:
+        reads, name = request.method in ("GET", "HEAD"), request.path_params["name"]
+        if not allowed(request) or name not in (site.answers if reads else site.changes):
             return JSONResponse({"error": "not found"}, status_code=404, headers=HEADERS)
         try:
-            found = await run_in_threadpool(known[name], request.query_params)
+            if reads:
+                found = await run_in_threadpool(site.answers[name], request.query_params)
+            else:
+                found = await run_in_threadpool(site.changes[name], request.query_params, await _body(request))
         except Refused as refused:
             return JSONResponse({"error": str(refused)}, status_code=refused.status, headers=HEADERS)
         except ConfigError as error:
@@ -259,6 +278,15 @@ def application(roster: Roster, token: str) -> Any:
             Route("/{token}/{file:path}", page, methods=["GET"]),
         ]
     )
+
+
+async def _body(request: Any) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise Refused(413, f"a request has at most {MAX_BODY >> 20} MiB")
+    return bytes(body)
 
 
 def _record(stage: Path, step: int) -> Path:
@@ -292,18 +320,23 @@ def view(paths: Sequence[str], *, port: int) -> None:
     `view`."""
     check_installed("view", "view")
     runs = [viewed(name, folder) for name, folder in named(find_runs(paths))]
-    token = secrets.token_urlsafe(16)
     listener = listen(HOST, port, "view")
-    print(f"http://{HOST}:{listener.getsockname()[1]}/{token}/", flush=True)
     with following() as follow:
         for run in runs:
             follow(run)
         roster = Roster(runs, [Path(path).expanduser().resolve() for path in paths], follow)
         try:
-            server_of(application(roster, token)).run(sockets=[listener])
+            serve(Api(roster), listener)
         finally:
             for run in roster.runs:
                 run.microscope.close()
+
+
+def serve(site: Site, listener: socket.socket) -> None:
+    """Serve a page until interrupted; prints its address, with a token of its own."""
+    token = secrets.token_urlsafe(16)
+    print(f"http://{HOST}:{listener.getsockname()[1]}/{token}/", flush=True)
+    server_of(application(site, token)).run(sockets=[listener])
 
 
 def named(folders: Sequence[RunFolder]) -> Iterator[tuple[str, RunFolder]]:

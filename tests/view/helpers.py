@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from posttrain.rollout.trajectory import Example, Trajectory, Turn
 from posttrain.serve.app import listen
 from posttrain.view.folder import RunFolder
 from posttrain.view.indexer import Indexer, index_all
-from posttrain.view.serve import Roster, Viewed, application, viewed
+from posttrain.view.serve import Api, Roster, Site, Viewed, application, viewed
 from tests.stages.runs import rl_stage, sft_stage, write_run
 
 STAGE, TOKEN = "0-rl", "secret"
@@ -102,11 +102,16 @@ def indexed(*folders: RunFolder) -> list[Viewed]:
     return runs
 
 
-@contextmanager
-def served(runs: Sequence[Viewed], places: Sequence[Path] = ()) -> Iterator[str]:
+def served(runs: Sequence[Viewed], places: Sequence[Path] = ()) -> AbstractContextManager[str]:
     """Address of the page of runs, with its token."""
+    return served_site(Api(Roster(runs, places)))
+
+
+@contextmanager
+def served_site(site: Site) -> Iterator[str]:
+    """Address of a page, with its token."""
     listener = listen("127.0.0.1", 0, "view")
-    config = uvicorn.Config(application(Roster(runs, places), TOKEN), log_config=None, lifespan="off", ws="none")
+    config = uvicorn.Config(application(site, TOKEN), log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
