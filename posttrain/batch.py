@@ -192,6 +192,20 @@ class ScoreStats:
 
 
 @pytree
+class DraftStats:
+    """Statistics of a block drafter at the tokens that its blocks cover, float32; 0 elsewhere."""
+
+    order: Int[Array, "B T"]
+    """Place of a token in its block, from 1."""
+    divergence: Float[Array, "B T"]
+    """KL(target || drafter) of the distribution that predicts the token."""
+    overlap: Float[Array, "B T"]
+    """Sum of the smaller probabilities of both: the share of drafts that the best coupling accepts."""
+    reached: Float[Array, "B T"]
+    """Product of the overlaps of its block up to this place."""
+
+
+@pytree
 class RouterStats:
     """Router statistics of one MoE layer, summed over real tokens; with a leading dimension M, of every MoE layer."""
 
@@ -227,6 +241,13 @@ class ScoreLoss(Protocol):
     """Loss interface on scores of a model with a scalar head: reward models."""
 
     def __call__(self, stats: ScoreStats, batch: Batch) -> LossOutput: ...
+
+
+@runtime_checkable
+class DraftLoss(Protocol):
+    """Loss interface on the drafts of a block drafter."""
+
+    def __call__(self, stats: DraftStats, batch: Batch) -> LossOutput: ...
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.batch import Batch, LossOutput, TokenStats
+from posttrain.batch import Batch, DraftStats, LossOutput, TokenStats
 from posttrain.losses.policy import distance_metrics
 from posttrain.losses.reduce import token_mean
 from posttrain.losses.sft import likelihood_metrics, masked
@@ -116,3 +116,34 @@ def teacher_weight(batch: Batch) -> Float[Array, "B T"]:
 
 def _total(values: Float[Array, "B T"], weight: Float[Array, "B T"]) -> Array:
     return jnp.where(weight > 0, values * weight, 0.0).sum()
+
+
+PLACE_DECAY = 0.8
+"""Weight of a place in a block relative to the one before: a draft counts only if all before it are accepted."""
+
+
+@dataclass(frozen=True)
+class BlockDraftLoss:
+    """Divergence KL(target || drafter) over the places of blocks, those behind others with less weight, as in DFlash
+    (arXiv:2602.06036).
+
+    `drafter/overlap`: share of first places that the best coupling accepts; `drafter/length`: tokens of a pass of the
+    target, one and those that it accepts, if the places of a block agree independently.
+    """
+
+    def __call__(self, stats: DraftStats, batch: Batch) -> LossOutput:
+        trained = (stats.order > 0) & (jnp.asarray(batch.loss_weight) > 0)
+        weight = jnp.where(trained, jnp.asarray(batch.loss_weight) * PLACE_DECAY ** (stats.order - 1), 0.0)
+        first = trained & (stats.order == 1)
+        blocks = jnp.sum(first, dtype=jnp.float32)
+
+        def mean(values: Float[Array, "B T"], weights: Array) -> Mean:
+            return Mean(total=jnp.sum(jnp.where(weights > 0, values * weights, 0.0)), weight=jnp.sum(weights * 1.0))
+
+        reached = jnp.sum(jnp.where(trained, stats.reached, 0.0))
+        metrics: dict[str, Metric] = {
+            "drafter/kl": mean(stats.divergence, trained),
+            "drafter/overlap": mean(stats.overlap, first),
+            "drafter/length": Mean(total=blocks + reached, weight=blocks),
+        }
+        return LossOutput(loss=mean(stats.divergence, weight), metrics=metrics)

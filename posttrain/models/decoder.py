@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs
 from posttrain.models.moe import Experts, ExpertStack, MoE
 from posttrain.models.rope import Tables, rope_tables
 from posttrain.models.vision.tower import ImageInputs, PlacedImages, Tower
+
+if TYPE_CHECKING:
+    from posttrain.models.drafter import BlockDrafter
 
 SPLIT_LAYERS = {"cpu": 32, "gpu": 64}
 """Maximum depth up to which decoding unrolls the layers, by platform: a scan there copies weights at every token, on a
@@ -252,6 +255,8 @@ class Decoder(nnx.Module):
         self.head = None if plain else Linear(1, ("embed", "vocab"), shape, init, bias=False)
         self.score = ScalarHead(config.embed_dim, init) if config.scalar_head else None
         self.tower = None if config.vision is None else Tower(config.vision, init)
+        self.drafter: BlockDrafter | None = nnx.data(None)
+        """Block drafter that is trained on the frozen model."""
 
     def __call__(
         self,

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from posttrain.batch import (
     Batch,
     BatchLoss,
+    DraftStats,
     LossOutput,
     RouterStats,
     ScoreStats,
@@ -52,7 +53,7 @@ EXPERTS = (".experts.gate", ".experts.up", ".experts.down")
 """Endings of the paths of experts' matrices."""
 
 AnyLoss = Callable[[Any, Batch], LossOutput]
-"""Loss on the model's statistics: a `TokenLoss` or a `ScoreLoss`."""
+"""Loss on the model's statistics: a `TokenLoss`, a `ScoreLoss` or a `DraftLoss`."""
 
 
 @runtime_checkable
@@ -133,7 +134,7 @@ class Keys(NamedTuple):
 class ForwardOutput(NamedTuple):
     """Outputs of a forward pass."""
 
-    stats: TokenStats | ScoreStats
+    stats: TokenStats | ScoreStats | DraftStats
     routers: RouterStats | None
     vjp_sum: Array | None = None
     """sum(statistics * cotangents)."""
@@ -243,6 +244,8 @@ class Objective:
             *inputs, taps, experts=experts, noise=noise, largest=clips, **beside
         )
         routers, largest = None if routing is None else routing.stats, largest_of(logits) if logits else {}
+        if model.drafter is not None:
+            return ForwardOutput(_draft_stats(model, batch, hidden), None, largest=largest)
         if model.config.scalar_head:
             scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
             return ForwardOutput(ScoreStats(scores=scores), routers, largest=largest)
@@ -472,6 +475,14 @@ class Objective:
 
         loss_weight, router_weight = sum_over(weights, micro, count)
         return jnp.where(router_weight > 0, loss_weight / jnp.maximum(router_weight, 1.0), 0.0)
+
+
+def _draft_stats(model: Decoder, batch: Batch, hidden: Float[Array, "B T D"]) -> DraftStats:
+    from posttrain.models.drafter import block_stats
+
+    assert model.drafter is not None
+    embedded = model.embed(jnp.asarray(batch.tokens), model.compute.dtype, model.compute.mesh)
+    return block_stats(model.drafter, batch, hidden, embedded, model.logits)
 
 
 def used_once(weights: ModelWeights) -> frozenset[str]:

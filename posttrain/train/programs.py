@@ -15,7 +15,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from posttrain.batch import Batch, LossOutput, ScoreLoss, ScoreStats, TokenLoss, TokenStats, rows_per_pass
+from posttrain.batch import Batch, DraftLoss, DraftStats, LossOutput, ScoreLoss, ScoreStats, TokenLoss, TokenStats, rows_per_pass
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.losses.router import load_metrics, updated_correction
@@ -40,7 +40,7 @@ _TRAINERS = Recent["TrainPrograms"](2)
 
 def programs_of(
     model: ModelWeights,
-    loss: TokenLoss | ScoreLoss,
+    loss: TokenLoss | ScoreLoss | DraftLoss,
     optimizer: Optimizer,
     settings: TrainSettings,
     *,
@@ -86,7 +86,7 @@ class TrainPrograms:
     def __init__(
         self,
         model: Decoder,
-        loss: TokenLoss | ScoreLoss,
+        loss: TokenLoss | ScoreLoss | DraftLoss,
         optimizer: Optimizer | optax.GradientTransformation,
         settings: TrainSettings,
         *,
@@ -156,9 +156,11 @@ class TrainPrograms:
     @cached_property
     def language_factor(self) -> float:
         """Operations of the language model's products with the backward pass, relative to the forward pass: frozen
-        parameters have no gradient of their own."""
+        parameters have no gradient of their own, and of a block drafter's target nothing has one."""
         language = {path: x.size for path, x in self.weights.items() if not path.startswith(TOWER)}
         trained = sum(size for path, size in language.items() if path in self.params)
+        if self.structure.model.drafter is not None:
+            return 1 + 2 * trained / sum(language.values())
         return 2 + trained / sum(language.values())
 
     @cached_property
@@ -171,7 +173,7 @@ class TrainPrograms:
         nothing is computed twice, and the backward pass is twice the forward pass of what is trained."""
         (config, active), *teachers = self._active
         products, attention = batch_flops(config, active, batch)
-        language = self.language_factor * products + 3 * attention
+        language = self.language_factor * products + (3 if self.structure.model.drafter is None else 1) * attention
         language += sum(sum(batch_flops(config, active, batch)) for config, active in teachers)
         vision = self.structure.model.config.vision
         if vision is None or batch.patches is None:
@@ -311,10 +313,10 @@ class TrainPrograms:
 
     def _evaluate_program(
         self, weights: Weights, micro: Batch, count: Array, teacher_weights: list[Weights]
-    ) -> tuple[LossOutput, TokenStats | ScoreStats]:
+    ) -> tuple[LossOutput, TokenStats | ScoreStats | DraftStats]:
         self.num_traced += 1
 
-        def one(batch: Batch) -> tuple[LossOutput, TokenStats | ScoreStats]:
+        def one(batch: Batch) -> tuple[LossOutput, TokenStats | ScoreStats | DraftStats]:
             output, passed = self.objective.loss_output(weights, batch, teacher_weights, self.objective.loss)
             return output, passed.stats
 
@@ -323,9 +325,9 @@ class TrainPrograms:
 
     def _stats_program(
         self, weights: Weights, micro: Batch, count: Array, teacher_weights: list[Weights] | None = None
-    ) -> TokenStats | ScoreStats:
+    ) -> TokenStats | ScoreStats | DraftStats:
         self.num_traced += 1
-        stats: TokenStats | ScoreStats = stack_over(
+        stats: TokenStats | ScoreStats | DraftStats = stack_over(
             lambda batch: self.objective.forward(weights, batch, teacher_weights).stats, micro, count
         )
         return stats

@@ -16,6 +16,7 @@ from jaxtyping import Float
 
 from posttrain.batch import (
     Batch,
+    DraftLoss,
     ScoreLoss,
     ScoreStats,
     TokenLoss,
@@ -65,7 +66,7 @@ class Trainer:
     def __init__(
         self,
         model: Decoder,
-        loss: TokenLoss | ScoreLoss,
+        loss: TokenLoss | ScoreLoss | DraftLoss,
         optimizer: Optimizer | optax.GradientTransformation,
         settings: TrainSettings,
         *,

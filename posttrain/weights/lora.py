@@ -25,7 +25,7 @@ from posttrain.models.decoder import Decoder, first_layers
 from posttrain.models.layers import Adaptable, Linear
 from posttrain.models.names import TOWER, CheckpointTensor, tensors
 from posttrain.models.quant import Quantized, plain_shapes
-from posttrain.weights.state import ADAPTER, ModelWeights
+from posttrain.weights.state import ADAPTER, DRAFTER, ModelWeights
 
 ALL_LINEAR = "all-linear"
 
@@ -79,7 +79,7 @@ class AdapterPlan:
 
 def base_tensors(model: Decoder) -> list[CheckpointTensor]:
     """Checkpoint tensors of the model's parameters, without adapters."""
-    shapes = [shape for shape in plain_shapes(ModelWeights(model).shapes()) if ADAPTER not in shape[0]]
+    shapes = [shape for shape in plain_shapes(ModelWeights(model).shapes()) if not _beside(shape[0])]
     return tensors(model.config, hf.family(model.config.model_type).NAMES, shapes)
 
 
@@ -89,6 +89,11 @@ def as_matrix(tensor: CheckpointTensor) -> CheckpointTensor:
         return tensor
     columns = slice(0, tensor.shape[0])
     return replace(tensor, transpose=True, parts=tuple(replace(part, columns=columns) for part in tensor.parts))
+
+
+def _beside(path: str) -> bool:
+    """Return True for a parameter of an adapter or of a drafter."""
+    return ADAPTER in path or path.startswith(DRAFTER)
 
 
 def module_of(tensor: CheckpointTensor) -> str:

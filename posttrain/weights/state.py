@@ -20,6 +20,9 @@ Weights = dict[str, Array]
 WeightShapes = dict[str, jax.ShapeDtypeStruct]
 """Shapes, dtypes and shardings of `Weights`, for programs of devices that need not be there."""
 
+DRAFTER = "drafter."
+"""Beginning of the paths of a block drafter's parameters, beside those of its target."""
+
 ADAPTER = ".adapters."
 """Path component of every adapter parameter."""
 
@@ -62,8 +65,10 @@ class ModelWeights:
         return ModelWeights(nnx.merge(self.graph, nnx.from_flat_state(shapes)))
 
     def trainable(self) -> frozenset[str]:
-        """Paths of trainable parameters: adapter and `modules_to_save` if there is an adapter, else all unquantized
-        ones; of the vision tower those that `VisionConfig.train` names."""
+        """Paths of trainable parameters: those of a block drafter if there is one; adapter and `modules_to_save` if
+        there is an adapter, else all unquantized ones; of the vision tower those that `VisionConfig.train` names."""
+        if self.model.drafter is not None:
+            return frozenset(path for path in self._variables if path.startswith(DRAFTER))
         adapter = frozenset(path for path, v in self._variables.items() if isinstance(v, LoRAParam))
         plain = frozenset(path for path, v in self._variables.items() if not isinstance(v, QuantizedParam))
         tower = frozenset(path for path in plain if path.startswith(TOWER))

@@ -1,0 +1,189 @@
+"""Block drafter: proposes all tokens of a block in one pass, from the target's newest hidden states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from posttrain.batch import Batch, DraftStats
+from posttrain.models.layers import Init, normal, param, rms_normed
+
+NORM_EPS = 1e-6
+SHORTENED = 8
+"""One of so many blocks is trained on fewer hidden states than the window has."""
+
+Logits = Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Sizes of a drafter, and those of its target."""
+
+    embed_dim: int
+    vocab_size: int
+    tokens: int
+    """Tokens of a block."""
+    window: int
+    """Newest hidden states that it reads."""
+    layers: int
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Number of attention heads and their size: a quarter of the target's width in all."""
+        number = max(1, min(4, self.embed_dim // 16), self.embed_dim // 256)
+        return number, max(1, self.embed_dim // (4 * number))
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """Name and size of each parameter's dimensions."""
+        embed, heads = ("embed", self.embed_dim), ("latent", math.prod(self.heads))
+        inner, hidden = ("latent", self.embed_dim), ("latent", self.embed_dim)
+        of_layer = {
+            "attention_norm": (embed,),
+            **{name: (embed, heads) for name in ("q", "k", "v")},
+            "o": (heads, embed),
+            "mlp_norm": (embed,),
+            **{name: (embed, hidden) for name in ("gate", "up")},
+            "down": (hidden, embed),
+        }
+        layers = {f"{name}_{layer}": dims for layer in range(self.layers) for name, dims in of_layer.items()}
+        return {
+            "hidden": (embed, inner),
+            "token": (embed, inner),
+            "ages": (("latent", self.window), embed),
+            "places": (("latent", self.tokens + 1), embed),
+            **layers,
+            "final_norm": (embed,),
+        }
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(size for _, size in dims) for dims in self.shapes.values())
+
+
+class BlockDrafter(nnx.Module):
+    """Parameters of a drafter beside its target, which trains them."""
+
+    def __init__(self, config: DrafterConfig, *, dtype: np.dtype, rngs: nnx.Rngs):
+        self.config = config
+        self.weights = nnx.Dict({})
+        for name, dims in config.shapes.items():
+            shape = tuple(size for _, size in dims)
+            init = Init(0.02 if name in ("ages", "places") else shape[0] ** -0.5, dtype, rngs)
+            value = jnp.ones(shape, dtype) if name.endswith("norm") or "_norm_" in name else normal(init, shape)
+            self.weights[name] = param(value, tuple(dim for dim, _ in dims))
+
+    def arrays(self) -> dict[str, Array]:
+        return {name: weight[...] for name, weight in self.weights.items()}
+
+
+def propose(
+    config: DrafterConfig,
+    weights: Mapping[str, Array],
+    hidden: Float[Array, "N W D"],
+    known: Int[Array, " N"],
+    newest: Float[Array, "N D"],
+) -> Float[Array, "N k D"]:
+    """Inputs of the target's head for each place of the block behind the newest token.
+
+    Places attend to the block and to what the target's hidden states are projected to, as in DFlash
+    (arXiv:2602.06036), of the window's newest `known` instead of the whole context. `newest`: embedding of the newest
+    token, whose hidden state is not there yet.
+    """
+    dtype = hidden.dtype
+    w = {name: x.astype(dtype) for name, x in weights.items()}
+    there = jnp.arange(config.window)[None] >= config.window - known[:, None]
+    before = jnp.where(there[..., None], _normed(hidden) @ w["hidden"] + w["ages"], 0)
+    first = _normed(newest) @ w["token"] + before[:, -1]
+    x = first[:, None] + w["places"]
+    visible = jnp.pad(there, ((0, 0), (0, config.tokens + 1)), constant_values=True)
+    for layer in range(config.layers):
+        own = {name.removesuffix(f"_{layer}"): x for name, x in w.items() if name.endswith(f"_{layer}")}
+        x = x + _attended(config, own, _normed(x) * own["attention_norm"], before, visible)
+        inputs = _normed(x) * own["mlp_norm"]
+        x = x + (jax.nn.silu(inputs @ own["gate"]) * (inputs @ own["up"])) @ own["down"]
+    return _normed(x[:, 1:]) * w["final_norm"]
+
+
+def _normed(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    return rms_normed(x, NORM_EPS).astype(x.dtype)
+
+
+def _attended(
+    config: DrafterConfig,
+    w: Mapping[str, Array],
+    x: Float[Array, "N k1 D"],
+    before: Float[Array, "N W D"],
+    visible: Bool[Array, "N S"],
+) -> Float[Array, "N k1 D"]:
+    number, size = config.heads
+    read = jnp.concatenate([before, x], axis=1)
+    q, k, v = ((y @ w[name]).reshape(*y.shape[:2], number, size) for y, name in ((x, "q"), (read, "k"), (read, "v")))
+    scores = jnp.einsum("nqhd,nkhd->nhqk", q, k, preferred_element_type=jnp.float32) * size**-0.5
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1).astype(x.dtype)
+    return jnp.einsum("nhqk,nkhd->nqhd", weights, v).reshape(*x.shape[:2], -1) @ w["o"]
+
+
+def block_stats(
+    drafter: BlockDrafter, batch: Batch, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], logits: Logits
+) -> DraftStats:
+    """Divergence of the drafts from the target at every token of rows, which blocks cover without a gap.
+
+    The first block of a row begins at a place that its tokens choose, so that another packing has other blocks.
+    """
+    config, (rows, length) = drafter.config, batch.shape
+    tokens, segments = jnp.asarray(batch.tokens), jnp.asarray(batch.segments)
+    hidden, embedded = jax.lax.stop_gradient((hidden, embedded))
+    count = -(-length // config.tokens)
+    shift = jnp.sum(tokens, axis=1, keepdims=True) % config.tokens
+    starts = shift + config.tokens * jnp.arange(count, dtype=jnp.int32)[None]
+    shorter = jnp.where(jnp.arange(count) % SHORTENED == 0, jnp.arange(count) // SHORTENED, config.window)
+    at = jax.vmap(lambda row, places: jnp.take(row, places, axis=0, mode="clip"))
+    segment = jnp.where(starts < length, at(segments, starts), 0)
+    places = starts[..., None] + jnp.arange(-config.window, config.tokens + 1, dtype=jnp.int32)
+    within = (places >= 0) & (places < length) & (segment[..., None] > 0)
+    within &= at(segments, places) == segment[..., None]
+    known = jnp.minimum(jnp.sum(within[..., : config.window], axis=-1), shorter % (config.window + 1))
+    blocks = rows * count
+    states = propose(
+        config,
+        drafter.arrays(),
+        at(hidden, places[..., : config.window]).reshape(blocks, config.window, -1),
+        known.reshape(blocks),
+        at(embedded, starts).reshape(blocks, -1),
+    ).reshape(rows, count, config.tokens, -1)
+
+    @jax.checkpoint
+    def compared(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        """Of one place in all blocks, so that no more logits are held at once."""
+        target = jax.lax.stop_gradient(jax.nn.log_softmax(logits(at(hidden, inputs[1]))))
+        draft = jax.nn.log_softmax(logits(inputs[0]))
+        divergence = jnp.sum(jnp.exp(target) * (target - draft), axis=-1)
+        return None, (divergence, jnp.sum(jnp.exp(jnp.minimum(target, draft)), axis=-1))
+
+    predicted = places[..., config.window + 1 :]
+    _, found = jax.lax.scan(compared, None, (jnp.moveaxis(states, 2, 0), jnp.moveaxis(predicted - 1, 2, 0)))
+    divergence, overlap = (jnp.moveaxis(x, 0, 2) for x in found)
+    valid = within[..., config.window + 1 :]
+    order = jnp.where(valid, jnp.arange(1, config.tokens + 1, dtype=jnp.int32), 0)
+    reached = jnp.cumprod(jnp.where(valid, overlap, 0.0), axis=-1)
+
+    def by_token(x: Array) -> Any:
+        put = jax.vmap(lambda values, places: jnp.zeros(length, x.dtype).at[places].set(values, mode="drop"))
+        return put(x.reshape(rows, -1), jnp.where(valid, predicted, length).reshape(rows, -1))
+
+    return DraftStats(
+        order=by_token(order),
+        divergence=by_token(divergence),
+        overlap=by_token(overlap),
+        reached=by_token(jax.lax.stop_gradient(reached)),
+    )
