@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from posttrain.api import RL as RL
     from posttrain.api import SFT as SFT
     from posttrain.api import Distill as Distill
+    from posttrain.api import Drafter as Drafter
     from posttrain.api import OnlinePreference as OnlinePreference
     from posttrain.api import Preference as Preference
     from posttrain.api import RewardModel as RewardModel
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from posttrain.config import VESPO as VESPO
     from posttrain.config import Adafactor as Adafactor
     from posttrain.config import AdamW as AdamW
+    from posttrain.config import BlockDrafts as BlockDrafts
     from posttrain.config import DrGRPO as DrGRPO
     from posttrain.config import GSPOToken as GSPOToken
     from posttrain.config import Lion as Lion
@@ -104,7 +106,9 @@ _MODULES = {
     "Checkpointer": "posttrain.train.checkpoint",
     "ConfigError": "posttrain.errors",
     "Decoder": "posttrain.models.decoder",
+    "BlockDrafts": "posttrain.config",
     "Distill": "posttrain.api",
+    "Drafter": "posttrain.api",
     "Example": "posttrain.rollout.trajectory",
     "Expected": "posttrain.rollout.programs",
     "Grammar": "posttrain.data.grammar",

@@ -288,6 +288,16 @@ class RewardModel(PythonRun):
     kind = "reward_model"
 
 
+class Drafter(PythonRun):
+    """Block drafter of a model from Python: `pt.Drafter(model="path", dataset="samples.jsonl").fit()`.
+
+    Every field of the stage and of the model is a keyword, as are `output`, `seed` and `mesh`. The folder of the run
+    drafts for its model: `pt.BlockDrafts(path=...)`.
+    """
+
+    kind = "drafter"
+
+
 class RL(PythonRun):
     """Reinforcement learning from Python: `pt.RL(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
 

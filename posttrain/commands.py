@@ -70,9 +70,9 @@ Speculative = Annotated[
     Any,
     typer.Option(
         parser=_drafts,
-        metavar="ngram|draft=MODEL[:TOKENS]",
-        help="Speculative decoding, the same tokens: from what the text repeats, or by a smaller model; as "
-        "rollout.speculative. TOKENS: drafted for each pass, by default 4, such as ngram:8.",
+        metavar="ngram|draft=MODEL|block=DRAFTER[:TOKENS]",
+        help="Speculative decoding, the same tokens: from what the text repeats, by a smaller model, or "
+        "by a block drafter; as rollout.speculative. TOKENS: drafted for each pass, by default 4, or all of a block.",
     ),
 ]
 

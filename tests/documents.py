@@ -41,6 +41,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "sft": {**STAGE, "batch_rows": 1},
     "preference": {**STAGE, "batch_rows": 1},
     "reward_model": {**STAGE, "batch_rows": 1},
+    "drafter": {**STAGE, "batch_rows": 1},
     "distill": {**STAGE, "batch_rows": 1, "teachers": [{"path": "t"}]},
     "rl": {**STAGE, **ROLLOUTS},
     "online_preference": {**STAGE, **ROLLOUTS},

@@ -41,7 +41,14 @@ from posttrain.config.base import (
     Text,
     Vision,
 )
-from posttrain.config.distill import AttentionFeatures, DistillSection, FeaturesSection, HiddenFeatures, LayerMap
+from posttrain.config.distill import (
+    AttentionFeatures,
+    DistillSection,
+    DrafterSection,
+    FeaturesSection,
+    HiddenFeatures,
+    LayerMap,
+)
 from posttrain.config.environment import AgentSection, EnvSection, McpSection, ToolSection
 from posttrain.config.locator import Locator, UserObject
 from posttrain.config.model import (
@@ -70,6 +77,7 @@ from posttrain.config.preference import OnlinePreferenceSection, PairSection, Pr
 from posttrain.config.reward import EvaluateSection, HeldOutSection, MonitorSection, RecordSection, RewardSection
 from posttrain.config.rl import AsyncSection, OnlineSection, RLSection
 from posttrain.config.rollout import (
+    BlockDrafts,
     Drafts,
     GrammarSection,
     LookupDrafts,
@@ -115,11 +123,13 @@ __all__ = [
     "AsyncSection",
     "AttentionFeatures",
     "AttentionKernel",
+    "BlockDrafts",
     "CacheDtype",
     "DatasetSection",
     "DecodeAttention",
     "DistillSection",
     "DrGRPO",
+    "DrafterSection",
     "Drafts",
     "EnvSection",
     "EvaluateSection",

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, model_validator
 
 from posttrain.config.base import Flag, ListOf, LocalPath, PositiveInt, Section
+from posttrain.config.optimizer import ANY_KIND, OtherOptimizer
 from posttrain.config.rollout import RolloutSection, SamplingSection, answer_tokens, check_sampling, with_lengths
 from posttrain.config.teacher import TeacherSection, check_teachers
-from posttrain.config.train import SequenceSection
+from posttrain.config.train import RouterSection, SequenceOptimizer, SequenceSection
 
 LayerMap = dict[int, int] | Literal["uniform", "last"]
 
@@ -203,3 +204,30 @@ class DistillSection(SequenceSection):
                 f"temperature={self.temperature}: the log-probabilities of a group (tokenizer: gold) are summed at "
                 "temperature 1; leave it out, or use align"
             )
+
+
+class DrafterOptimizer(SequenceOptimizer):
+    """AdamW settings of drafters, which begin with random weights."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+
+
+class DrafterSection(SequenceSection):
+    """Block drafter: a small model that proposes a block of tokens at once from the hidden states of the run's model,
+    which stays as it is; for `rollout.speculative: {kind: block, path: ...}`. DFlash, arXiv:2602.06036."""
+
+    kind: Literal["drafter"] = "drafter"
+    optimizer: Annotated[DrafterOptimizer | OtherOptimizer, Field(discriminator="kind"), ANY_KIND] = DrafterOptimizer()
+    """Optimiser: `adamw`, `lion`, `adafactor`, `muon`, or an optax transformation (`fn`)."""
+    tokens: Annotated[int, Field(ge=1, le=16)] = 4
+    """Number of tokens of a block."""
+    window: Annotated[int, Field(ge=1, le=64)] = 8
+    """Number of the newest hidden states that it reads."""
+    layers: Annotated[int, Field(ge=1, le=8)] = 1
+    """Number of its layers; embedding and head are the model's."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.router != RouterSection():
+            yield "router: the model stays as it is, with its routers; remove it"
+        if self.optimizer.qk_clip is not None:
+            yield "optimizer.qk_clip: the model stays as it is, with its attention; remove it"

@@ -45,19 +45,31 @@ class ModelDrafts(Section):
     """Number of tokens drafted for each forward pass of the model."""
 
 
-Drafts: TypeAlias = LookupDrafts | ModelDrafts
+class BlockDrafts(Section):
+    """Tokens of a block drafted at once from the model's hidden states, as in DFlash, arXiv:2602.06036."""
+
+    kind: Literal["block"] = "block"
+    path: Locator
+    """Folder of the drafter, or of the stage of kind `drafter` that trained it for this model. It is not trained
+    further: as the model changes, fewer of its tokens are accepted."""
+    tokens: Annotated[int, Field(ge=1, le=16)] | None = None
+    """Number of tokens drafted for each forward pass of the model; by default all of a block."""
+
+
+Drafts: TypeAlias = LookupDrafts | ModelDrafts | BlockDrafts
 """Source of drafted tokens."""
 
 
 def drafts_of(text: str) -> Drafts:
-    """Read drafts in one word, `ngram` or `draft=MODEL`, with `:TOKENS` behind it or without. ConfigError for others.
+    """Read drafts in one word, `ngram`, `draft=MODEL` or `block=DRAFTER`, with `:TOKENS` behind it or without.
+    ConfigError for others.
 
     >>> drafts_of("ngram:8"), drafts_of("draft=org/small").path
     (LookupDrafts(kind='ngram', tokens=8), 'org/small')
     """
     source, _, count = text.rpartition(":")
-    if not source or not count.isdecimal():
-        source, count = text, "4"
+    given = bool(source) and count.isdecimal()
+    source, count = (source, count) if given else (text, "4")
     kind, _, path = source.partition("=")
     if not 1 <= int(count) <= 16:
         raise ConfigError(f"{text}: {count} tokens; draft from 1 to 16")
@@ -65,7 +77,9 @@ def drafts_of(text: str) -> Drafts:
         return LookupDrafts(tokens=int(count))
     if kind == "draft" and path:
         return ModelDrafts(path=Locator(path), tokens=int(count))
-    raise ConfigError(f"{text}: write ngram or draft=MODEL, with :TOKENS behind it where wanted")
+    if kind == "block" and path:
+        return BlockDrafts(path=Locator(path), tokens=int(count) if given else None)
+    raise ConfigError(f"{text}: write ngram, draft=MODEL or block=DRAFTER, with :TOKENS behind it where wanted")
 
 
 class RolloutSection(Section):
@@ -105,7 +119,8 @@ class RolloutSection(Section):
     """Speculative decoding: draft several tokens, and judge all of them in one forward pass. Samples are the same token
     for token, up to rounding, with every field of `sampling`; calls for which drafts do not pay, by the speeds that are
     measured, go without. `{kind: ngram}` drafts from what prompt and sample have repeated, `{kind: draft, path: ...}`
-    by a smaller model, whose weights and cache need memory."""
+    by a smaller model, whose weights and cache need memory, `{kind: block, path: ...}` by a block drafter that a stage
+    of kind `drafter` has trained."""
     warm_up: Flag = True
     """Compile all programs that the dataset's prompts can need before the first step; otherwise each when first used,
     as are those for images."""

@@ -8,14 +8,20 @@ from typing import Annotated, Any, Literal, TypeGuard
 from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, ListOf, LocalPath, PositiveInt, Section
-from posttrain.config.distill import DistillSection
+from posttrain.config.distill import DistillSection, DrafterSection
 from posttrain.config.model import MeshSection, ModelSection
 from posttrain.config.preference import OnlinePreferenceSection, PreferenceSection, RewardModelSection
 from posttrain.config.rl import OnlineSection, RLSection
 from posttrain.config.train import ADAPTER_RATE_FACTOR, SFTSection, TrainSection
 
 Stage = Annotated[
-    SFTSection | DistillSection | RLSection | PreferenceSection | OnlinePreferenceSection | RewardModelSection,
+    SFTSection
+    | DistillSection
+    | RLSection
+    | PreferenceSection
+    | OnlinePreferenceSection
+    | RewardModelSection
+    | DrafterSection,
     Field(discriminator="kind"),
 ]
 
@@ -29,6 +35,7 @@ SECTIONS: Mapping[str, type[TrainSection]] = {
         PreferenceSection,
         OnlinePreferenceSection,
         RewardModelSection,
+        DrafterSection,
     )
 }
 """Section class of each stage kind."""
@@ -99,6 +106,8 @@ class RunConfig(Section):
     def _mistakes(self) -> Iterator[str]:
         if any(isinstance(stage, RewardModelSection) for stage in self.stages[:-1]):
             yield "a reward_model stage must be the last: its model scores answers and cannot generate"
+        if len(self.stages) > 1 and any(isinstance(stage, DrafterSection) for stage in self.stages):
+            yield "a drafter stage must be alone in its run: it trains no model; give that of another run as model.path"
         if self.model.adapter is not None and len(self.stages) > 1:
             yield (
                 "model.adapter: a stage leaves its adapter merged, so a second one would have none to continue; "

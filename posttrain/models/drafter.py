@@ -49,10 +49,10 @@ class DrafterConfig:
         inner, hidden = ("latent", self.embed_dim), ("latent", self.embed_dim)
         of_layer = {
             "attention_norm": (embed,),
-            **{name: (embed, heads) for name in ("q", "k", "v")},
+            **dict.fromkeys(("q", "k", "v"), (embed, heads)),
             "o": (heads, embed),
             "mlp_norm": (embed,),
-            **{name: (embed, hidden) for name in ("gate", "up")},
+            **dict.fromkeys(("gate", "up"), (embed, hidden)),
             "down": (hidden, embed),
         }
         layers = {f"{name}_{layer}": dims for layer in range(self.layers) for name, dims in of_layer.items()}
@@ -75,7 +75,7 @@ class BlockDrafter(nnx.Module):
 
     def __init__(self, config: DrafterConfig, *, dtype: np.dtype, rngs: nnx.Rngs):
         self.config = config
-        self.weights = nnx.Dict({})
+        self.weights: nnx.Dict[Any] = nnx.Dict({})
         for name, dims in config.shapes.items():
             shape = tuple(size for _, size in dims)
             init = Init(0.02 if name in ("ages", "places") else shape[0] ** -0.5, dtype, rngs)
@@ -102,20 +102,21 @@ def propose(
     dtype = hidden.dtype
     w = {name: x.astype(dtype) for name, x in weights.items()}
     there = jnp.arange(config.window)[None] >= config.window - known[:, None]
-    before = jnp.where(there[..., None], _normed(hidden) @ w["hidden"] + w["ages"], 0)
+    before = jnp.where(there[..., None], _normed(hidden) @ w["hidden"] + w["ages"][None], 0)
     first = _normed(newest) @ w["token"] + before[:, -1]
-    x = first[:, None] + w["places"]
+    x = first[:, None] + w["places"][None]
     visible = jnp.pad(there, ((0, 0), (0, config.tokens + 1)), constant_values=True)
     for layer in range(config.layers):
         own = {name.removesuffix(f"_{layer}"): x for name, x in w.items() if name.endswith(f"_{layer}")}
-        x = x + _attended(config, own, _normed(x) * own["attention_norm"], before, visible)
-        inputs = _normed(x) * own["mlp_norm"]
+        x = x + _attended(config, own, _normed(x, own["attention_norm"]), before, visible)
+        inputs = _normed(x, own["mlp_norm"])
         x = x + (jax.nn.silu(inputs @ own["gate"]) * (inputs @ own["up"])) @ own["down"]
-    return _normed(x[:, 1:]) * w["final_norm"]
+    return _normed(x[:, 1:], w["final_norm"])
 
 
-def _normed(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    return rms_normed(x, NORM_EPS).astype(x.dtype)
+def _normed(x: Float[Array, "*B D"], scale: Float[Array, " D"] | None = None) -> Float[Array, "*B D"]:
+    x = rms_normed(x, NORM_EPS).astype(x.dtype)
+    return x if scale is None else x * scale.reshape(*[1] * (x.ndim - 1), -1)
 
 
 def _attended(
@@ -149,10 +150,11 @@ def block_stats(
     shorter = jnp.where(jnp.arange(count) % SHORTENED == 0, jnp.arange(count) // SHORTENED, config.window)
     at = jax.vmap(lambda row, places: jnp.take(row, places, axis=0, mode="clip"))
     segment = jnp.where(starts < length, at(segments, starts), 0)
-    places = starts[..., None] + jnp.arange(-config.window, config.tokens + 1, dtype=jnp.int32)
+    places = starts[..., None] + jnp.arange(-config.window, config.tokens + 1, dtype=jnp.int32)[None, None]
     within = (places >= 0) & (places < length) & (segment[..., None] > 0)
     within &= at(segments, places) == segment[..., None]
-    known = jnp.minimum(jnp.sum(within[..., : config.window], axis=-1), shorter % (config.window + 1))
+    most = (shorter % (config.window + 1))[None]
+    known = jnp.minimum(jnp.sum(within[..., : config.window], axis=-1), most)
     blocks = rows * count
     states = propose(
         config,
@@ -174,7 +176,7 @@ def block_stats(
     _, found = jax.lax.scan(compared, None, (jnp.moveaxis(states, 2, 0), jnp.moveaxis(predicted - 1, 2, 0)))
     divergence, overlap = (jnp.moveaxis(x, 0, 2) for x in found)
     valid = within[..., config.window + 1 :]
-    order = jnp.where(valid, jnp.arange(1, config.tokens + 1, dtype=jnp.int32), 0)
+    order = jnp.where(valid, jnp.arange(1, config.tokens + 1, dtype=jnp.int32)[None, None], 0)
     reached = jnp.cumprod(jnp.where(valid, overlap, 0.0), axis=-1)
 
     def by_token(x: Array) -> Any:

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from posttrain.batch import Batch, ScoreLoss, TokenLoss
+from posttrain.batch import Batch, DraftLoss, ScoreLoss, TokenLoss
 from posttrain.config import (
     DistillSection,
+    DrafterSection,
     ImageSection,
     OnlinePreferenceSection,
     OnlineSection,
@@ -26,6 +27,7 @@ from posttrain.config.algorithm import PPO
 from posttrain.distill.features import distill_loss, matching_of
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
+from posttrain.losses.distill import BlockDraftLoss
 from posttrain.losses.value import ValueLoss
 from posttrain.models.activations import attention_flops, recomputed_flops
 from posttrain.models.decoder import Decoder
@@ -97,7 +99,13 @@ def stage_plan(
     """Phases of a stage on devices with `memory` bytes each; `image`: limits of pictures. Raises ConfigError for one
     that it cannot plan."""
     if isinstance(section, SFTSection):
-        return _sft(section, model, mesh, gather_once, image)
+        settings = train_settings(section, model.config.vocab_size, dropout_seed=0)
+        settings = dataclasses.replace(settings, gather_once=gather_once)
+        return _sequences(section, model, mesh, sft_loss(section), settings, image)
+    if isinstance(section, DrafterSection):
+        settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=PLAIN)
+        settings = dataclasses.replace(settings, gather_once=gather_once)
+        return _sequences(section, model, mesh, BlockDraftLoss(), settings, image)
     if isinstance(section, PreferenceSection | RewardModelSection):
         return _pairs(section, model, mesh, gather_once, image)
     if isinstance(section, DistillSection):
@@ -118,10 +126,15 @@ def _refuse(section: DistillSection | RLSection | OnlinePreferenceSection) -> No
         raise ConfigError(f"plan: cannot plan {section.kind} with {'; with '.join(refused)}; remove it for the plan")
 
 
-def _sft(section: SFTSection, model: Decoder, mesh: Mesh, gather_once: bool, image: ImageSection) -> StagePlan:
-    settings = train_settings(section, model.config.vocab_size, dropout_seed=0)
-    settings = dataclasses.replace(settings, gather_once=gather_once)
-    programs = _programs(section, model, sft_loss(section), settings, mesh)
+def _sequences(
+    section: SFTSection | DrafterSection,
+    model: Decoder,
+    mesh: Mesh,
+    loss: TokenLoss | DraftLoss,
+    settings: TrainSettings,
+    image: ImageSection,
+) -> StagePlan:
+    programs = _programs(section, model, loss, settings, mesh)
     batch = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
     phases = [_update(programs, batch, {})]
     if section.eval_dataset is not None:
@@ -390,7 +403,7 @@ def _of_critic(
 def _programs(
     section: TrainSection,
     model: Decoder,
-    loss: TokenLoss | ScoreLoss,
+    loss: TokenLoss | ScoreLoss | DraftLoss,
     settings: TrainSettings,
     mesh: Mesh,
     teachers: Sequence[Decoder] = (),

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from posttrain.batch import IMAGE_ARRAYS, Batch, rows_per_pass
 from posttrain.cluster.reference import FrozenModel
-from posttrain.config import DistillSection, ImageSection, OnlineSection, RLSection, RolloutSection
+from posttrain.config import BlockDrafts, DistillSection, Drafts, ImageSection, OnlineSection, RLSection, RolloutSection
 from posttrain.distill.teachers import DEFAULT_TOP_K
 from posttrain.mesh import row_shards
 from posttrain.models.activations import attention_flops
@@ -58,7 +58,7 @@ from posttrain.reward.model import scored_shape
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, Loaded, choose_placement
 from posttrain.rollout.decoding import DecodeRows
-from posttrain.rollout.drafting import Speculation
+from posttrain.rollout.drafting import Speculation, find_drafter
 from posttrain.rollout.programs import Expected, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.speculative import SpeculativeRows
@@ -151,8 +151,7 @@ class RolloutShapes:
         self.loaded = Loaded.of(source, arrays, 0, placement)
         cache: dict[str, Any] = {"cache_tokens": settings.cache_tokens, "kind": settings.cache_dtype}
         if settings.speculative is not None:
-            weights = None if draft is None else placed_shapes(ModelWeights(draft), mesh)
-            cache["speculation"] = Speculation(tokens=settings.speculative.tokens, model=draft, weights=weights)
+            cache["speculation"] = _speculation(settings.speculative, model, draft, mesh)
         record = settings.record_routing
         self.runner = Runner.of(self.loaded, slots=slots, max_length=max_length, steps=steps, record=record, **cache)
         params = SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_token_ids=(), key=(0, 0))
@@ -225,9 +224,10 @@ class RolloutShapes:
 
     @cached_property
     def draft_sizes(self) -> dict[str, int]:
-        """Bytes on a device of the draft model, and of its cache with weights made for sampling."""
+        """Bytes on a device of what drafts: of a draft model also its cache with weights made for sampling."""
         if self.draft is None:
-            return {}
+            block = {} if self.runner.drafter is None else self.runner.drafter.weights
+            return {DRAFT: bytes_on_device(block)} if block else {}
         derived = self.runner.programs.layout_of(self.draft).derived
         pool = bytes_on_device(self.runner.draft_pool_shapes(self.draft))
         return {DRAFT: bytes_on_device(self.draft.arrays), DRAFT_CACHE: pool + bytes_on_device(derived)}
@@ -363,6 +363,14 @@ def _encoding(
         beside=there,
         **shared,
     )
+
+
+def _speculation(drafts: Drafts, model: Decoder, draft: Decoder | None, mesh: Mesh) -> Speculation:
+    if isinstance(drafts, BlockDrafts):
+        found = find_drafter(drafts, model.config)
+        return Speculation(tokens=drafts.tokens or found.config.tokens, block=found)
+    weights = None if draft is None else placed_shapes(ModelWeights(draft), mesh)
+    return Speculation(tokens=drafts.tokens, model=draft, weights=weights)
 
 
 def _drafted(rollout: RolloutShapes, own: dict[str, int], there: dict[str, int], shared: dict[str, Any]) -> Phase:

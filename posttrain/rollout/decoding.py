@@ -75,6 +75,9 @@ class DraftCounts:
     """Forward passes of the model for each row while it was active."""
     drafted: Int[Array, " R"]
     """Tokens drafted for each row, without those beyond its end or that of the call."""
+    hidden: Float[Array, "R W D"] | None = None
+    """The newest hidden states of each row, see `BlockRows`; None without a block drafter."""
+    known: Int[Array, " R"] | None = None
 
 
 class Progress(NamedTuple):

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax import Array
+from jaxtyping import Float
 
-from posttrain.config import Drafts, ModelDrafts
+from posttrain.config import BlockDrafts, Drafts, ModelDrafts
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
+from posttrain.mesh import replicated
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.blocks import BLOCK, BlockPool, blocks_for
 from posttrain.rollout.decode_weights import Loaded, Placement
-from posttrain.rollout.decoding import DecodedTokens
+from posttrain.rollout.decoding import DecodedTokens, DecodeRows
 from posttrain.rollout.paged import Pool
+from posttrain.rollout.request import Request
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK, Plan, PromptPiece, Row
+from posttrain.rollout.speculative import BlockRows, SpeculativeRows
+from posttrain.weights.drafter import StoredDrafter, check_drafter, read_drafter
 from posttrain.weights.load import load_model
 from posttrain.weights.locate import read_model_files
 from posttrain.weights.state import ModelWeights, WeightShapes
@@ -52,6 +60,8 @@ class Speculation:
     """Draft model, on the model's devices; None: tokens are drafted from prompt and sample."""
     weights: WeightShapes | None = None
     """Its arrays as shapes, for a plan; None: it has them."""
+    block: StoredDrafter | None = None
+    """Block drafter."""
     option: str = OPTION
     """Name in messages."""
 
@@ -60,6 +70,9 @@ class Speculation:
         cls, drafts: Drafts | None, target: Decoder, tokenizer: Tokenizer, option: str = OPTION
     ) -> Speculation | None:
         """Load what the section names. ConfigError where it cannot draft for the model. `option`: its name there."""
+        if isinstance(drafts, BlockDrafts):
+            found = find_drafter(drafts, target.config, option)
+            return cls(tokens=drafts.tokens or found.config.tokens, block=found, option=option)
         if not isinstance(drafts, ModelDrafts):
             return None if drafts is None else cls(tokens=drafts.tokens, option=option)
         check_drafts(drafts, tokenizer, 1, option)
@@ -76,9 +89,17 @@ class Speculation:
         return cls(tokens=drafts.tokens, model=model, option=option)
 
 
-def check_drafts(drafts: Drafts | None, tokenizer: Tokenizer, max_length: int, option: str = OPTION) -> None:
-    """ConfigError for a draft model that is no decoder, has other tokens or a shorter context. Of one on the hub only
-    its `config.json` is read."""
+def check_drafts(
+    drafts: Drafts | None,
+    tokenizer: Tokenizer,
+    max_length: int,
+    option: str = OPTION,
+    target: ModelConfig | None = None,
+) -> None:
+    """ConfigError for a draft model that is no decoder, has other tokens or a shorter context, and for a block drafter
+    of another model than `target`. Of a model on the hub only its `config.json` is read."""
+    if isinstance(drafts, BlockDrafts) and target is not None:
+        find_drafter(drafts, target, option)
     if not isinstance(drafts, ModelDrafts):
         return
     where = f"{option}.path={drafts.path}"
@@ -104,6 +125,22 @@ def check_drafts(drafts: Drafts | None, tokenizer: Tokenizer, max_length: int, o
             f"{where}: {len(other):,} of the model's {len(ours):,} tokens are others there, as {text!r}, id {index}; "
             "draft with a model that has the same tokenizer"
         )
+
+
+def find_drafter(drafts: BlockDrafts, target: ModelConfig, option: str = OPTION) -> StoredDrafter:
+    """Block drafter of a section. ConfigError where it is none of the model's, or has shorter blocks."""
+    try:
+        found = read_drafter(drafts.path.resolved)
+    except ConfigError as error:
+        raise ConfigError(f"{option}.path: {error}") from error
+    check_drafter(found, target, f"{option}.path={drafts.path}")
+    if drafts.tokens is not None and drafts.tokens > found.config.tokens:
+        raise ConfigError(
+            f"{option}.tokens={drafts.tokens}: the drafter's blocks have {found.config.tokens}; use as many at most"
+        )
+    if target.vision is not None:
+        raise ConfigError(f"{option}: a block drafter is for models of text; use ngram with this one, or none")
+    return found
 
 
 class Pace:
@@ -203,6 +240,14 @@ class DraftTotals:
         return self.speculated - self.rounds
 
 
+class HiddenStates(NamedTuple):
+    """What a block drafter reads of a request, whose newest token is at `position`."""
+
+    position: int
+    hidden: Float[np.ndarray, "W D"]
+    known: int
+
+
 class Drafter:
     """Drafts of a runner: their source, the pool of the draft model, the pace, and counts.
 
@@ -211,7 +256,10 @@ class Drafter:
     """
 
     def __init__(self, speculation: Speculation, target: Loaded, max_length: int):
-        self.tokens = speculation.tokens
+        self.tokens, self.block = speculation.tokens, speculation.block
+        self.weights = {} if self.block is None else _placed(self.block, target)
+        self._dtype = target.source.model.compute.dtype
+        self._states: dict[Request, HiddenStates] = {}
         self.loaded = None if speculation.model is None else _loaded(speculation, target, max_length)
         self.pool: Pool | None = None
         self.pace, self.windows = Pace(), Windows()
@@ -259,8 +307,9 @@ class Drafter:
             pool.drafted[blocks[first:after]] = np.maximum(pool.drafted[blocks[first:after]], wanted[first:after])
             start = stop
 
-    def note(self, rows: Sequence[Row], lanes: Sequence[BlockPool], chunk: DecodedTokens, size: int) -> None:
-        """Count a call with as many rows as `size`, and note what the draft model has read of those that still run."""
+    def note(self, places: Mapping[int, Row], lanes: Sequence[BlockPool], chunk: DecodedTokens, size: int) -> None:
+        """Count a call with as many rows as `size`, and note what the drafter has read of those that still run, by
+        their places in it."""
         counts = np.asarray(chunk.counts)
         self._totals.tokens += int(counts.sum())
         if chunk.drafts is None:
@@ -270,14 +319,49 @@ class Drafter:
         self._totals.rounds += rounds
         self._totals.drafted += drafted
         self._rows = size
-        if self.loaded is None:
+        if self.loaded is None and self.block is None:
             return
         self.windows.record(int(counts.sum()) - rounds, drafted)
-        for row in rows:
+        if chunk.drafts.hidden is not None:
+            known = np.asarray(chunk.drafts.known)
+            found = {places[index].request: (chunk.drafts.hidden[index], known[index]) for index in places}
+            self._states = {r: HiddenStates(r.position, np.asarray(x), int(n)) for r, (x, n) in found.items()}
+            return
+        for row in places.values():
             end = row.request.position - 1
             first = row.computed // BLOCK
             blocks = np.asarray(row.chain.blocks, np.int64)[first : blocks_for(end)]
             lanes[row.lane].drafted[blocks] = np.clip(end - BLOCK * (first + np.arange(len(blocks))), 0, BLOCK)
+
+    def rows(self, rows: DecodeRows, places: Mapping[int, Row], width: int) -> SpeculativeRows:
+        """Rows of a call of up to `width` positions, with what tokens are drafted from."""
+        count = rows.tokens.shape[0]
+        if self.block is None and self.loaded is None:
+            tokens = np.full((count, width), -1, np.int32)
+            for index, row in places.items():
+                tokens[index, : len(row.request.history)] = row.request.history
+            return SpeculativeRows(rows=rows, history=jax.device_put(tokens))
+        windows = np.full(count, self.windows.choose(), np.float32)
+        if self.block is not None:
+            return SpeculativeRows(rows=rows, window=jax.device_put(windows), block=self._block_rows(places, count))
+        blocks, newest = np.zeros((count, width // BLOCK), np.int32), np.zeros(count, np.int32)
+        for index, row in places.items():
+            blocks[index, : len(row.chain.blocks)] = row.chain.blocks
+            newest[index] = row.request.history[-2:][0]
+        context, before, window = jax.device_put((blocks.reshape(*rows.context.shape[:2], 1, -1), newest, windows))
+        return SpeculativeRows(rows=rows, context=context, before=before, window=window)
+
+    def _block_rows(self, places: Mapping[int, Row], rows: int) -> BlockRows:
+        """Hidden states of a call's rows. None are known of those that went on without drafts."""
+        assert self.block is not None
+        config, known = self.block.config, np.zeros(rows, np.int32)
+        hidden = np.zeros((rows, config.window, config.embed_dim), self._dtype)
+        for index, row in places.items():
+            state = self._states.get(row.request)
+            if state is not None and state.position == row.request.position:
+                hidden[index], known[index] = state.hidden, state.known
+        arrays = jax.device_put({"hidden": hidden, "known": known})
+        return BlockRows(weights=self.weights, config=config, **arrays)
 
     def measure(self, chunk: DecodedTokens, size: int, seconds: float) -> None:
         """Note the seconds of a call that did nothing but decode."""
@@ -299,6 +383,18 @@ class Drafter:
             "rollout/speculative/accepted": totals.accepted / max(totals.drafted, 1),
             "rollout/speculative/length": totals.speculated / max(totals.rounds, 1),
         } | ({} if gain is None else {"rollout/speculative/speedup": gain})
+
+
+def _placed(block: StoredDrafter, target: Loaded) -> dict[str, Array]:
+    """Arrays of a block drafter on all devices of the rows, as shapes beside weights that are shapes."""
+    mesh, dtype = target.placement.mesh, target.source.model.compute.dtype
+    place = target.sharding if mesh is None else replicated(mesh)
+    first = next(iter(target.arrays.values()))
+    if isinstance(first, jax.ShapeDtypeStruct):
+        shapes: Any = {name: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place) for name, x in block.arrays.items()}
+        return shapes
+    arrays: dict[str, Array] = jax.device_put({name: x.astype(dtype) for name, x in block.arrays.items()}, place)
+    return arrays
 
 
 def _loaded(speculation: Speculation, target: Loaded, max_length: int) -> Loaded:

@@ -323,8 +323,8 @@ class Runner:
             self._lengths.record(dispatch.decode.size, int(np.max(outcome.chunk.counts)), seconds)
         if self.drafter is None:
             return
-        rows = [row for row in dispatch.decode.places.values() if holds(row)]
-        self.drafter.note(rows, plan.lanes, outcome.chunk, dispatch.decode.size)
+        places = {index: row for index, row in dispatch.decode.places.items() if holds(row)}
+        self.drafter.note(places, plan.lanes, outcome.chunk, dispatch.decode.size)
         if outcome.seconds is not None and dispatch.decode.paced:
             self.drafter.measure(outcome.chunk, dispatch.decode.size, outcome.seconds)
 
@@ -420,24 +420,7 @@ class Runner:
 
     def _speculative_rows(self, shape: DecodeShape, places: dict[int, Row]) -> SpeculativeRows:
         assert self.drafter is not None
-        rows = self._rows(shape, places, self.shapes.steps)
-        history = context = before = window = None
-        if self.drafter.loaded is None:
-            tokens = np.full((rows.tokens.shape[0], shape.width), -1, np.int32)
-            for index, row in places.items():
-                known = row.request.history
-                tokens[index, : len(known)] = known
-            history = jax.device_put(tokens)
-        else:
-            blocks = np.zeros((rows.tokens.shape[0], shape.width // BLOCK), np.int32)
-            newest = np.zeros_like(rows.tokens)
-            for index, row in places.items():
-                blocks[index, : len(row.chain.blocks)] = row.chain.blocks
-                newest[index] = row.request.history[-2:][0]
-            windows = np.full(len(newest), self.drafter.windows.choose(), np.float32)
-            blocks = blocks.reshape(*rows.context.shape[:2], 1, -1)
-            context, before, window = jax.device_put((blocks, newest, windows))
-        return SpeculativeRows(rows=rows, history=history, context=context, before=before, window=window)
+        return self.drafter.rows(self._rows(shape, places, self.shapes.steps), places, shape.width)
 
     def _rows(self, shape: DecodeShape, places: dict[int, Row], length: int) -> DecodeRows:
         """Arrays of rows that draw up to `length` tokens, and one under a grammar."""

@@ -13,11 +13,12 @@ from jaxtyping import Bool, Float, Int
 from posttrain.mesh import by_rows, by_rows_and_vocab, on_each_shard
 from posttrain.models.adapter import choose_slots
 from posttrain.models.decoder import NO_TOKEN, Decoder
+from posttrain.models.drafter import DrafterConfig, propose
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decoding import DecodedTokens, DecodeRows, DraftCounts, Progress, recorded
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, Tally, guess, sample
-from posttrain.tree import pytree, replace
+from posttrain.tree import pytree, replace, static
 
 MATCH = 8
 """Newest tokens of a sequence that are looked for earlier in it, at most."""
@@ -26,18 +27,32 @@ MIN_MATCH = 2
 
 
 @pytree
+class BlockRows:
+    """Rows of a block drafter."""
+
+    weights: dict[str, Array]
+    hidden: Float[Array, "R W D"]
+    """The target's newest hidden states, the latest last, up to that of the token before the newest one."""
+    known: Int[Array, " R"]
+    """Number of them that are there."""
+    config: DrafterConfig = static()
+
+
+@pytree
 class SpeculativeRows:
     """Rows of a speculative decode call."""
 
     rows: DecodeRows
-    history: Int[Array, "R S"] | None
-    """Prompt and sample so far, from which tokens are drafted; None with a draft model."""
-    context: Int[Array, "D n 1 W"] | None
+    history: Int[Array, "R S"] | None = None
+    """Prompt and sample so far, from which tokens are drafted; None with a model that drafts."""
+    context: Int[Array, "D n 1 W"] | None = None
     """The blocks that hold each row in the draft model's pool; None without a draft model."""
-    before: Int[Array, " R"] | None
+    before: Int[Array, " R"] | None = None
     """The token before the newest one, which the draft model has not read either; None without a draft model."""
-    window: Float[Array, " R"] | None
-    """Window of `guess`; None without a draft model."""
+    window: Float[Array, " R"] | None = None
+    """Window of `guess`; None without a model that drafts."""
+    block: BlockRows | None = None
+    """None without a block drafter."""
 
 
 class Drafts(NamedTuple):
@@ -60,8 +75,8 @@ class Source(Protocol):
     def propose(self, state: Any, now: Progress) -> tuple[Any, Drafts]:
         """Draft the next tokens."""
 
-    def note(self, state: Any, now: Progress, judged: Judged) -> Any:
-        """Update the state by a round. `now`: before it."""
+    def note(self, state: Any, now: Progress, judged: Judged, hidden: Float[Array, "R k1 D"]) -> Any:
+        """Update the state by a round. `now`: before it; `hidden`: the model's states at the round's places."""
 
 
 class Rounds(NamedTuple):
@@ -102,7 +117,12 @@ def speculate(
     near = pools[0].opened(rows.context, first, rows.targets, mesh)
     state: Any
     source: Source
-    if call.context is None:
+    if (block := call.block) is not None:
+        assert call.window is not None
+        state = by_rows((block.hidden, block.known), mesh)
+        sampling, window = rows.sampling, by_rows(call.window, mesh)
+        source = Block(block.config, block.weights, models[0], sampling, window, length, mesh)
+    elif call.context is None:
         assert call.history is not None
         state, source = by_rows(call.history, mesh), History(length)
     else:
@@ -127,7 +147,7 @@ def speculate(
         after, judged = judge(now, drafts, models[0].logits(hidden), experts, rows, rounds.number, steps, mesh)
         return Rounds(
             cache=cache,
-            state=source.note(state, now, judged),
+            state=source.note(state, now, judged, hidden),
             now=after,
             number=rounds.number + 1,
             grown=rounds.grown.at[rounds.number].set(judged.grown),
@@ -139,7 +159,10 @@ def speculate(
     rounds = jax.lax.while_loop(active_left, body, Rounds(near, state, start, zero, none, none[0]))
     caches = [rounds.cache] if call.context is None else [rounds.cache, rounds.state[0]]
     closed = [pool.closed(cache, first, rows.targets) for pool, cache in zip(pools, caches, strict=True)]
-    counts = DraftCounts(rounds=jnp.sum(rounds.grown > 0, axis=0), drafted=rounds.drafted)
+    left = (None, None) if call.block is None else rounds.state
+    counts = DraftCounts(
+        rounds=jnp.sum(rounds.grown > 0, axis=0), drafted=rounds.drafted, hidden=left[0], known=left[1]
+    )
     return tuple(closed), replace(_joined(rounds.now.chunk, rounds.grown, length + 1), drafts=counts)
 
 
@@ -232,7 +255,7 @@ class History(NamedTuple):
     def propose(self, state: Int[Array, "R S"], now: Progress) -> tuple[Any, Drafts]:
         return state, lookup(state, now.positions, self.length)
 
-    def note(self, state: Int[Array, "R S"], now: Progress, judged: Judged) -> Int[Array, "R S"]:
+    def note(self, state: Int[Array, "R S"], now: Progress, judged: Judged, hidden: Array) -> Int[Array, "R S"]:
         places = jnp.arange(state.shape[1], dtype=jnp.int32)[None] - now.positions[:, None] - 1
         tokens = jnp.take_along_axis(judged.tokens, jnp.clip(places, 0, self.length), axis=1)
         return jnp.where((places >= 0) & (places < judged.grown[:, None]), tokens, state)
@@ -283,7 +306,9 @@ class DraftModel(NamedTuple):
         drafts = jnp.concatenate([first[:, None], tokens.T], axis=1)
         return (near, before), Drafts(drafts, jnp.ones(now.tokens.shape, bool))
 
-    def note(self, state: tuple[Any, Int[Array, " R"]], now: Progress, judged: Judged) -> tuple[Any, Array]:
+    def note(
+        self, state: tuple[Any, Int[Array, " R"]], now: Progress, judged: Judged, hidden: Array
+    ) -> tuple[Any, Array]:
         second = jnp.take_along_axis(judged.tokens, jnp.maximum(judged.grown - 2, 0)[:, None], axis=1)[:, 0]
         before = jnp.where(judged.grown > 1, second, jnp.where(judged.grown == 1, now.tokens, state[1]))
         return state[0], before
@@ -295,3 +320,37 @@ class DraftModel(NamedTuple):
         draw = on_each_shard(guess, self.mesh)
         logits = by_rows_and_vocab(logits, self.mesh)
         return near, draw(logits, positions[:, -1] + 1, self.sampling, now.tally, self.window)
+
+
+class Block(NamedTuple):
+    """Drafts of a block drafter. The state is the window of the model's newest hidden states, and how many are known:
+    where none are, as behind a prompt, it drafts from the newest token alone."""
+
+    config: DrafterConfig
+    weights: dict[str, Array]
+    model: Decoder
+    sampling: Sampling
+    window: Float[Array, " R"]
+    length: int
+    mesh: Mesh | None
+
+    def propose(self, state: tuple[Array, Int[Array, " R"]], now: Progress) -> tuple[Any, Drafts]:
+        model, count = self.model, now.tokens.shape[0]
+        newest = model.embed(now.tokens[:, None], model.compute.dtype, model.compute.mesh)[:, 0]
+        places = propose(self.config, self.weights, *state, newest)[:, : self.length]
+        logits = model.logits(places)
+        flat = by_rows_and_vocab(logits.reshape(-1, logits.shape[-1]), self.mesh)
+        positions = now.positions[:, None] + 1 + jnp.arange(self.length, dtype=jnp.int32)[None]
+        each = (self.sampling, now.tally, self.window)
+        sampling, tally, window = jax.tree.map(lambda x: jnp.repeat(x, self.length, axis=0), each)
+        tokens = on_each_shard(guess, self.mesh)(flat, positions.reshape(-1), sampling, tally, window)
+        return state, Drafts(tokens.reshape(count, self.length), jnp.ones(count, bool))
+
+    def note(
+        self, state: tuple[Array, Int[Array, " R"]], now: Progress, judged: Judged, hidden: Float[Array, "R k1 D"]
+    ) -> tuple[Array, Int[Array, " R"]]:
+        before, known = state
+        both = jnp.concatenate([before, hidden.astype(before.dtype)], axis=1)
+        newest = judged.grown[:, None] + jnp.arange(self.config.window, dtype=jnp.int32)[None]
+        window = jnp.take_along_axis(both, newest[..., None], axis=1)
+        return window, jnp.minimum(known + judged.grown, self.config.window)

@@ -16,6 +16,7 @@ from posttrain.config import (
     MESH_AXES,
     ROW_AXES,
     AnyOptimizer,
+    DrafterSection,
     ModelSection,
     Muon,
     OnlineSection,
@@ -238,16 +239,21 @@ def model_outline(config: RunConfig, files: ModelFiles) -> Decoder:
     if section.adapter is not None and not unreachable(section.adapter.resolved):
         text_name = files.wrapper.text_name if files.wrapper else None
         outline = adapter_outline(outline, section.adapter.resolved, text_name=text_name)
-    lora, scored = section.lora, isinstance(config.stages[-1], RewardModelSection)
+    lora, drafted, scored = section.lora, config.stages[-1], isinstance(config.stages[-1], RewardModelSection)
 
     def changed(decoder: Decoder) -> Decoder:
         if lora is not None:
             attach_lora(decoder, lora, seed=0)
         if scored:
             add_scalar_head(decoder, seed=0)
+        if isinstance(drafted, DrafterSection):
+            from posttrain.weights.drafter import attach_drafter, drafter_config
+
+            attach_drafter(decoder, drafter_config(drafted, decoder.config), seed=0)
         return decoder
 
-    return nnx.eval_shape(changed, outline) if lora is not None or scored else outline
+    changes = lora is not None or scored or isinstance(drafted, DrafterSection)
+    return nnx.eval_shape(changed, outline) if changes else outline
 
 
 def _axes(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> list[str]:

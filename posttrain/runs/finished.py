@@ -11,7 +11,16 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from posttrain.config import ImageSection, ModelSection, RLSection, RunConfig, ToolSection, Vision, trains_on_samples
+from posttrain.config import (
+    DrafterSection,
+    ImageSection,
+    ModelSection,
+    RLSection,
+    RunConfig,
+    ToolSection,
+    Vision,
+    trains_on_samples,
+)
 from posttrain.config.locator import Locator
 from posttrain.config.yaml_file import load_recorded
 from posttrain.data.images import takes_images
@@ -41,8 +50,19 @@ from posttrain.weights.state import ModelWeights
 
 
 def find_stage(run: Path) -> tuple[Path, str]:
-    """The run's output folder, and the name of the stage."""
+    """The run's output folder, and the name of the stage. ConfigError for a drafter, which is no model."""
     run = run.expanduser().resolve()
+    output, name = _begun_stage(run)
+    config = load_recorded(output / CONFIG_NAME)
+    if isinstance(config.stages[stage_names(config).index(name)], DrafterSection):
+        raise ConfigError(
+            f"{run}: trained a drafter, which generates nothing by itself; give its model {config.model.path}, and "
+            f"drafts by block={run}"
+        )
+    return output, name
+
+
+def _begun_stage(run: Path) -> tuple[Path, str]:
     if (run / CONFIG_NAME).is_file():
         names = stage_names(load_recorded(run / CONFIG_NAME))
         begun = [name for name in names if (run / name / "checkpoints").is_dir()]

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from posttrain.batch import ScoreLoss, TokenLoss
+from posttrain.batch import DraftLoss, ScoreLoss, TokenLoss
 from posttrain.config import (
     DistillSection,
     ModelSection,
@@ -144,7 +144,7 @@ class StageRun:
         self,
         section: TrainSection,
         model: Decoder,
-        loss: TokenLoss | ScoreLoss,
+        loss: TokenLoss | ScoreLoss | DraftLoss,
         settings: TrainSettings,
         teachers: Sequence[Decoder] = (),
     ) -> Trainer:

@@ -115,7 +115,8 @@ def prepare_scored(
     tokenizer = prepared.tokenizer
     check_cache(section, prepared.config.mesh.row_shards or 1)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
-    check_drafts(section.rollout.speculative, tokenizer, section.sequence_tokens)
+    target = prepared.files.config
+    check_drafts(section.rollout.speculative, tokenizer, section.sequence_tokens, target=target)
     room, answer = section.sequence_tokens, section.sampling.max_tokens
     limit = section.max_prompt_tokens or room - answer
     if limit + answer > room:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from posttrain.batch import TokenLoss
+from posttrain.batch import DraftLoss, TokenLoss
 from posttrain.config import DatasetSection, SequenceSection, SFTSection, UserObject
 from posttrain.config.locator import FORMS
 from posttrain.config.other_names import meant_kind
@@ -49,7 +49,7 @@ class SequenceInputs:
     """Share of rows dropped by `overlong`."""
     eval_renderer: Renderer | None
     eval_rows: Rows | None
-    loss: TokenLoss
+    loss: TokenLoss | DraftLoss
     mixed: Sequence[tuple[Rows, Renderer]]
     """Rows and renderers of the datasets in `section.mix`."""
 
@@ -68,7 +68,7 @@ class SequenceInputs:
 def prepare_sequences(
     section: SequenceSection,
     prepared: Prepared,
-    loss: TokenLoss,
+    loss: TokenLoss | DraftLoss,
     *,
     targets: RowTargets | None = None,
     has_completions: bool = True,

@@ -62,6 +62,10 @@ def stage_kind(kind: str) -> StageKind:
             from posttrain.stages import online, online_preference, prompts
 
             return _functions_of(online_preference, one_process=online.one_process, roles=prompts.roles_beside)
+        case "drafter":
+            from posttrain.stages import drafter
+
+            return _functions_of(drafter, one_process=lambda _: "its drafter is saved by one")
     raise AssertionError(f"no stage of kind {kind}")
 
 

@@ -364,6 +364,13 @@ LAYOUTS: dict[str, Layout] = {
         (_column("teacher", 7, "distill/teacher_nll"), _LENGTH, _CUT_OFF, _SECONDS),
         (LEGEND, "teacher: its nll of the answers; cut off: answers that max_tokens ended"),
     ),
+    "drafter": Layout(
+        "drafter/kl",
+        False,
+        _column("kl", 7, "drafter/kl"),
+        (_column("length", 6, "drafter/length"), _column("overlap", 8, "drafter/overlap", share), _RATE, *_SPEED),
+        (LEGEND, "kl: of model and drafter; length: tokens of a pass that judges drafts; overlap: of the first draft"),
+    ),
     "rl": Layout(
         "reward",
         True,

@@ -15,7 +15,17 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from posttrain.batch import Batch, DraftLoss, DraftStats, LossOutput, ScoreLoss, ScoreStats, TokenLoss, TokenStats, rows_per_pass
+from posttrain.batch import (
+    Batch,
+    DraftLoss,
+    DraftStats,
+    LossOutput,
+    ScoreLoss,
+    ScoreStats,
+    TokenLoss,
+    TokenStats,
+    rows_per_pass,
+)
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.losses.router import load_metrics, updated_correction

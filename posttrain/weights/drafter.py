@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from posttrain.config import DrafterSection
 from posttrain.errors import ConfigError
 from posttrain.mesh import param_sharding
 from posttrain.models.config import ModelConfig
@@ -35,6 +36,12 @@ class StoredDrafter:
     target: str
     """Family and layers of the model that it was trained with."""
     arrays: Mapping[str, np.ndarray]
+
+
+def drafter_config(section: DrafterSection, target: ModelConfig) -> DrafterConfig:
+    """Sizes of a section's drafter for a model."""
+    sizes = {"tokens": section.tokens, "window": section.window, "layers": section.layers}
+    return DrafterConfig(embed_dim=target.embed_dim, vocab_size=target.vocab_size, **sizes)
 
 
 def attach_drafter(model: Decoder, config: DrafterConfig, *, seed: int, mesh: Mesh | None = None) -> None:

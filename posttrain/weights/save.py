@@ -42,13 +42,19 @@ class SavedTokenizer(Protocol):
 
 
 def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | None = None) -> None:
-    """Save a folder that transformers loads, with the adapter merged into its base; written atomically.
+    """Save a folder that transformers loads, with the adapter merged into its base; written atomically. Of a model with
+    a block drafter, which it was frozen beside, the drafter alone.
 
     All processes of a run must call it: the first one writes what the others help to gather. Quantized matrices are
     dequantized to the dtype that the model was loaded in.
 
     Raises ConfigError if the folder has files that no model folder has, which replacing it would lose.
     """
+    if model.drafter is not None:
+        from posttrain.weights.drafter import save_drafter
+
+        save_drafter(model, path)
+        return
     files = _Files(model)
     if not processes.writes():
         files.gather()

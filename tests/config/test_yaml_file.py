@@ -13,7 +13,7 @@ from tests.config.files import LONG, SHORT, Write, fresh_folder, mistakes, read,
 
 pytestmark = pytest.mark.fast
 
-KINDS = "'sft' or 'distill' or 'rl' or 'preference' or 'online_preference' or 'reward_model'"
+KINDS = "'sft' or 'distill' or 'rl' or 'preference' or 'online_preference' or 'reward_model' or 'drafter'"
 
 
 @pytest.fixture

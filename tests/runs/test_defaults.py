@@ -18,6 +18,7 @@ PYTHON: dict[str, Any] = {
     "distill": pt.Distill,
     "preference": pt.Preference,
     "reward_model": pt.RewardModel,
+    "drafter": pt.Drafter,
     "rl": pt.RL,
     "online_preference": pt.OnlinePreference,
 }
@@ -43,7 +44,9 @@ def test_yaml_and_python_have_the_same_defaults(kind: str, lora: bool, tmp_path:
     written, called = both(kind, tmp_path, model)
     assert written == called
     rate = written.stages[0].optimizer.learning_rate
-    assert rate == pytest.approx({"sft": 2e-5, "distill": 2e-5, "reward_model": 1e-5}.get(kind, 1e-6) * 10**lora)
+    assert rate == pytest.approx(
+        {"sft": 2e-5, "distill": 2e-5, "reward_model": 1e-5, "drafter": 1e-3}.get(kind, 1e-6) * 10**lora
+    )
     more: dict[str, Any] = {"optimizer": {"warmup_steps": 1}}
     more |= {"sampling": {"max_tokens": 30}} if isinstance(written.stages[0], OnlineSection) else {"num_epochs": 2.5}
     changed, called = both(kind, tmp_path, model, **more)

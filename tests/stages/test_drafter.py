@@ -1,0 +1,213 @@
+"""Block drafters: their statistics beside a naive twin, the stage that trains them, its files, and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from posttrain.batch import Batch
+from posttrain.config import BlockDrafts, MeshSection
+from posttrain.config.rollout import drafts_of
+from posttrain.errors import ConfigError
+from posttrain.losses.distill import PLACE_DECAY, BlockDraftLoss
+from posttrain.mesh import make_mesh
+from posttrain.models.decoder import Decoder
+from posttrain.models.drafter import SHORTENED, DrafterConfig, block_stats, propose
+from posttrain.train.objective import TrainSettings
+from posttrain.train.trainer import Trainer
+from posttrain.weights.drafter import attach_drafter, check_drafter, read_drafter, save_drafter
+from posttrain.weights.state import DRAFTER, ModelWeights
+from tests.stages.runs import INIT, posttrain, sft_stage, write_run
+from tests.tiny import tiny_model
+
+TOKENS, WINDOW = 3, 2
+
+
+def drafted(**changes: Any) -> Decoder:
+    model = tiny_model(num_layers=1, windows=(None,), vocab_size=16)
+    sizes: dict[str, Any] = {"tokens": TOKENS, "window": WINDOW, "layers": 1} | changes
+    attach_drafter(model, DrafterConfig(embed_dim=32, vocab_size=16, **sizes), seed=0)
+    return model
+
+
+def packed(rows: int = 2, seed: int = 0) -> Batch:
+    """Sequences of 9, 5 and 6 tokens beside padding, the loss on all but their first token."""
+    draw, lengths = np.random.default_rng(seed), (9, 5, 6)
+    segments = np.concatenate([np.full(n, i + 1) for i, n in enumerate(lengths)] + [np.zeros(4)]).astype(np.int32)
+    positions = np.concatenate([np.arange(n) for n in (*lengths, 4)]).astype(np.int32)
+    weight = ((positions > 0) & (segments > 0)).astype(np.float32)
+    tokens = draw.integers(0, 16, (rows, len(segments))).astype(np.int32)
+    tile = (rows, 1)
+    return Batch(
+        tokens=tokens,
+        positions=np.tile(positions, tile),
+        segments=np.tile(segments, tile),
+        loss_weight=np.tile(weight, tile),
+    )
+
+
+def hidden_of(model: Decoder, batch: Batch) -> jax.Array:
+    inputs = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
+    return model(*inputs)[0]
+
+
+def naive(model: Decoder, batch: Batch, hidden: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """Block by block, token by token, of each row."""
+    assert model.drafter is not None
+    config, arrays = model.drafter.config, model.drafter.arrays()
+    table, found = np.asarray(model.embed.embedding[...]), []
+    for tokens, segments, states in zip(batch.tokens, batch.segments, hidden, strict=True):
+        length = len(tokens)
+        row = {name: np.zeros(length) for name in ("order", "divergence", "overlap", "reached")}
+        for number, start in enumerate(range(int(tokens.sum()) % config.tokens, length, config.tokens)):
+            if segments[start] == 0:
+                continue
+            most = number // SHORTENED % (config.window + 1) if number % SHORTENED == 0 else config.window
+            before = [i for i in range(max(start - config.window, 0), start) if segments[i] == segments[start]]
+            before = before[len(before) - min(most, len(before)) :]
+            window = np.zeros((1, config.window, states.shape[-1]), np.float32)
+            window[0, config.window - len(before) :] = states[before]
+            newest = model.embed.scale * table[tokens[start]][None]
+            known = jnp.asarray([len(before)], jnp.int32)
+            places = propose(config, arrays, jnp.asarray(window), known, jnp.asarray(newest))
+            reached = 1.0
+            for place in range(config.tokens):
+                at = start + 1 + place
+                if at >= length or segments[at] != segments[start]:
+                    break
+                q, p = (
+                    np.asarray(jax.nn.softmax(model.logits(x)[0, 0]))
+                    for x in (places[:, place : place + 1], jnp.asarray(states)[None, at - 1 : at])
+                )
+                reached *= np.minimum(p, q).sum()
+                row["order"][at], row["divergence"][at] = place + 1, (p * np.log(p / q)).sum()
+                row["overlap"][at], row["reached"][at] = np.minimum(p, q).sum(), reached
+        found.append(row)
+    return found
+
+
+def test_statistics_are_those_of_a_naive_twin() -> None:
+    """Hidden states are those before the newest token and of its sequence alone, targets those behind it."""
+    model, batch = drafted(), packed(rows=1)
+    assert model.drafter is not None
+    hidden = hidden_of(model, batch)
+    embedded = model.embed(jnp.asarray(batch.tokens), jnp.dtype(jnp.float32), None)
+    stats = block_stats(model.drafter, batch, hidden, embedded, model.logits)
+    for row, expected in enumerate(naive(model, batch, np.asarray(hidden))):
+        for name, values in expected.items():
+            np.testing.assert_allclose(getattr(stats, name)[row], values, rtol=2e-4, atol=2e-5, err_msg=name)
+    output = BlockDraftLoss()(stats, batch)
+    order, kl = np.asarray(stats.order), np.asarray(stats.divergence)
+    weight = np.where((order > 0) & (np.asarray(batch.loss_weight) > 0), PLACE_DECAY ** (order - 1.0), 0.0)
+    assert output.loss.value() == pytest.approx((weight * kl).sum() / weight.sum(), rel=1e-5)
+    assert 1 < output.metrics["drafter/length"].value() < 1 + TOKENS
+
+
+def test_the_model_stays_as_it_is_and_the_drafter_learns(tmp_path: Path) -> None:
+    """Micro-batches change nothing; the files hold what was trained."""
+    model, batch = drafted(), packed(rows=4)
+    before = {path: np.asarray(x) for path, x in ModelWeights(model).read().items()}
+    settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=2)
+    trainer = Trainer(model, BlockDraftLoss(), optax.adam(1e-2), settings)
+    losses = [float(trainer.step(batch)["loss"].value()) for _ in range(12)]
+    assert losses[-1] < 0.7 * losses[0]
+    for path, x in ModelWeights(model).read().items():
+        assert np.array_equal(x, before[path]) != path.startswith(DRAFTER) or path.endswith("norm"), path
+    save_drafter(model, tmp_path / "drafter")
+    stored = read_drafter(tmp_path / "drafter")
+    assert model.drafter is not None and stored.config == model.drafter.config
+    assert all(np.array_equal(x, stored.arrays[name]) for name, x in model.drafter.arrays().items())
+    check_drafter(stored, model.config, "here")
+    with pytest.raises(ConfigError, match="trained with a qwen3 of 1 layers"):
+        check_drafter(stored, tiny_model().config, "here")
+    weights = tmp_path / "drafter" / "drafter.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match="damaged"):
+        read_drafter(tmp_path / "drafter")
+
+
+def test_drafts_in_one_word() -> None:
+    assert drafts_of("block=some/run") == BlockDrafts(path="some/run")  # type: ignore[arg-type]
+    assert drafts_of("block=run:3").tokens == 3
+    with pytest.raises(ConfigError, match="drafter.json"):
+        read_drafter("/nowhere")
+
+
+@pytest.mark.thorough
+def test_on_a_mesh() -> None:
+    """Eight devices give the loss of one."""
+    batch, found = packed(rows=8), []
+    for section in (None, MeshSection(data=2, fsdp=2, tensor=2)):
+        model = drafted()
+        trainer = Trainer(
+            model,
+            BlockDraftLoss(),
+            optax.sgd(0.1),
+            TrainSettings(temperature=1.0, max_grad_norm=1.0),
+            mesh=None if section is None else make_mesh(section),
+        )
+        found.append([float(trainer.step(batch)[name].value()) for name in ("loss", "drafter/length") for _ in "12"])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+def stage(**changes: Any) -> dict[str, Any]:
+    return {
+        "kind": "drafter",
+        "dataset": {"path": "rows.jsonl", "chat": False},
+        "num_steps": 4,
+        "batch_rows": 4,
+        "row_tokens": 16,
+        "tokens": 2,
+        "window": 3,
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+    } | changes
+
+
+@pytest.mark.thorough
+def test_the_stage_resumes_and_drafts_for_its_model(tmp_path: Path) -> None:
+    model, trained = tmp_path / "base" / "out" / "0-sft" / "model", tmp_path / "whole" / "out"
+    base = write_run(tmp_path / "base", sft_stage(num_steps=1))
+    assert posttrain("run", base).code == 0
+    source = {"model": {"path": str(model)}}
+    held_out = {"path": "rows.jsonl", "chat": False}
+    whole = write_run(tmp_path / "whole", stage(eval_dataset=held_out, checkpoint_every=2), **source)
+    assert posttrain("check", whole).code == 0
+    assert posttrain("run", whole).code == 0
+    halves = write_run(tmp_path / "halves", stage(num_steps=2, eval_dataset=held_out, checkpoint_every=2), **source)
+    assert posttrain("run", halves).code == 0
+    assert posttrain("run", halves, "stages.0.num_steps=4").code == 0
+    files = [tmp_path / name / "out" / "0-drafter" / "model" / "drafter.safetensors" for name in ("whole", "halves")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    result = json.loads((trained / "0-drafter" / "result.json").read_text())
+    assert result["after"]["eval/drafter/kl"] < result["before"]["eval/drafter/kl"]
+    plain = posttrain("generate", model, "1 + 1 =", "--max-tokens", "8", "--temperature", "0")
+    drafts = ("--speculative", f"block={trained / '0-drafter'}")
+    again = posttrain("generate", model, "1 + 1 =", "--max-tokens", "8", "--temperature", "0", *drafts)
+    assert plain.code == again.code == 0 and plain.out == again.out
+    refused = posttrain("generate", trained, "1 + 1 =")
+    assert refused.code == 1 and "trained a drafter" in refused.error
+    assert posttrain("plan", whole).code == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("stages", "changes", "text"),
+    [
+        ([stage(router={"z_coef": 0.1})], {}, "router: the model stays"),
+        ([stage(optimizer={"qk_clip": 50.0})], {}, "qk_clip: the model stays"),
+        ([stage(), stage()], {}, "alone in its run"),
+        ([stage()], {"lora": {"rank": 2}}, "model.lora"),
+    ],
+)
+def test_refusals(tmp_path: Path, stages: list[dict[str, Any]], changes: dict[str, Any], text: str) -> None:
+    file = write_run(tmp_path, *stages, model={"init": INIT, "tokenizer": "bytes", **changes})
+    outcome = posttrain("check", file)
+    assert outcome.code != 0 and re.search(text, outcome.error), outcome.error
