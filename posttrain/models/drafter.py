@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from posttrain.batch import Batch, DraftStats
 from posttrain.models.layers import Init, normal, param, rms_normed
@@ -134,58 +134,73 @@ def _attended(
     return jnp.einsum("nhqk,nkhd->nqhd", weights, v).reshape(*x.shape[:2], -1) @ w["o"]
 
 
+class Blocks(NamedTuple):
+    """Blocks of rows, which cover them without a gap: A of each."""
+
+    starts: Int[Array, "B A"]
+    """Places of the newest tokens."""
+    before: Int[Array, "B A W"]
+    """Places of the hidden states that are read."""
+    known: Int[Array, "B A"]
+    """Number of them that are of the same sequence, and that the block is trained on."""
+    drafted: Int[Array, "B A k"]
+    valid: Bool[Array, "B A k"]
+    """True for drafted places of the same sequence."""
+
+    @classmethod
+    def of(cls, config: DrafterConfig, batch: Batch) -> Blocks:
+        """The first block of a row begins at a place that its tokens choose, so that another packing has others."""
+        tokens, segments = jnp.asarray(batch.tokens), jnp.asarray(batch.segments)
+        count, length = -(-batch.shape[1] // config.tokens), batch.shape[1]
+        numbers = jnp.arange(count, dtype=jnp.int32)
+        starts = jnp.sum(tokens, axis=1, keepdims=True) % config.tokens + config.tokens * numbers[None]
+        segment = jnp.where(starts < length, _taken(segments, starts), 0)[..., None]
+        places = starts[..., None] + jnp.arange(-config.window, config.tokens + 1, dtype=jnp.int32)[None, None]
+        within = (places >= 0) & (places < length) & (segment > 0) & (_taken(segments, places) == segment)
+        shorter = numbers // SHORTENED % (config.window + 1)
+        most = jnp.where(numbers % SHORTENED == 0, shorter, config.window)[None]
+        before, drafted = np.s_[..., : config.window], np.s_[..., config.window + 1 :]
+        known = jnp.minimum(jnp.sum(within[before], axis=-1), most)
+        return cls(starts, places[before], known, places[drafted], within[drafted])
+
+
+def _taken(rows: Shaped[Array, "B T *D"], places: Int[Array, B * A]) -> Array:
+    return jax.vmap(lambda row, places: jnp.take(row, places, axis=0, mode="clip"))(rows, places)
+
+
 def block_stats(
     drafter: BlockDrafter, batch: Batch, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], logits: Logits
 ) -> DraftStats:
-    """Divergence of the drafts from the target at every token of rows, which blocks cover without a gap.
-
-    The first block of a row begins at a place that its tokens choose, so that another packing has other blocks.
-    """
+    """Divergence of the drafts from the target at the tokens of rows."""
     config, (rows, length) = drafter.config, batch.shape
-    tokens, segments = jnp.asarray(batch.tokens), jnp.asarray(batch.segments)
     hidden, embedded = jax.lax.stop_gradient((hidden, embedded))
-    count = -(-length // config.tokens)
-    shift = jnp.sum(tokens, axis=1, keepdims=True) % config.tokens
-    starts = shift + config.tokens * jnp.arange(count, dtype=jnp.int32)[None]
-    shorter = jnp.where(jnp.arange(count) % SHORTENED == 0, jnp.arange(count) // SHORTENED, config.window)
-    at = jax.vmap(lambda row, places: jnp.take(row, places, axis=0, mode="clip"))
-    segment = jnp.where(starts < length, at(segments, starts), 0)
-    places = starts[..., None] + jnp.arange(-config.window, config.tokens + 1, dtype=jnp.int32)[None, None]
-    within = (places >= 0) & (places < length) & (segment[..., None] > 0)
-    within &= at(segments, places) == segment[..., None]
-    most = (shorter % (config.window + 1))[None]
-    known = jnp.minimum(jnp.sum(within[..., : config.window], axis=-1), most)
-    blocks = rows * count
+    blocks = Blocks.of(config, batch)
+    count = blocks.starts.size
     states = propose(
         config,
         drafter.arrays(),
-        at(hidden, places[..., : config.window]).reshape(blocks, config.window, -1),
-        known.reshape(blocks),
-        at(embedded, starts).reshape(blocks, -1),
-    ).reshape(rows, count, config.tokens, -1)
+        _taken(hidden, blocks.before).reshape(count, config.window, -1),
+        blocks.known.reshape(count),
+        _taken(embedded, blocks.starts).reshape(count, -1),
+    ).reshape(*blocks.drafted.shape, -1)
 
     @jax.checkpoint
     def compared(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        """Of one place in all blocks, so that no more logits are held at once."""
-        target = jax.lax.stop_gradient(jax.nn.log_softmax(logits(at(hidden, inputs[1]))))
+        """Compare one place of all blocks, so that no more logits are held at once."""
+        target = jax.lax.stop_gradient(jax.nn.log_softmax(logits(_taken(hidden, inputs[1]))))
         draft = jax.nn.log_softmax(logits(inputs[0]))
         divergence = jnp.sum(jnp.exp(target) * (target - draft), axis=-1)
         return None, (divergence, jnp.sum(jnp.exp(jnp.minimum(target, draft)), axis=-1))
 
-    predicted = places[..., config.window + 1 :]
-    _, found = jax.lax.scan(compared, None, (jnp.moveaxis(states, 2, 0), jnp.moveaxis(predicted - 1, 2, 0)))
+    _, found = jax.lax.scan(compared, None, (jnp.moveaxis(states, 2, 0), jnp.moveaxis(blocks.drafted - 1, 2, 0)))
     divergence, overlap = (jnp.moveaxis(x, 0, 2) for x in found)
-    valid = within[..., config.window + 1 :]
-    order = jnp.where(valid, jnp.arange(1, config.tokens + 1, dtype=jnp.int32)[None, None], 0)
-    reached = jnp.cumprod(jnp.where(valid, overlap, 0.0), axis=-1)
+    order = jnp.broadcast_to(jnp.arange(1, config.tokens + 1, dtype=jnp.int32)[None, None], blocks.valid.shape)
+    reached = jax.lax.stop_gradient(jnp.cumprod(jnp.where(blocks.valid, overlap, 0.0), axis=-1))
+    places = jnp.where(blocks.valid, blocks.drafted, length).reshape(rows, -1)
 
-    def by_token(x: Array) -> Any:
+    def by_token(x: Array) -> Array:
         put = jax.vmap(lambda values, places: jnp.zeros(length, x.dtype).at[places].set(values, mode="drop"))
-        return put(x.reshape(rows, -1), jnp.where(valid, predicted, length).reshape(rows, -1))
+        return put(x.reshape(rows, -1), places)
 
-    return DraftStats(
-        order=by_token(order),
-        divergence=by_token(divergence),
-        overlap=by_token(overlap),
-        reached=by_token(jax.lax.stop_gradient(reached)),
-    )
+    names = ("order", "divergence", "overlap", "reached")
+    return DraftStats(**dict(zip(names, map(by_token, (order, divergence, overlap, reached)), strict=True)))

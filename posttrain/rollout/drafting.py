@@ -241,7 +241,7 @@ class DraftTotals:
 
 
 class HiddenStates(NamedTuple):
-    """What a block drafter reads of a request, whose newest token is at `position`."""
+    """Hidden states that a block drafter reads of a request, whose newest token is at `position`."""
 
     position: int
     hidden: Float[np.ndarray, "W D"]

@@ -111,24 +111,11 @@ def speculate(
 
     `models` and `pools`: the model's; then the draft model's, else tokens are drafted by `lookup`.
     """
-    rows, vocab_size = by_rows(call.rows, mesh), models[0].config.vocab_size
+    rows = by_rows(call.rows, mesh)
     choose_slots(models[0], rows.adapters)
     first = (rows.positions // BLOCK).reshape(rows.targets.shape[:2])
     near = pools[0].opened(rows.context, first, rows.targets, mesh)
-    state: Any
-    source: Source
-    if (block := call.block) is not None:
-        assert call.window is not None
-        state = by_rows((block.hidden, block.known), mesh)
-        sampling, window = rows.sampling, by_rows(call.window, mesh)
-        source = Block(block.config, block.weights, models[0], sampling, window, length, mesh)
-    elif call.context is None:
-        assert call.history is not None
-        state, source = by_rows(call.history, mesh), History(length)
-    else:
-        assert call.before is not None and call.window is not None
-        state = pools[1].opened(call.context, first, rows.targets, mesh), by_rows(call.before, mesh)
-        source = DraftModel(models[1], rows.sampling, vocab_size, by_rows(call.window, mesh), length, mesh)
+    state, source = _source(models, pools, call, rows, first, length, mesh)
     places, count = jnp.arange(length + 1, dtype=jnp.int32)[None], rows.tokens.shape[0]
 
     def active_left(rounds: Rounds) -> Array:
@@ -164,6 +151,29 @@ def speculate(
         rounds=jnp.sum(rounds.grown > 0, axis=0), drafted=rounds.drafted, hidden=left[0], known=left[1]
     )
     return tuple(closed), replace(_joined(rounds.now.chunk, rounds.grown, length + 1), drafts=counts)
+
+
+def _source(
+    models: tuple[Decoder, ...],
+    pools: tuple[Pool, ...],
+    call: SpeculativeRows,
+    rows: DecodeRows,
+    first: Int[Array, "D n"],
+    length: int,
+    mesh: Mesh | None,
+) -> tuple[Any, Source]:
+    """Source of a call's drafts, and its state at the start."""
+    if call.history is not None:
+        return by_rows(call.history, mesh), History(length)
+    assert call.window is not None
+    window = by_rows(call.window, mesh)
+    if (block := call.block) is not None:
+        source = Block(block.config, block.weights, models[0], rows.sampling, window, length, mesh)
+        return by_rows((block.hidden, block.known), mesh), source
+    assert call.before is not None and call.context is not None
+    near = pools[1].opened(call.context, first, rows.targets, mesh)
+    draft = DraftModel(models[1], rows.sampling, models[0].config.vocab_size, window, length, mesh)
+    return (near, by_rows(call.before, mesh)), draft
 
 
 def judge(
