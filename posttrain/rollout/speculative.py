@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,7 @@ class Judged(NamedTuple):
     """Number of them, from the first on, that follow in the sample."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """Source of drafts, whose state a call carries from round to round."""
 

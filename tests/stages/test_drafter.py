@@ -191,7 +191,8 @@ def test_the_stage_resumes_and_drafts_for_its_model(tmp_path: Path) -> None:
     plain = posttrain("generate", model, "1 + 1 =", "--max-tokens", "8", "--temperature", "0")
     drafts = ("--speculative", f"block={trained / '0-drafter'}")
     again = posttrain("generate", model, "1 + 1 =", "--max-tokens", "8", "--temperature", "0", *drafts)
-    assert plain.code == again.code == 0 and plain.out == again.out
+    assert plain.code == 0 and again.code == 0, again.error
+    assert plain.out == again.out
     refused = posttrain("generate", trained, "1 + 1 =")
     assert refused.code == 1 and "trained a drafter" in refused.error
     assert posttrain("plan", whole).code == 0
