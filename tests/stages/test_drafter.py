@@ -194,7 +194,7 @@ def test_the_stage_resumes_and_drafts_for_its_model(tmp_path: Path) -> None:
     assert plain.code == 0 and again.code == 0, again.error
     assert plain.out == again.out
     refused = posttrain("generate", trained, "1 + 1 =")
-    assert refused.code == 1 and "trained a drafter" in refused.error
+    assert refused.code == 2 and "trained a drafter" in refused.error
     assert posttrain("plan", whole).code == 0
 
 
