@@ -50,8 +50,8 @@ class BlockDrafts(Section):
 
     kind: Literal["block"] = "block"
     path: Locator
-    """Folder of the drafter, or of the stage of kind `drafter` that trained it for this model. It is not trained
-    further: as the model changes, fewer of its tokens are accepted."""
+    """Folder of the drafter, or of the run of kind `drafter` that trained it for this model. It is not trained further:
+    as the model changes, fewer of its tokens are accepted."""
     tokens: Annotated[int, Field(ge=1, le=16)] | None = None
     """Number of tokens drafted for each forward pass of the model; by default all of a block."""
 

@@ -44,11 +44,11 @@ def check_target(section: ModelSection, config: ModelConfig | None) -> None:
     """ConfigError for a model that no drafter is trained with."""
     quantize = None if section.quantize == "none" else section.quantize
     given: dict[str, object] = {"lora": section.lora, "adapter": section.adapter, "upscale": section.upscale}
-    given |= {"quantize": quantize}
+    given |= {"quantize": quantize, "init": section.init}
     if others := [f"model.{name}" for name, value in given.items() if value is not None]:
         raise ConfigError(
-            f"{', '.join(others)}: a stage of kind drafter reads the model as it is served, and trains nothing of it; "
-            "give a merged model"
+            f"{', '.join(others)}: a stage of kind drafter reads the model as it is served, and trains and saves nothing "
+            "of it; give a merged model as model.path"
         )
     if config is not None and config.vision is not None:
         raise ConfigError("model.vision: a block drafter is for models of text; set it to none")

@@ -74,11 +74,12 @@ def described(config: ModelConfig) -> str:
 
 
 def read_drafter(path: str | Path) -> StoredDrafter:
-    """Read a drafter's folder, or that of the stage which trained it. ConfigError where there is none, or a part is
-    missing."""
-    folder = Path(path).expanduser()
-    folder = folder if (folder / CONFIG).is_file() else folder / "model"
-    if not (folder / CONFIG).is_file():
+    """Read a drafter's folder, or that of the stage or of the run which trained it. ConfigError where there is none, or
+    a part is missing."""
+    given = Path(path).expanduser()
+    folders = [given, given / "model", *sorted(given.glob("*/model"))]
+    folder = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+    if folder is None:
         raise ConfigError(f"{path} has no {CONFIG}; give the folder of a drafter, as a stage of kind drafter leaves it")
     try:
         fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))

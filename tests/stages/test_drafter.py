@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from posttrain.batch import Batch
+from posttrain.batch import Batch, DraftStats
 from posttrain.config import BlockDrafts, MeshSection
 from posttrain.config.rollout import drafts_of
 from posttrain.errors import ConfigError
@@ -54,19 +55,25 @@ def packed(rows: int = 2, seed: int = 0) -> Batch:
     )
 
 
-def hidden_of(model: Decoder, batch: Batch) -> jax.Array:
-    inputs = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
-    return model(*inputs)[0]
+@jax.jit
+def statistics(model: Decoder, batch: Batch) -> tuple[jax.Array, DraftStats]:
+    assert model.drafter is not None
+    tokens, *others = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
+    hidden = model(tokens, *others)[0]
+    embedded = model.embed(tokens, jnp.dtype(jnp.float32), None)
+    return hidden, block_stats(model.drafter, batch, hidden, embedded, model.logits)
 
 
 def naive(model: Decoder, batch: Batch, hidden: np.ndarray) -> list[dict[str, np.ndarray]]:
     """Block by block, token by token, of each row."""
     assert model.drafter is not None
     config, arrays = model.drafter.config, model.drafter.arrays()
-    table, found = np.asarray(model.embed.embedding[...]), []
+    table, found, proposed = np.asarray(model.embed.embedding[...]), [], jax.jit(partial(propose, config))
+    probabilities = jax.jit(lambda x: jax.nn.softmax(model.logits(x)))
     for tokens, segments, states in zip(batch.tokens, batch.segments, hidden, strict=True):
         length = len(tokens)
         row = {name: np.zeros(length) for name in ("order", "divergence", "overlap", "reached")}
+        targets = np.asarray(probabilities(states[None])[0])
         for number, start in enumerate(range(int(tokens.sum()) % config.tokens, length, config.tokens)):
             if segments[start] == 0:
                 continue
@@ -77,16 +84,12 @@ def naive(model: Decoder, batch: Batch, hidden: np.ndarray) -> list[dict[str, np
             window[0, config.window - len(before) :] = states[before]
             newest = model.embed.scale * table[tokens[start]][None]
             known = jnp.asarray([len(before)], jnp.int32)
-            places = propose(config, arrays, jnp.asarray(window), known, jnp.asarray(newest))
-            reached = 1.0
+            drafts, reached = probabilities(proposed(arrays, window, known, newest))[0], 1.0
             for place in range(config.tokens):
                 at = start + 1 + place
                 if at >= length or segments[at] != segments[start]:
                     break
-                q, p = (
-                    np.asarray(jax.nn.softmax(model.logits(x)[0, 0]))
-                    for x in (places[:, place : place + 1], jnp.asarray(states)[None, at - 1 : at])
-                )
+                q, p = np.asarray(drafts[place]), targets[at - 1]
                 reached *= np.minimum(p, q).sum()
                 row["order"][at], row["divergence"][at] = place + 1, (p * np.log(p / q)).sum()
                 row["overlap"][at], row["reached"][at] = np.minimum(p, q).sum(), reached
@@ -98,9 +101,7 @@ def test_statistics_are_those_of_a_naive_twin() -> None:
     """Hidden states are those before the newest token and of its sequence alone, targets those behind it."""
     model, batch = drafted(), packed(rows=1)
     assert model.drafter is not None
-    hidden = hidden_of(model, batch)
-    embedded = model.embed(jnp.asarray(batch.tokens), jnp.dtype(jnp.float32), None)
-    stats = block_stats(model.drafter, batch, hidden, embedded, model.logits)
+    hidden, stats = statistics(model, batch)
     for row, expected in enumerate(naive(model, batch, np.asarray(hidden))):
         for name, values in expected.items():
             np.testing.assert_allclose(getattr(stats, name)[row], values, rtol=2e-4, atol=2e-5, err_msg=name)
@@ -189,13 +190,14 @@ def test_the_stage_resumes_and_drafts_for_its_model(tmp_path: Path) -> None:
     result = json.loads((trained / "0-drafter" / "result.json").read_text())
     assert result["after"]["eval/drafter/kl"] < result["before"]["eval/drafter/kl"]
     plain = posttrain("generate", model, "1 + 1 =", "--max-tokens", "8", "--temperature", "0")
-    drafts = ("--speculative", f"block={trained / '0-drafter'}")
+    drafts = ("--speculative", f"block={trained}")
     again = posttrain("generate", model, "1 + 1 =", "--max-tokens", "8", "--temperature", "0", *drafts)
     assert plain.code == 0 and again.code == 0, again.error
     assert plain.out == again.out
     refused = posttrain("generate", trained, "1 + 1 =")
     assert refused.code == 2 and "trained a drafter" in refused.error
-    assert posttrain("plan", whole).code == 0
+    planned = posttrain("plan", whole, "--devices", "cpu-1")
+    assert planned.code == 0 and "update" in planned.out, planned.error
 
 
 @pytest.mark.thorough
