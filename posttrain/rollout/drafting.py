@@ -16,7 +16,7 @@ from jaxtyping import Float
 from posttrain.config import BlockDrafts, Drafts, ModelDrafts
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.mesh import replicated
+from posttrain.mesh import devices_of, replicated
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.blocks import BLOCK, BlockPool, blocks_for
@@ -387,7 +387,7 @@ class Drafter:
 
 def _placed(block: StoredDrafter, target: Loaded) -> dict[str, Array]:
     """Arrays of a block drafter on all devices of the rows, as shapes beside weights that are shapes."""
-    mesh, dtype = target.placement.mesh, target.source.model.compute.dtype
+    dtype, mesh = target.source.model.compute.dtype, target.placement.mesh or devices_of(target.sharding)
     place = target.sharding if mesh is None else replicated(mesh)
     first = next(iter(target.arrays.values()))
     if isinstance(first, jax.ShapeDtypeStruct):

@@ -47,8 +47,8 @@ def check_target(section: ModelSection, config: ModelConfig | None) -> None:
     given |= {"quantize": quantize, "init": section.init}
     if others := [f"model.{name}" for name, value in given.items() if value is not None]:
         raise ConfigError(
-            f"{', '.join(others)}: a stage of kind drafter reads the model as it is served, and trains and saves nothing "
-            "of it; give a merged model as model.path"
+            f"{', '.join(others)}: a stage of kind drafter reads the model as it is served, and trains nothing of it; "
+            "give a merged model as model.path"
         )
     if config is not None and config.vision is not None:
         raise ConfigError("model.vision: a block drafter is for models of text; set it to none")

@@ -244,8 +244,8 @@ class Objective:
             *inputs, taps, experts=experts, noise=noise, largest=clips, **beside
         )
         routers, largest = None if routing is None else routing.stats, largest_of(logits) if logits else {}
-        if (without_logps := _stats_without_logps(model, batch, hidden)) is not None:
-            return ForwardOutput(without_logps, routers, largest=largest)
+        if model.drafter is not None or model.config.scalar_head:
+            return ForwardOutput(_stats_without_logps(model, batch, hidden), routers, largest=largest)
         teachers: list[Teacher | TopK] = []
         only, teacher_features = jnp.asarray(batch.loss_weight) != 0, Features()
         for structure, arrays in zip(self.teachers, teacher_params or [], strict=teacher_params is not None):
@@ -474,12 +474,10 @@ class Objective:
         return jnp.where(router_weight > 0, loss_weight / jnp.maximum(router_weight, 1.0), 0.0)
 
 
-def _stats_without_logps(model: Decoder, batch: Batch, hidden: Float[Array, "B T D"]) -> ScoreStats | DraftStats | None:
-    """Scores of a reward model, or statistics of a block drafter; None for others."""
-    if model.config.scalar_head:
-        return ScoreStats(scores=jnp.where(jnp.asarray(batch.segments) > 0, model.scores(hidden), 0.0))
+def _stats_without_logps(model: Decoder, batch: Batch, hidden: Float[Array, "B T D"]) -> ScoreStats | DraftStats:
+    """Statistics of a block drafter, or else scores of a reward model."""
     if model.drafter is None:
-        return None
+        return ScoreStats(scores=jnp.where(jnp.asarray(batch.segments) > 0, model.scores(hidden), 0.0))
     from posttrain.models.drafter import block_stats
 
     embedded = model.embed(jnp.asarray(batch.tokens), model.compute.dtype, model.compute.mesh)

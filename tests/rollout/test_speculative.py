@@ -30,6 +30,7 @@ from tests.mixtures import mixture_config, mixture_model
 from tests.rollout.engines import VOCABULARY, assert_same, make_engine, params, requests, unusual
 from tests.rollout.test_adapters import CASES, weights_of, write
 from tests.rollout.test_sharded import sharded_model
+from tests.stages.runs import few_devices
 from tests.tiny import shake, tiny_model
 
 
@@ -160,6 +161,13 @@ def test_a_block_drafter_reads_the_newest_hidden_states(model: Decoder, plain: N
     for request, expected in zip(calls, plain.generate_all(prompts, each), strict=True):
         assert_same(request.future.result(), expected)
     assert 0 < engine.metrics()["rollout/speculative/share"] < 1
+
+
+def test_a_block_drafter_beside_weights_of_a_mesh_of_one_device() -> None:
+    with few_devices(1):
+        model = sharded_model(MeshSection(), **SMALL)
+    drafter = make(model, block(model))._runner.drafter
+    assert drafter is not None and all(x.sharding.is_fully_replicated for x in drafter.weights.values())
 
 
 @pytest.mark.thorough

@@ -26,8 +26,8 @@ from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.drafter import attach_drafter, check_drafter, read_drafter, save_drafter
 from posttrain.weights.state import DRAFTER, ModelWeights
-from tests.stages.runs import INIT, posttrain, sft_stage, write_run
-from tests.tiny import tiny_model
+from tests.stages.runs import INIT, lines, posttrain, rl_stage, sft_stage, write_run
+from tests.tiny import tiny_config, tiny_model
 
 TOKENS, WINDOW = 3, 2
 
@@ -127,8 +127,10 @@ def test_the_model_stays_as_it_is_and_the_drafter_learns(tmp_path: Path) -> None
     assert model.drafter is not None and stored.config == model.drafter.config
     assert all(np.array_equal(x, stored.arrays[name]) for name, x in model.drafter.arrays().items())
     check_drafter(stored, model.config, "here")
-    with pytest.raises(ConfigError, match="trained with a qwen3 of 1 layers"):
-        check_drafter(stored, tiny_model().config, "here")
+    for others in ({"num_layers": 2}, {"vocab_size": 32}):
+        other = tiny_config(**{"num_layers": 1, "windows": (None,), "vocab_size": 16} | others)
+        with pytest.raises(ConfigError, match="trained with a qwen3 of 1 layers"):
+            check_drafter(stored, other, "here")
     weights = tmp_path / "drafter" / "drafter.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(ConfigError, match="damaged"):
@@ -194,6 +196,11 @@ def test_the_stage_resumes_and_drafts_for_its_model(tmp_path: Path) -> None:
     again = posttrain("generate", model, "1 + 1 =", "--max-tokens", "8", "--temperature", "0", *drafts)
     assert plain.code == 0 and again.code == 0, again.error
     assert plain.out == again.out
+    rl = rl_stage(num_steps=2, rollout={"slots": 4, "speculative": {"kind": "block", "path": str(trained)}})
+    sampled = write_run(tmp_path / "rl", rl, **source)
+    assert posttrain("run", sampled, "stages.0.num_steps=1").code == 0 and posttrain("run", sampled).code == 0
+    found = lines(tmp_path / "rl" / "out", "0-rl")
+    assert sum(line.get("rollout/speculative/share", 0.0) for line in found) > 0
     refused = posttrain("generate", trained, "1 + 1 =")
     assert refused.code == 2 and "trained a drafter" in refused.error
     planned = posttrain("plan", whole, "--devices", "cpu-1")
