@@ -4,6 +4,7 @@ lossless, demonstrations are as careless as they shall be, and rewards are not h
 from __future__ import annotations
 
 import asyncio
+import csv
 import io
 import random
 from pathlib import Path
@@ -14,13 +15,14 @@ import pytest
 import yaml
 from PIL import Image
 
-from envs import meals
+from envs import food101, meals
 from posttrain.config import RLSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.runs.finished import load_generator
 from posttrain.tools.formats import make_format
 from posttrain.tools.function import FunctionTool, function_schema
+from rewards import food101 as photographs
 from rewards import meals as rewards
 from tests.stages.runs import ROOT, lines, posttrain
 
@@ -124,6 +126,40 @@ def test_demonstrations_are_as_careless_as_they_shall_be() -> None:
     several = [(row, list(meal)) for row, (meal, _) in zip(rows, meals._meals(400, 0), strict=True) if len(meal) > 1]
     sloppy = [min(scores(row["messages"][1:], meal)) < 1 for row, meal in several]
     assert abs(sum(sloppy) / len(sloppy) - 0.5) < 0.08
+
+
+def test_dishes_of_food101_have_the_values_of_the_table(shared: Path) -> None:
+    with (shared / "data/food/usda_sr28_abbrev.csv").open(encoding="utf-8") as file:
+        rows = {int(row["NDB_No"]): row for row in csv.DictReader(file)}
+    for dish, (number, kcal, protein) in food101.KNOWN.items():
+        row = rows[number]
+        assert (float(row["Energ_Kcal"]), float(row["Protein_(g)"])) == (kcal, protein), (dish, row["Shrt_Desc"])
+
+
+def test_rewards_of_food101_are_not_had_without_the_right_lookup() -> None:
+    assert len(set(food101.DISHES)) == 101 and set(food101.KNOWN) < set(food101.DISHES)
+    pizza, baklava = (food101.DISHES.index(name) for name in ("pizza", "baklava"))
+
+    def conversation(*dishes: str, answer: str) -> list[dict[str, Any]]:
+        calls = [{"function": {"name": "lookup_dish", "arguments": {"dish": dish}}} for dish in dishes]
+        made = [{"role": "assistant", "content": "", "tool_calls": calls}] if calls else []
+        return [*made, {"role": "assistant", "content": answer}]
+
+    def scores(one: list[dict[str, Any]], label: int) -> list[float]:
+        functions = (photographs.formed, photographs.looked_up, photographs.answered)
+        return [fn([one], label=[label])[0] for fn in functions]
+
+    right = "Let me see.\npizza: kcal 266 protein 11"
+    assert food101.lookup_dish("Pizza") == "kcal 266 protein 11" and food101.lookup_dish("baklava") == "unknown"
+    assert scores(conversation("pizza", answer=right), pizza) == [1, 1, 1]
+    assert scores(conversation("baklava", answer="baklava: unknown"), baklava) == [1, 1, 1]
+    assert scores(conversation(answer=right), pizza) == [1, 0, 0], "a guess"
+    assert scores(conversation("pizza", answer="pizza: kcal 300 protein 11"), pizza) == [1, 1, 0.5]
+    assert scores(conversation("pizza", answer=right), baklava) == [1, 0, 0], "another dish"
+    assert scores(conversation(*food101.DISHES, answer=right), pizza)[:2] == [0, pytest.approx(1 / 101)]
+    assert scores(conversation("pizza", answer="kcal 266"), pizza) == [0, 1, 0]
+    with pytest.raises(LookupError):
+        food101.lookup_dish("gravel")
 
 
 @pytest.mark.thorough
