@@ -44,8 +44,9 @@ class RewardSection(Section):
     this process, which cannot be killed. `auto`: a process for functions given by name, else a thread."""
 
     text: bool | None = None
-    """Pass prompts and completions as strings also where the dataset has message lists, as Tunix does. By default only
-    to functions that annotate `completions` as a list or sequence of `str`."""
+    """Pass prompts and completions as strings also where the dataset has message lists, as Tunix does; false: as
+    message lists also where its prompts are strings, with the calls and results of tools. By default in the form of
+    the dataset, and as strings to functions that annotate `completions` as a list or sequence of `str`."""
     cache: bool = False
     """Keep the values in memory, and reuse them for samples with the same arguments. For functions whose value depends
     on nothing but the arguments that they name; with `log_metric`, `trajectories` or `**kwargs` that is unknown."""

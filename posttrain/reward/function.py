@@ -105,7 +105,7 @@ class Keywords:
         self.convention = convention_of(reward.function)
         self.names = accepted(reward.function)
         """Arguments that the function reads; None: all, because it reads its `**kwargs`."""
-        self._text = annotates_text(reward.function) if reward.text is None else reward.text
+        self._text = True if reward.text is None and annotates_text(reward.function) else reward.text
 
     @property
     def loggers(self) -> list[str]:
@@ -115,7 +115,7 @@ class Keywords:
     def __call__(self, samples: Sequence[Trajectory], step: int) -> dict[str, Any]:
         """Arguments of a call, without the loggers."""
         if self.convention is not Convention.LISTS:
-            rows = [self._read(row_of(self.convention, sample, text=bool(self._reward.text))) for sample in samples]
+            rows = [self._read(row_of(self.convention, sample, text=self._reward.text)) for sample in samples]
             return {"rows": rows, "args": dict(self._reward.args)}
         return self._read({**self._columns(samples), **self._provided(samples, step), **self._reward.args})
 
@@ -175,16 +175,21 @@ class RewardCache:
             self._values.popitem(last=False)
 
 
-def prompt_argument(sample: Trajectory, *, text: bool) -> Any:
-    """Prompt as reward functions get it: a message list for chat rows, unless `text`, then the last message."""
+def prompt_argument(sample: Trajectory, *, text: bool | None) -> Any:
+    """Prompt as reward functions get it: the last message's text, or all messages. `text`: None: text where the
+    dataset's prompt is one."""
     example = sample.answer.example
-    return text_of(example.messages[-1]) if example.plain or text else list(example.messages)
+    return text_of(example.messages[-1]) if _as_text(sample, text) else list(example.messages)
 
 
-def completion_argument(sample: Trajectory, *, text: bool) -> Any:
-    """Completion as reward functions get it: the messages after the prompt for chat rows, unless `text`."""
-    answer = sample.answer
-    return answer.text if answer.example.plain or text else list(answer.completion_messages)
+def completion_argument(sample: Trajectory, *, text: bool | None) -> Any:
+    """Completion as reward functions get it, in the form of `prompt_argument`: the text of the last turn, or all
+    messages after the prompt."""
+    return sample.answer.text if _as_text(sample, text) else list(sample.answer.completion_messages)
+
+
+def _as_text(sample: Trajectory, text: bool | None) -> bool:
+    return sample.answer.example.plain if text is None else text
 
 
 ENV_REWARD = "env"
@@ -209,7 +214,7 @@ def turns_total(trajectory: Trajectory) -> float | None:
     return float(sum(rewards)) if rewards else None
 
 
-def row_of(convention: Convention, sample: Trajectory, *, text: bool) -> dict[str, Any]:
+def row_of(convention: Convention, sample: Trajectory, *, text: bool | None) -> dict[str, Any]:
     """Arguments for one sample in a convention of single samples, including all columns of its row; None in a column
     that the convention has a default for counts as absent."""
     row = sample.example.row

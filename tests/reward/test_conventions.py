@@ -58,6 +58,17 @@ def test_tunix_gets_strings_if_told() -> None:
     assert len(score(match_format, "2", plain=False).errors) == 1
 
 
+def test_messages_of_text_prompts_if_told() -> None:
+    """Functions that read calls of tools, over a column of plain prompts; `text: false` wins over an annotation."""
+
+    def last(prompts, completions: list[str], **kwargs):  # type: ignore[no-untyped-def]
+        assert [prompt[-1]["content"] for prompt in prompts] == ["1+1="] * len(prompts)
+        return [float(messages[-1]["content"] == "2") for messages in completions]
+
+    assert score(last, "2", "3", text=False).total_PG.tolist() == [[1.0, 0.0]]
+    assert len(score(last, "2").errors) == 1
+
+
 def test_annotated_functions_get_strings() -> None:
     def annotated(completions: Sequence[str]) -> list[float]:
         return [float(text == "2") for text in completions]
