@@ -6,7 +6,9 @@ such a file imports JAX and posttrain inside its fixtures.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import sys
 import zlib
@@ -92,11 +94,25 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Garbage collection looks at what tests make, not at the million objects of modules, of which none is garbage."""
     gc.disable()
     try:
+        import_share(session.config)
         yield
     finally:
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
         gc.enable()
+
+
+def import_share(config: pytest.Config) -> None:
+    """Each worker begins with other files: of what Python has not compiled yet, each compiles a part for all."""
+    worker = getattr(config, "workerinput", None)
+    folders = [config.rootpath / text for text in config.args]
+    if worker is None or not all(folder.is_dir() for folder in folders):
+        return
+    files = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
+    index, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for file in files[len(files) * index // count :] if index else []:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # which collection meets again
+            importlib.import_module(".".join(file.relative_to(config.rootpath).with_suffix("").parts))
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

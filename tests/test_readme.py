@@ -387,7 +387,7 @@ def test_a_wrong_command_is_found(line: str, message: str, offline: None) -> Non
 def test_right_commands_pass(offline: None) -> None:
     text = """
     # set-up and main job
-    python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]' && \\
+    python3 -m venv .venv && .venv/bin/pip install -q --no-compile -c constraints.txt -e '.[test]' && \\
         .venv/bin/posttrain check configs/quickstart.yaml stages.rl.num_steps=3
     posttrain generate runs/quickstart/1-rl/model "47+8=" --max-tokens 6
     """
