@@ -15,13 +15,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from images import EXAMPLES, MODEL, SKIPPED, rows_of
+from images import EPOCH_STEPS, EPOCHS, EXAMPLES, MODEL, QWEN3, SKIPPED, WORKS, rows_of
 from train_work import peak_mib
 
 import posttrain as pt
 from posttrain.batch import Batch
 from posttrain.config import AdamW, ImageSection
-from posttrain.data.pipeline import make_batches
+from posttrain.data.pipeline import SFTBatches, make_batches
+from posttrain.data.prefetch import Prefetch
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.losses.sft import SFTLoss
 from posttrain.models import hf
@@ -37,11 +38,12 @@ PROMPTS, GROUP, NEW = 4, 8, 64
 
 
 def make(folder: Path) -> None:
-    """Save a random model with its processor, in Hugging Face layout."""
-    tokenizer = load_tokenizer("bytes").for_new_images("qwen2_5_vl")
-    whole = hf.config_to_hf(hf.config_from_init(init_fields(MODEL, tokenizer), vision="tower"))
-    model = init_model(whole, dtype=jnp.float32, seed=0, vision="tower")
-    save_model(model, folder, tokenizer=tokenizer.for_images(whole, None, ImageSection()))
+    """Save random models with their processors, in Hugging Face layout."""
+    for fields, where in ((MODEL, folder), (QWEN3, folder / "qwen3")):
+        tokenizer = load_tokenizer("bytes").for_new_images(fields["model_type"])
+        whole = hf.config_to_hf(hf.config_from_init(init_fields(fields, tokenizer), vision="tower"))
+        model = init_model(whole, dtype=jnp.float32, seed=0, vision="tower")
+        save_model(model, where, tokenizer=tokenizer.for_images(whole, None, ImageSection()))
 
 
 def batches_of(work: str, tokenizer: Tokenizer, steps: int) -> Iterator[Batch]:
@@ -71,6 +73,29 @@ def sft(work: str, folder: Path, steps: int) -> dict[str, Any]:
         counts.append(int(((np.asarray(batch.segments) > 0) & (np.asarray(batch.positions) > 0)).sum()))
         stamps.append(now())
     return speeds(stamps, counts) | {"losses": losses}
+
+
+def epochs(work: str, folder: Path) -> dict[str, Any]:
+    """Epochs with a frozen tower, in the order of a stage, and the losses of all steps."""
+    fields = json.loads((folder / "config.json").read_text())
+    tokenizer = load_tokenizer(folder).for_images(fields, folder, ImageSection())
+    model = load_model(folder, dtype=jnp.float32, vision="frozen")
+    optimizer = make_optimizer(AdamW(learning_rate=1e-4, weight_decay=0.0), EPOCHS * EPOCH_STEPS, seed=0)
+    settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, image_cache_bytes=2**30 if work == "kept" else 0)
+    trainer = Trainer(model, SFTLoss(), optimizer, settings)
+    rows = rows_of("sft", EPOCH_STEPS)
+    made = make_batches(rows, tokenizer, batch_rows=EXAMPLES, row_tokens=ROW_TOKENS["sft"], seed=0, packing=False)
+    assert isinstance(made, SFTBatches)
+    stamps, counts, losses = [now()], [], []
+    with Prefetch(made, begin=trainer.begin) as batches:
+        for _ in range(EPOCHS * EPOCH_STEPS):
+            batch = next(batches)
+            losses.append(float(trainer.step(batch)["loss"].value()))
+            counts.append(int((np.asarray(batch.segments) > 0).sum()))
+            stamps.append(now())
+    first = speeds(stamps[: EPOCH_STEPS + 1], counts[:EPOCH_STEPS])
+    later = speeds(stamps[EPOCH_STEPS - SKIPPED :], counts[EPOCH_STEPS - SKIPPED :])
+    return later | {"first_epoch": first["tokens_per_cpu_s"], "losses": losses}
 
 
 def grpo(work: str, folder: Path, steps: int) -> dict[str, Any]:
@@ -129,12 +154,15 @@ def speeds(stamps: list[tuple[float, float]], counts: list[int]) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=("make", "sft", "spread", "grpo", "grpo-text"))
+    parser.add_argument("work", choices=("make", *WORKS))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=12)
     arguments = parser.parse_args()
     if arguments.work == "make":
         make(arguments.folder)
+        return
+    if arguments.work in ("kept", "not-kept"):
+        print(json.dumps(epochs(arguments.work, arguments.folder / "qwen3")))
         return
     run = grpo if arguments.work.startswith("grpo") else sft
     print(json.dumps(run(arguments.work, arguments.folder, arguments.steps)))

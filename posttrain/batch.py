@@ -50,6 +50,18 @@ class TopK:
 
 
 @pytree
+class ImageFeatures:
+    """Features of images: those in place of embeddings, and those that the first K layers add."""
+
+    features: Float[Array | HostArray, "*B N D"]
+    deeper: Float[Array | HostArray, "*B K N D"] | None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.features.nbytes + (0 if self.deeper is None else self.deeper.nbytes))
+
+
+@pytree
 class Batch:
     """Training batch (device or host arrays); optional arrays are present or None, never zeros."""
 
@@ -115,6 +127,9 @@ class Batch:
     picture."""
     patch_places: Int[Array | HostArray, "B P 2"] | None = None
     """Row and column of each patch in its image's grid of patches; 0 for padding."""
+    encoded: tuple[ImageFeatures | None, ...] | None = None
+    """Features of the patches by the frozen towers of the model and its teachers in the step, which then do not run in
+    it; None in it for a model with another tower, or without one."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -128,7 +143,7 @@ class Batch:
 
     def without_images(self) -> Batch:
         """Batch as losses read it, of one shape whatever number of patches is beside its rows."""
-        return replace(self, **dict.fromkeys(IMAGE_ARRAYS))
+        return replace(self, encoded=None, **dict.fromkeys(IMAGE_ARRAYS))
 
 
 def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:
@@ -295,5 +310,6 @@ def model_inputs(batch: Batch) -> Batch:
         loss_weight=batch.loss_weight,
         parents=batch.parents,
         experts=batch.experts,
+        encoded=batch.encoded,
         **{name: getattr(batch, name) for name in IMAGE_ARRAYS},
     )

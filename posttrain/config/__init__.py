@@ -91,6 +91,7 @@ from posttrain.config.rollout import (
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
+    IMAGE_CACHE_MIB,
     DatasetSection,
     OfflineSection,
     RouterSection,
@@ -108,6 +109,7 @@ __all__ = [
     "GMPO",
     "GRPO",
     "GSPO",
+    "IMAGE_CACHE_MIB",
     "LUSPO",
     "MESH_AXES",
     "PPO",

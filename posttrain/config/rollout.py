@@ -22,7 +22,7 @@ from posttrain.config.base import (
 )
 from posttrain.config.locator import Locator
 from posttrain.config.optimizer import ANY_KIND, AdamW, OtherOptimizer
-from posttrain.config.train import MAX_NEW_TOKENS
+from posttrain.config.train import IMAGE_CACHE_MIB, MAX_NEW_TOKENS
 from posttrain.errors import ConfigError
 
 
@@ -111,7 +111,7 @@ class RolloutSection(Section):
     """KV cache size in tokens; by default `slots` sequences of `row_tokens`. A smaller cache preempts the youngest
     samples and recomputes them later; a larger one keeps more shared prefixes. Layers with a sliding window keep that
     of each slot, where it is less."""
-    image_cache_mib: NonNegativeInt = 1024
+    image_cache_mib: NonNegativeInt = IMAGE_CACHE_MIB
     """Host memory for images in MiB: their pixels until they are encoded, then their features, which later prompts with
     the same picture use. Those used least recently are forgotten first; 0 keeps none. Features of a trained tower are
     forgotten at each update."""

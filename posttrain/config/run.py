@@ -12,7 +12,7 @@ from posttrain.config.distill import DistillSection, DrafterSection
 from posttrain.config.model import MeshSection, ModelSection
 from posttrain.config.preference import OnlinePreferenceSection, PreferenceSection, RewardModelSection
 from posttrain.config.rl import OnlineSection, RLSection
-from posttrain.config.train import ADAPTER_RATE_FACTOR, SFTSection, TrainSection
+from posttrain.config.train import ADAPTER_RATE_FACTOR, IMAGE_CACHE_MIB, OfflineSection, SFTSection, TrainSection
 
 Stage = Annotated[
     SFTSection
@@ -126,3 +126,10 @@ class RunConfig(Section):
                 f"model.lora.dropout={lora.dropout}: RL has none, nor have online preference and on-policy "
                 "distillation: the trainer would be another model than the sampler; set it to 0"
             )
+        for stage in (one for one in self.stages if isinstance(one, OfflineSection)):
+            taught = isinstance(stage, DistillSection) and self.model.vision != "none"
+            if self.model.vision != "frozen" and not taught and stage.image_cache_mib not in (0, IMAGE_CACHE_MIB):
+                yield (
+                    f"image_cache_mib={stage.image_cache_mib} has no effect with model.vision={self.model.vision}: "
+                    "only features of a frozen tower are kept; remove it, or set model.vision to frozen"
+                )

@@ -13,6 +13,8 @@ from posttrain.config.optimizer import ANY_KIND, AdamW, AnyOptimizer, OtherOptim
 
 ADAPTER_RATE_FACTOR = 10
 """Ratio of the default learning rates of adapters and of full training."""
+IMAGE_CACHE_MIB = 1024
+"""Default host memory for patches and features of images."""
 MAX_NEW_TOKENS = 512
 """Default length of prompts and of completions."""
 
@@ -173,6 +175,10 @@ class OfflineSection(TrainSection):
     row_patches: PositiveInt | None = None
     """Most image patches beside each row, for models with images; by default as many as a row full of image
     tokens has. A batch has one of four sizes of them, and none without pictures."""
+    image_cache_mib: NonNegativeInt = IMAGE_CACHE_MIB
+    """Host memory in MiB for features of pictures by frozen vision towers, of the model and of teachers in the step,
+    which encode a picture once and keep its features by its content; those used least recently are forgotten first. 0:
+    each step encodes its pictures itself, as where the tower or an adapter of it is trained."""
     packing: Flag = True
     """Pack several sequences (or pairs) per row, separated by segment ids."""
 

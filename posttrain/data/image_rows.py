@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt8
 
+from posttrain.batch import Batch, ImageFeatures
 from posttrain.config import OfflineSection, PairSection, SequenceSection, TrainSection
 from posttrain.data.images import Grid, ImagePolicy
 from posttrain.data.pictures import Picture
-from posttrain.data.prompt_images import PromptImage, PromptImages
+from posttrain.data.prompt_images import DIGEST_BYTES, PromptImage, PromptImages
 from posttrain.data.sources import Rows, picked
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
@@ -27,6 +32,92 @@ BUCKETS = 4
 """Numbers of patches that a batch can have beside each row, apart from none: each is a program of its own."""
 ALIGNED, FEW_ALIGNED = 128, 16
 """Patches are a multiple of the first, as kernels want their keys, or up to it of the second: they pad so few."""
+
+Held = UInt8[np.ndarray, "P C"] | ImageFeatures
+"""Patches of a picture, or its features."""
+
+
+class ImageCache:
+    """Patches and features of pictures by content, in at most `limit` bytes of host memory, the least recently used
+    forgotten first. For any thread."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_bytes = 0
+        self._held: OrderedDict[bytes, Held] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, digest: bytes) -> Held | None:
+        """Return what is held of a picture, now the most recently used."""
+        with self._lock:
+            if digest in self._held:
+                self._held.move_to_end(digest)
+            return self._held.get(digest)
+
+    def features(self, digest: bytes) -> ImageFeatures | None:
+        """Features of a picture, if it has any."""
+        held = self.get(digest)
+        return held if isinstance(held, ImageFeatures) else None
+
+    def put(self, digest: bytes, held: Held) -> None:
+        """Hold this of a picture, in place of what was held of it."""
+        with self._lock:
+            self._drop(digest)
+            self._held[digest] = held
+            self.num_bytes += held.nbytes
+            while self.num_bytes > self.limit:
+                self._drop(next(iter(self._held)))
+
+    def _drop(self, digest: bytes) -> None:
+        held = self._held.pop(digest, None)
+        self.num_bytes -= 0 if held is None else held.nbytes
+
+    def forget_features(self) -> None:
+        """Drop what another tower has computed."""
+        with self._lock:
+            for digest in [digest for digest, held in self._held.items() if isinstance(held, ImageFeatures)]:
+                self._drop(digest)
+
+
+class BatchPicture(NamedTuple):
+    """Picture beside a row of a batch."""
+
+    digest: bytes
+    """Digest of its pixels and its grid."""
+    row: int
+    patches: slice
+    """Its patches among those of the row."""
+
+    @property
+    def num_patches(self) -> int:
+        return self.patches.stop - self.patches.start
+
+
+def batch_pictures(batch: Batch) -> Iterator[BatchPicture]:
+    """Pictures beside the rows of a host batch with patches, in order."""
+    numbers_BP, places = np.asarray(batch.patch_images), np.asarray(batch.patch_places)
+    patches = np.asarray(batch.patches)
+    for row, numbers in enumerate(numbers_BP):
+        edges = np.flatnonzero(np.diff(numbers, prepend=0, append=0)).tolist()
+        for start, stop in itertools.pairwise(edges):
+            if numbers[start]:
+                content = hashlib.blake2b(patches[row, start:stop].data, digest_size=DIGEST_BYTES)
+                content.update(np.ascontiguousarray(places[row, start:stop]).data)
+                yield BatchPicture(content.digest(), row, slice(start, stop))
+
+
+def picture_features(found: ImageFeatures, row: int, at: slice) -> ImageFeatures:
+    """Features of a picture, from those of a call of a tower on the host, in memory of their own."""
+    deeper = None if found.deeper is None else np.asarray(found.deeper[row, :, at]).copy()
+    return ImageFeatures(features=np.asarray(found.features[row, at]).copy(), deeper=deeper)
+
+
+def picture_size(merge: int, count: int) -> int:
+    """Number of patches with which a picture of `count` of them goes through a tower alone: of two numbers in each
+    octave, so that it depends on nothing beside it; `merge`: patches a side of a token."""
+    unit = math.lcm(merge**2, FEW_ALIGNED if count <= ALIGNED else ALIGNED)
+    whole = 1 << (math.ceil(count / unit) - 1).bit_length()
+    return unit * (whole * 3 // 4 if whole > 2 and count <= unit * whole * 3 // 4 else whole)
 
 
 def image_arrays(policy: ImagePolicy, images_T: Int[np.ndarray, " T"], grids: Int[np.ndarray, "I 2"]) -> Arrays:

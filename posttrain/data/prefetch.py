@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from queue import SimpleQueue
 from types import TracebackType
@@ -47,15 +47,36 @@ class _Made(NamedTuple):
     state: State
 
 
+class _Begun(NamedTuple):
+    """Batch on which work was begun, with the stream's state after it."""
+
+    finish: Callable[[], Batch]
+    state: State
+
+
+Begin = Callable[[Batch], Callable[[], Batch]]
+"""Function that begins work on a batch, and returns one that waits for it and returns the batch with its result."""
+
+
 class Prefetch:
     """Prefetch the batches of `stream`, in order, in a thread that starts with the first one.
 
-    `state()` is the stream's state after the last batch taken, regardless of prefetched ones. An error of the stream is
-    raised in place of its batch. `close()` ends the thread.
+    `begin` is called in the caller's thread, with each batch before the one before it is returned. `state()` is the
+    stream's state after the last batch taken, regardless of prefetched ones. An error of the stream is raised in place
+    of its batch. `close()` ends the thread.
     """
 
-    def __init__(self, stream: BatchStream, *, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        stream: BatchStream,
+        *,
+        begin: Begin | None = None,
+        max_batches: int = MAX_BATCHES,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
         self._stream, self._max_batches, self._max_bytes = stream, max_batches, max_bytes
+        self._begin = begin
+        self._begun: _Begun | BaseException | None = None
         self._worker: _Worker | None = None
         self._error: BaseException | None = None
         self._state: State | None = None
@@ -74,10 +95,23 @@ class Prefetch:
         return self
 
     def __next__(self) -> Batch:
-        start = time.perf_counter()
-        worker = self._worker or self._start()
         if self._error is not None:
             raise self._error
+        if self._begin is None:
+            batch, self._state = self._take()
+            return batch
+        begun = self._started(self._begin) if self._begun is None else self._begun
+        if isinstance(begun, BaseException):
+            self._error = begun
+            raise begun
+        batch, self._state = begun.finish(), begun.state
+        self._begun = self._started(self._begin)
+        return batch
+
+    def _take(self) -> _Made:
+        """Wait for the next batch. Raises the stream's error in place of one."""
+        start = time.perf_counter()
+        worker = self._worker or self._start()
         with span("data"):
             item = worker.made.get()
         self._waited += time.perf_counter() - start
@@ -85,8 +119,16 @@ class Prefetch:
             self._error = item
             raise item
         worker.consumed.put(True)
-        self._state = item.state
-        return item.batch
+        return item
+
+    def _started(self, begin: Begin) -> _Begun | BaseException:
+        """Begin work on the next batch; the error in place of one."""
+        try:
+            made = self._take()
+            return _Begun(begin(made.batch), made.state)
+        except Exception as error:
+            self._error = None
+            return error
 
     def state(self) -> State:
         return self._stream.state() if self._state is None else self._state
@@ -98,7 +140,7 @@ class Prefetch:
 
     def close(self) -> None:
         """End the thread, waiting for the batch in progress, and drop prefetched batches."""
-        worker, self._worker, self._error = self._worker, None, None
+        worker, self._worker, self._error, self._begun = self._worker, None, None, None
         if worker is not None:
             worker.stop()
             self._is_ahead = True

@@ -391,6 +391,11 @@ class ModelConfig:
         return any(block.attention.rope is not None and bool(block.attention.rope.axes) for block in self.blocks)
 
     @property
+    def deepstack(self) -> int:
+        """Number of layers that add image features of their own."""
+        return sum(block.deepstack for block in self.blocks)
+
+    @property
     def sees_ahead(self) -> bool:
         """True if tokens of an image see those behind them, so that it must be read at once."""
         return any(isinstance(c := block.attention, AttentionConfig) and c.image_ahead > 0 for block in self.blocks)

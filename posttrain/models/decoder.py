@@ -291,9 +291,10 @@ class Decoder(nnx.Module):
         inputs = (tokens, positions, segments, cache, None, experts, noise, parents, images, False, placed)
         return self._forward(*inputs)[:3]
 
-    def images_of(self, batch: Batch) -> ImageInputs | None:
-        """Images of a batch; None for text. Raises ConfigError for arrays that do not fit the model."""
-        return ImageInputs.of(batch, self.config) if batch.has_images else None
+    def images_of(self, batch: Batch, number: int = 0) -> ImageInputs | None:
+        """Images of a batch; None for text. `number`: that of the model in `Batch.encoded`. Raises ConfigError for
+        arrays that do not fit the model."""
+        return ImageInputs.of(batch, self.config, number) if batch.has_images else None
 
     def features(
         self,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from posttrain.batch import Batch, TopK
+from posttrain.batch import Batch, ImageFeatures, TopK
 from posttrain.config import (
     DistillSection,
     ImageSection,
@@ -30,7 +30,7 @@ from posttrain.config import (
     RLSection,
     TrainSection,
 )
-from posttrain.data.image_rows import largest_bucket
+from posttrain.data.image_rows import largest_bucket, picture_size
 from posttrain.distill.teachers import DEFAULT_TOP_K
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
 from posttrain.kernels.platform import platform_of
@@ -39,13 +39,15 @@ from posttrain.models import hf
 from posttrain.models.activations import ATTENTION, saved_names
 from posttrain.models.config import Compute, ModelConfig
 from posttrain.models.decoder import Decoder
+from posttrain.models.vision.tower import ImagePatches
 from posttrain.plan.hlo import Buffer, Collective, Large, ProgramText, kernel_names, read_program
 from posttrain.plan.machine import EFFORT, LEVEL, Machine, libtpu_version
 from posttrain.rl.algorithms import needs_reference
-from posttrain.rollout.vision import CALL_PATCHES, ImagePatches, PromptFeatures, patches_size
+from posttrain.rollout.vision import CALL_PATCHES, PromptFeatures, patches_size
 from posttrain.runtime.files import cache_folder
 from posttrain.runtime.xla import Growth
 from posttrain.stages.preference import shares_prompts
+from posttrain.train.programs import TrainPrograms
 from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
 
@@ -242,6 +244,36 @@ def pictured(batch: Batch, config: ModelConfig, patches: int, image: ImageSectio
     )
 
 
+def with_features(batch: Batch, programs: TrainPrograms) -> Batch:
+    """Batch as a step reads it that does not hold the frozen towers, without memory for features."""
+    if batch.patches is None or not programs.frozen_towers:
+        return batch
+    (rows, count), found = batch.patches.shape[:2], dict[int, ImageFeatures]()
+    models = [one.model for one in (programs.structure, *programs.objective.teachers)]
+    for number in programs.frozen_towers:
+        config, zero = models[number].config, np.zeros((), models[number].compute.dtype)
+        assert config.vision is not None
+        shape, levels = (count // config.vision.merge**2, config.vision.embed_dim), config.deepstack
+        found[number] = ImageFeatures(
+            features=np.broadcast_to(zero, (rows, *shape)),
+            deeper=np.broadcast_to(zero, (rows, levels, *shape)) if levels else None,
+        )
+    encoded = tuple(found.get(number) for number in range(len(models)))
+    return programs.read_by_the_step(dataclasses.replace(batch, encoded=encoded))
+
+
+def encode_calls(programs: TrainPrograms, number: int, batch: Batch) -> tuple[ImagePatches, int, float]:
+    """Call of a frozen tower alone on the first pictures of a batch whose rows are alike, the number of them for the
+    whole batch, and the operations of one. `number`: as in `Batch.encoded`."""
+    config = (programs.structure, *programs.objective.teachers)[number].model.config
+    assert config.vision is not None and batch.patch_images is not None and batch.patch_places is not None
+    numbers, places = np.asarray(batch.patch_images[:1]), np.asarray(batch.patch_places[:1])
+    pictures, size = int(numbers.max()), picture_size(config.vision.merge, int((numbers == 1).sum()))
+    rows, work = programs.call_rows(size), config.vision.work(numbers, places).total / pictures
+    call = ImagePatches(**patch_arrays(config, rows, size, ImageSection()))
+    return call, math.ceil(len(batch.tokens) * pictures / rows), rows * work
+
+
 def patch_arrays(config: ModelConfig, rows: int, patches: int, image: ImageSection) -> dict[str, Any]:
     """Arrays of so many patches beside each row, as in `Batch`, of the largest pictures."""
     vision = config.vision
@@ -273,7 +305,7 @@ def features_of(model: Decoder, rows: int, length: int) -> PromptFeatures:
     """Features at the tokens of a prefill call, for their shapes."""
     config, dtype = model.config, model.compute.dtype
     assert config.vision is not None
-    levels, width = sum(block.deepstack for block in config.blocks), config.vision.embed_dim
+    levels, width = config.deepstack, config.vision.embed_dim
     one, zero = np.zeros((), dtype), np.int32(0)
     arrays: dict[str, Any] = {
         "features": np.broadcast_to(one, (rows, length, width)),

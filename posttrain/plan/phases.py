@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,11 +35,13 @@ from posttrain.models.decoder import Decoder
 from posttrain.plan.lowered import (
     batch_of,
     bytes_on_device,
+    encode_calls,
     sampled_batch,
     sizes_of,
     taught_batch,
     tower_flops,
     vocabulary_trips,
+    with_features,
     with_pairs,
     with_pictures,
 )
@@ -46,6 +49,7 @@ from posttrain.plan.report import (
     COPY,
     CRITIC,
     CRITIC_OPTIMIZER,
+    ENCODE,
     EVALUATION,
     OPTIMIZER,
     REFERENCE,
@@ -135,8 +139,9 @@ def _sequences(
     image: ImageSection,
 ) -> StagePlan:
     programs = _programs(section, model, loss, settings, mesh)
-    batch = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
-    phases = [_update(programs, batch, {})]
+    pictured = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
+    batch = with_features(pictured, programs)
+    phases = [*_encode(programs, pictured, {}), _update(programs, batch, {})]
     if section.eval_dataset is not None:
         state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
         phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state))
@@ -165,13 +170,14 @@ def _distill(
     programs = _programs(section, model, distill_loss(section), settings, mesh, teachers)
     blind = _blind(model, [*teachers, *(one for one, _ in roles.scorers)])
     limits = None if blind or sampled is not None else image
-    batch = taught_batch(section, model, limits, len(section.teachers) - len(teachers))
+    pictured = taught_batch(section, model, limits, len(section.teachers) - len(teachers))
+    batch = with_features(pictured, programs)
     rollout = None if sampled is None else RolloutShapes.of(sampled, model, mesh, memory, roles.draft)
     held = [held_scorer(*scorer) for scorer in roles.scorers]
     held += [] if rollout is None else held_by_engine(rollout, given_up=True)
     there = beside(held, mesh, UPDATE)
     update = _with_teachers(_update(programs, batch, there), programs, teachers, batch)
-    phases = [update]
+    phases = [*_encode(programs, pictured, {**there, **{n: x for n, x in update.own.items() if n == TEACHERS}}), update]
     state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
     if section.eval_dataset is not None and section.on_policy < 1:
         phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state | there))
@@ -205,7 +211,8 @@ def _with_teachers(update: Phase, programs: TrainPrograms, teachers: Sequence[De
     (rows, length), mesh = batch.shape, programs.mesh
     passes = -(-rows // programs.micro_rows(rows))
     flops = sum(2 * active_parameters(t) * rows * length + attention_flops(t.config, rows, length) for t in teachers)
-    towers = sum(tower_flops(teacher, batch, None) for teacher in teachers)
+    here = [teacher for number, teacher in enumerate(teachers, 1) if number not in programs.frozen_towers]
+    towers = sum(tower_flops(teacher, batch, None) for teacher in here)
     taught = sum(held_scorer(teacher, mesh).size for teacher in teachers)
     return dataclasses.replace(
         update,
@@ -235,13 +242,13 @@ def _pairs(
     settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=terms)
     settings = dataclasses.replace(settings, gather_once=gather_once)
     programs = _programs(section, model, loss, settings, mesh)
-    scored = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
-    scored = with_pairs(scored, section, loss.needs, model, mesh)
+    pictured = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
+    scored = with_pairs(with_features(pictured, programs), section, loss.needs, model, mesh)
     batch = dataclasses.replace(scored, ref_logps=scored.loss_weight) if loss.needs.reference else scored
     live = loss.needs.reference and isinstance(section, PreferenceSection) and section.reference == "live"
     kept = {REFERENCE: bytes_on_device(programs.params)} if live else {}
     state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
-    phases = [_update(programs, batch, kept)]
+    phases = [*_encode(programs, pictured, kept), _update(programs, batch, kept)]
     if loss.needs.reference:
         phases.append(_forward(programs, scored, STATISTICS, programs.lower_stats, 1, state | kept))
     if section.eval_dataset is not None:
@@ -451,6 +458,28 @@ def _update(programs: TrainPrograms, batch: Batch, there: Mapping[str, int]) -> 
         mesh=programs.mesh,
         beside=there,
     )
+
+
+def _encode(programs: TrainPrograms, batch: Batch, there: Mapping[str, int]) -> Iterator[Phase]:
+    """Calls of frozen towers on the pictures of a step, all alike: in the first pass over the data, and later on those
+    whose features are not kept."""
+    for number in programs.frozen_towers if batch.patches is not None else ():
+        call, runs, flops = encode_calls(programs, number, batch)
+        weights, state = (bytes_on_device(x) for x in (programs.weights, programs.opt_state))
+        yield Phase(
+            role="trainer",
+            name=ENCODE if number == 0 else f"{ENCODE} for teacher {number}",
+            lower=functools.partial(programs.lower_encode, number, call),
+            runs=runs,
+            trips=(),
+            flops=flops / programs.mesh.size,
+            tower=flops / programs.mesh.size,
+            read=float(weights),
+            own={WEIGHTS: weights, OPTIMIZER: state},
+            parameters=sizes_of(programs.weights),
+            mesh=programs.mesh,
+            beside=there,
+        )
 
 
 def _forward(

@@ -23,6 +23,7 @@ from posttrain.mesh import row_shards
 from posttrain.models.activations import attention_flops
 from posttrain.models.cache import windows_of
 from posttrain.models.decoder import Decoder, decoding_config
+from posttrain.models.vision.tower import ImagePatches
 from posttrain.plan.lowered import (
     batch_of,
     bytes_on_device,
@@ -63,7 +64,6 @@ from posttrain.rollout.programs import Expected, PromptPieces
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.speculative import SpeculativeRows
 from posttrain.rollout.types import SamplingParams
-from posttrain.rollout.vision import ImagePatches
 from posttrain.stages.cluster import engine_slots
 from posttrain.train.programs import placed_shapes
 from posttrain.tree import replace

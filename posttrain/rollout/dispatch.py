@@ -18,7 +18,7 @@ from posttrain.rollout.sampling import TopLogps
 from posttrain.rollout.scheduler import PromptPiece, Row
 from posttrain.rollout.speculative import SpeculativeRows
 from posttrain.rollout.types import Decode, StopReason, TokenLogp, first_completed
-from posttrain.rollout.vision import Encoded, PicturedPiece, prompt_features
+from posttrain.rollout.vision import Features, PicturedPiece, prompt_features
 from posttrain.tree import replace
 
 LENGTH_MEMORY = 0.9
@@ -35,7 +35,7 @@ class PromptCall:
     images: Mapping[int, PicturedPiece] = field(default_factory=dict)
     """Pieces whose images the call reads, by row."""
 
-    def with_features(self, loaded: Loaded, found: Mapping[bytes, Encoded]) -> PromptPieces:
+    def with_features(self, loaded: Loaded, found: Features) -> PromptPieces:
         """Inputs with the features of their images."""
         if not self.images:
             return self.prompts

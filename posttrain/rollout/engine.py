@@ -11,7 +11,7 @@ from typing import Any
 
 from jax import Array
 
-from posttrain.config import CacheDtype, RolloutQuantize, RolloutSection, SamplerTensor
+from posttrain.config import IMAGE_CACHE_MIB, CacheDtype, RolloutQuantize, RolloutSection, SamplerTensor
 from posttrain.data.grammar import Constraint, GrammarCompiler
 from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.scheduler import Counts, Plan, Scheduler
 from posttrain.rollout.types import Call, Completion, Decode, NewTokens, SamplingParams
-from posttrain.rollout.vision import IMAGE_CACHE_MIB, check_images, image_options
+from posttrain.rollout.vision import check_images, image_options
 from posttrain.runtime.profiler import span
 from posttrain.runtime.xla import trim_host_memory
 from posttrain.tracking.console import progress_bar
@@ -244,7 +244,7 @@ class NativeEngine:
         self._loaded = Loaded.of(*self._weights_of(model), version, self._placement)
         self._scheduler.forget()
         if ModelWeights(model).tower_training[0] != "frozen":
-            self._runner.images.forget_features()
+            self._runner.images.kept.forget_features()
 
     def load_adapter(
         self, name: str, adapter: str | Path | SlotArrays, *, text_name: Callable[[str], str | None] | None = None
@@ -348,7 +348,7 @@ class NativeEngine:
         """Since the last call, but for the number of programs; blocks as a share of all that there are. A late
         compilation is one while samples waited for it: none after `warm_up`. `copy_mib`: weights of its own over all
         devices; `layout_mib`: those that a device holds in another layout while samples run. With drafts see
-        `Drafter.metrics`, with images `ImageCache.metrics`."""
+        `Drafter.metrics`, with images `PromptCache.metrics`."""
         counts, drafts = self.take_counts()
         (late, compile_s), programs = self._compilations, self.programs
         self._compilations = programs.num_late, programs.compile_s

@@ -17,12 +17,13 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
+from posttrain.batch import ImageFeatures
 from posttrain.kernels.platform import platform_of, traced_for
 from posttrain.mesh import by_rows, devices_of, mesh_of_arrays
 from posttrain.models.adapter import choose_slots
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.decoder import Decoder
-from posttrain.models.vision.tower import ImageInputs
+from posttrain.models.vision.tower import ImageInputs, ImagePatches
 from posttrain.rollout.blocks import BLOCK, blocks_for
 from posttrain.rollout.decode_weights import DecodeLayout, DecodeWeights, DecodeWeightsCache, Loaded
 from posttrain.rollout.decoding import DecodedTokens, DecodeRows, decode, recorded
@@ -31,7 +32,7 @@ from posttrain.rollout.sampling import TopLogps, score
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
 from posttrain.rollout.speculative import SpeculativeRows, speculate
 from posttrain.rollout.types import SamplingParams
-from posttrain.rollout.vision import ImageFeatures, ImagePatches, PromptFeatures, encode
+from posttrain.rollout.vision import PromptFeatures, encode
 from posttrain.runtime.xla import Recent, compile_options
 from posttrain.tree import pytree, replace, static
 
@@ -101,8 +102,8 @@ def prefill(
     if (images := prompts.images) is not None:
         assert model.tower is not None
         rows_of = jnp.where(images.images > 0, offsets + 1, 0)
-        deeper = None if images.deeper is None else jnp.moveaxis(images.deeper, 1, 0)
-        placed = model.tower.placed(images.features, deeper, rows_of, images.images)
+        encoded = ImageFeatures(features=images.features, deeper=images.deeper)
+        placed = model.tower.placed(encoded, rows_of, images.images)
         turned = ImageInputs.turned(images.rope_positions)
     hidden, filled, routing = model.forward(prompts.tokens, positions, segments, near, images=turned, placed=placed)
     assert isinstance(filled, KVCache)

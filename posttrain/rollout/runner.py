@@ -17,6 +17,7 @@ from posttrain.config import CacheDtype
 from posttrain.mesh import replicated
 from posttrain.models.cache import windows_of
 from posttrain.models.decoder import decoding_config
+from posttrain.models.vision.tower import ImagePatches
 from posttrain.rollout.blocks import BLOCK, Chain, Window, blocks_for
 from posttrain.rollout.decode_weights import Loaded
 from posttrain.rollout.decoding import DecodeRows
@@ -39,7 +40,7 @@ from posttrain.rollout.sampling import Sampling, Tables
 from posttrain.rollout.scheduler import Plan, PromptPiece, Row, window_of
 from posttrain.rollout.speculative import SpeculativeRows
 from posttrain.rollout.types import SamplingParams
-from posttrain.rollout.vision import Encoded, ImageCache, ImageFeatures, ImagePatches, encoded
+from posttrain.rollout.vision import Features, PromptCache, encoded
 from posttrain.runtime.profiler import span
 
 MIN_STOP_IDS = 4
@@ -71,7 +72,7 @@ class Runner:
         self.programs = Programs(steps=shapes.steps, record=record, drafts=0 if drafter is None else drafter.tokens)
         self._tables = Tables(vocab_size)
         self._lengths = Lengths()
-        self.images, self._forbidden = ImageCache(image_bytes), forbidden
+        self.images, self._forbidden = PromptCache(image_bytes), forbidden
         self._adapters = adapters
         self._kind = kind
         self._pool: Pool | None = None
@@ -165,14 +166,13 @@ class Runner:
             self._seconds[name] += seconds
             return DispatchOutcome(**outcome, seconds=seconds if plain else None)
 
-    def _encoded(self, side: Side, calls: Sequence[PromptCall]) -> tuple[Side, dict[bytes, Encoded]]:
+    def _encoded(self, side: Side, calls: Sequence[PromptCall]) -> tuple[Side, Features]:
         """Features of the calls' images, by the tower where they are not known."""
-        needed = [image for call in calls for piece in call.images.values() for image in piece.needed]
+        needed, pools = [one for call in calls for piece in call.images.values() for one in piece.needed], [side.pool]
         if not needed:
             return side, {}
-        pools = [side.pool]
 
-        def run(inputs: ImagePatches) -> ImageFeatures:
+        def run(inputs: ImagePatches) -> Any:
             pools[0], found = self.programs.encode(side.loaded, pools[0], inputs)
             return jax.device_get(found)
 

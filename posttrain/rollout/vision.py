@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,39 +17,25 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, UInt8
 
-from posttrain.data.image_rows import ALIGNED
+from posttrain.batch import ImageFeatures
+from posttrain.data.image_rows import ALIGNED, ImageCache, picture_features
 from posttrain.data.prompt_images import PromptImage, PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.mesh import by_rows
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
+from posttrain.models.vision.tower import ImagePatches
 from posttrain.rollout.paged import Pool
 from posttrain.tree import pytree
 
-IMAGE_CACHE_MIB = 1024
-"""Host memory for patches and features of images by default."""
+Features = Mapping[bytes, ImageFeatures]
+"""Features of images by digest."""
+
 CALL_PATCHES = 4096
 """Patches of a row in one call of the tower, but for an image with more."""
 MAX_DECODERS = 8
 """Threads that decode pictures."""
-
-
-@pytree
-class ImagePatches:
-    """Images of one call of the tower, beside as many rows as there are lanes; see `Batch`."""
-
-    patches: UInt8[Array, "B P C"]
-    patch_images: Int[Array, "B P"]
-    patch_places: Int[Array, "B P 2"]
-
-
-@pytree
-class ImageFeatures:
-    """Features of the images of a call: those in place of embeddings, and those that K layers add."""
-
-    features: Float[Array, "B N D"]
-    deeper: Float[Array, "K B N D"] | None
 
 
 @pytree
@@ -68,32 +53,17 @@ class PromptFeatures:
 def encode(model: Decoder, pool: Pool, images: ImagePatches, *, mesh: Mesh | None) -> tuple[Pool, ImageFeatures]:
     """Run images through the tower; the pool stays as it is."""
     assert model.tower is not None
-    encoded = model.tower.encode(by_rows(images, mesh), model.compute)
-    deeper = jnp.stack(encoded.deeper) if encoded.deeper else None
-    return pool, ImageFeatures(features=encoded.features, deeper=deeper)
+    return pool, model.tower.features(by_rows(images, mesh), model.compute)
 
 
-class Encoded(NamedTuple):
-    """Features of an image on the host."""
-
-    features: Float[np.ndarray, "N D"]
-    deeper: Float[np.ndarray, "K N D"] | None
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.features.nbytes + (0 if self.deeper is None else self.deeper.nbytes))
-
-
-class ImageCache:
-    """Patches of images until they are encoded, then features, by content in at most `limit` bytes of host memory, the
-    least recently used forgotten first. For any thread."""
+class PromptCache:
+    """Patches of images until they are encoded, then features, which other threads decode into a cache of so many
+    bytes. For any thread."""
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.num_bytes = 0
+        self.kept = ImageCache(limit)
         self.hits = self.encoded = 0
         """Images that a call needed and found, and those that it had to encode, since `metrics`."""
-        self._held: OrderedDict[bytes, UInt8[np.ndarray, "P C"] | Encoded] = OrderedDict()
         self._loading: dict[PromptImage, Future[None]] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(min(MAX_DECODERS, os.cpu_count() or 1), "images")
@@ -116,26 +86,22 @@ class ImageCache:
     def _load(self, image: PromptImage) -> None:
         try:
             patches = image.patches()
-            with self._lock:
-                known = image.digest in self._held
-            if not known:
-                self._put(image.digest, patches)
+            if self.kept.get(image.digest) is None:
+                self.kept.put(image.digest, patches)
         finally:
             with self._lock:
                 self._loading.pop(image, None)
 
-    def features(self, images: Iterable[PromptImage]) -> tuple[dict[bytes, Encoded], list[PromptImage]]:
+    def features(self, images: Iterable[PromptImage]) -> tuple[dict[bytes, ImageFeatures], list[PromptImage]]:
         """Features of those images that have them, and the others, each once."""
-        found: dict[bytes, Encoded] = {}
+        found: dict[bytes, ImageFeatures] = {}
         missing: dict[bytes, PromptImage] = {}
         for image in images:
-            with self._lock:
-                held = self._held.get(image.digest)
-                if isinstance(held, Encoded):
-                    self._held.move_to_end(image.digest)
-                    found[image.digest] = held
-                else:
-                    missing[image.digest] = image
+            features = self.kept.features(image.digest)
+            if features is None:
+                missing[image.digest] = image
+            else:
+                found[image.digest] = features
         self.hits, self.encoded = self.hits + len(found), self.encoded + len(missing)
         return found, list(missing.values())
 
@@ -143,33 +109,10 @@ class ImageCache:
         """Patches of each image, decoded again where they were forgotten."""
 
         def one(image: PromptImage) -> UInt8[np.ndarray, "P C"]:
-            with self._lock:
-                held = self._held.get(image.digest)
+            held = self.kept.get(image.digest)
             return held if isinstance(held, np.ndarray) else image.patches()
 
         return self._threads.map(one, images)
-
-    def put(self, digest: bytes, encoded: Encoded) -> None:
-        """Keep the features of an image in place of its patches."""
-        self._put(digest, encoded)
-
-    def _put(self, digest: bytes, held: UInt8[np.ndarray, "P C"] | Encoded) -> None:
-        with self._lock:
-            self._drop(digest)
-            self._held[digest] = held
-            self.num_bytes += held.nbytes
-            while self.num_bytes > self.limit:
-                self._drop(next(iter(self._held)))
-
-    def _drop(self, digest: bytes) -> None:
-        held = self._held.pop(digest, None)
-        self.num_bytes -= 0 if held is None else held.nbytes
-
-    def forget_features(self) -> None:
-        """Drop what another tower has computed."""
-        with self._lock:
-            for digest in [digest for digest, held in self._held.items() if isinstance(held, Encoded)]:
-                self._drop(digest)
 
     def metrics(self) -> dict[str, float]:
         """Images that the tower encoded since the last call, and the share of those needed that were
@@ -195,15 +138,13 @@ class TowerCall(NamedTuple):
     inputs: ImagePatches
     places: list[Place]
 
-    def results(self, found: ImageFeatures) -> Iterator[tuple[bytes, Encoded]]:
+    def results(self, found: ImageFeatures) -> Iterator[tuple[bytes, ImageFeatures]]:
         """Features of each image, from those of the call on the host."""
         for image, row, start in self.places:
-            at = slice(start, start + image.num_tokens)
-            deeper = None if found.deeper is None else np.asarray(found.deeper[:, row, at]).copy()
-            yield image.digest, Encoded(np.asarray(found.features[row, at]).copy(), deeper)
+            yield image.digest, picture_features(found, row, slice(start, start + image.num_tokens))
 
 
-def tower_calls(cache: ImageCache, images: Sequence[PromptImage], rows: int) -> Iterator[TowerCall]:
+def tower_calls(cache: PromptCache, images: Sequence[PromptImage], rows: int) -> Iterator[TowerCall]:
     """Calls that encode the images, as many to one as fit beside `rows` rows, the largest first."""
     left = sorted(images, key=lambda image: -image.num_patches)
     while left:
@@ -222,14 +163,14 @@ def tower_calls(cache: ImageCache, images: Sequence[PromptImage], rows: int) -> 
 
 
 def encoded(
-    cache: ImageCache, images: Iterable[PromptImage], rows: int, run: Callable[[ImagePatches], ImageFeatures]
-) -> dict[bytes, Encoded]:
+    cache: PromptCache, images: Iterable[PromptImage], rows: int, run: Callable[[ImagePatches], ImageFeatures]
+) -> Features:
     """Features of images by digest, which the cache has, or `run` makes of calls beside `rows` rows."""
     found, missing = cache.features(images)
     for call in tower_calls(cache, missing, rows):
         for digest, features in call.results(run(call.inputs)):
             found[digest] = features
-            cache.put(digest, features)
+            cache.kept.put(digest, features)
     return found
 
 
@@ -240,7 +181,7 @@ def patches_size(merge: int, count: int) -> int:
     return int(aligned * 2 ** math.ceil(math.log2(max(count, aligned) / aligned)))
 
 
-def _tower_call(cache: ImageCache, chosen: Sequence[tuple[PromptImage, int]], rows: int, count: int) -> TowerCall:
+def _tower_call(cache: PromptCache, chosen: Sequence[tuple[PromptImage, int]], rows: int, count: int) -> TowerCall:
     policy = chosen[0][0].policy
     block, size = policy.settings.merge**2, patches_size(policy.settings.merge, count)
     patches = np.zeros((rows, size, 3 * policy.settings.patch**2), np.uint8)
@@ -284,12 +225,12 @@ def prompt_features(
     model: Decoder,
     shape: tuple[int, int],
     pieces: Mapping[int, PicturedPiece],
-    found: Mapping[bytes, Encoded],
+    found: Features,
 ) -> PromptFeatures:
     """Features at the tokens of a call's pieces, by row of its shape."""
     config, dtype = model.config, model.compute.dtype
     assert config.vision is not None
-    levels, width = sum(block.deepstack for block in config.blocks), config.vision.embed_dim
+    levels, width = config.deepstack, config.vision.embed_dim
     features, images = np.zeros((*shape, width), dtype), np.zeros(shape, np.int32)
     deeper = np.zeros((shape[0], levels, shape[1], width), dtype) if levels else None
     rope = np.zeros((*shape, 3), np.int32) if config.turns_by_axes else None

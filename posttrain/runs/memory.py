@@ -17,6 +17,7 @@ from posttrain.config import (
     DistillSection,
     MeshSection,
     ModelDrafts,
+    OfflineSection,
     OnlineSection,
     PlacementSection,
     Remat,
@@ -365,20 +366,25 @@ def _full_bytes(setup: StageSetup, held: float) -> float:
     chunk = chunk_length(micro, section.row_tokens, model.vocab_size, sharding) * micro / sharding.groups
     logits = 3 * FLOAT32_BYTES * chunk * model.vocab_size / sharding.shards
     inputs = model.num_layers * micro * section.row_tokens * model.embed_dim * size / mesh.size
-    kept, passing = _tower_bytes(section, outline, micro / row_shards(mesh))
+    rows = micro / row_shards(mesh)
+    kept, passing = _tower_bytes(section, outline, rows, section.step_rows / row_shards(mesh))
     return state.per_device + sums + inputs + kept + max(layer, logits, passing)
 
 
-def _tower_bytes(section: TrainSection, outline: Decoder, rows: float) -> tuple[float, float]:
+def _tower_bytes(section: TrainSection, outline: Decoder, rows: float, all_rows: float) -> tuple[float, float]:
     """Bytes on a device of a vision tower's pixels, features and inputs of layers for the backward pass, and of one
-    layer, by estimate; `rows`: on the device, which are not split further."""
+    layer, by estimate; of features alone where they are made before. `rows`: on the device, which are not split
+    further, in a forward pass; `all_rows`: in a step."""
     vision, size = outline.config.vision, outline.compute.dtype.itemsize
     if vision is None:
         return 0.0, 0.0
     patches = rows * largest_bucket(section, vision.merge)
     features = patches / vision.merge**2 * outline.config.embed_dim * size
     pixels = 3 * vision.patch_size**2 * patches
-    trained = ModelWeights(outline).tower_training[0] == "tower"
+    reach = ModelWeights(outline).tower_training[0]
+    if reach == "frozen" and isinstance(section, OfflineSection) and section.image_cache_mib:
+        return features * (1 + outline.config.deepstack) * all_rows / rows, 0.0
+    trained = reach == "tower"
     layer = patches * size * (5 * vision.width + 4 * vision.attention_dim + 2 * vision.mlp_dim)
     kept = pixels + features + trained * vision.depth * patches * vision.width * size
     return kept, max((1 + trained) * layer, FLOAT32_BYTES * pixels)

@@ -189,7 +189,9 @@ def run(stage: StageRun, inputs: DistillInputs) -> None:
         batches: MeasuredStream | None = None
         if given is not None:
             # Outside teachers are prefetched one batch ahead, while the previous step runs.
-            batches = closing.enter_context(Prefetch(given, max_batches=1 if outside else MAX_BATCHES))
+            batches = closing.enter_context(
+                Prefetch(given, begin=trainer.begin, max_batches=1 if outside else MAX_BATCHES)
+            )
         samples = None
         if section.on_policy:
             samples = Samples(stage, inputs, trainer, targets, _scorers(stage, section, teachers, outside))

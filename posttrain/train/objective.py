@@ -26,7 +26,7 @@ from posttrain.batch import (
     TokenStats,
     TopK,
 )
-from posttrain.config import TrainSection
+from posttrain.config import OfflineSection, TrainSection
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
@@ -98,6 +98,8 @@ class TrainSettings:
     gather_once: bool = False
     """On a mesh of `data` and `fsdp` alone, gather the weights and reduce the gradients once an update, not in each
     micro-batch."""
+    image_cache_bytes: int = 0
+    """Host memory for features of pictures by frozen towers, which then are no part of the step; 0: they are."""
     offload_optimizer: bool = False
     """`Trainer.offload_optimizer()` moves the optimizer state to the host's memory, and the next step brings it
     back."""
@@ -116,6 +118,7 @@ class TrainSettings:
             correction_rate=router.correction_rate,
             terms=terms,
             dropout_seed=dropout_seed,
+            image_cache_bytes=section.image_cache_mib * 2**20 if isinstance(section, OfflineSection) else 0,
         )
 
 
@@ -251,7 +254,7 @@ class Objective:
         for structure, arrays in zip(self.teachers, teacher_params or [], strict=teacher_params is not None):
             teacher = self._bound(structure, jax.lax.stop_gradient(arrays))
             taps = None if matching is None else matching.teacher
-            beside["images"] = teacher.images_of(batch)
+            beside["images"] = teacher.images_of(batch, len(teachers) + 1)
             final, _, teacher_features, _ = teacher.features(*inputs, taps, **beside)
             teachers.append(Teacher(teacher.logits, final))
         teachers += (batch.teachers or ()) if teacher_params is not None else ()

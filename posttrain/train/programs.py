@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +19,7 @@ from posttrain.batch import (
     Batch,
     DraftLoss,
     DraftStats,
+    ImageFeatures,
     LossOutput,
     ScoreLoss,
     ScoreStats,
@@ -35,6 +36,7 @@ from posttrain.models.activations import batch_flops
 from posttrain.models.config import ModelConfig, check_router
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import TOWER
+from posttrain.models.vision.tower import ImagePatches
 from posttrain.runtime.xla import Recent, fast_compile_options, gc_disabled
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective, TrainSettings
@@ -43,6 +45,9 @@ from posttrain.train.qk_clip import check_clip, clip_factors, clip_metrics
 from posttrain.tree import added_up, stack_over
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes, active_parameters, is_quantized
+
+CALL_PATCHES, CALL_ROWS = 512, 8
+"""Patches of a device in one call of a tower, at least, and pictures, at most."""
 
 _TRAINERS = Recent["TrainPrograms"](2)
 """Those of actor and critic."""
@@ -133,6 +138,8 @@ class TrainPrograms:
         self.weights = placed_shapes(self.structure, mesh) | self.projections
         """All parameters by path, frozen ones and projections included."""
         self.opt_state = self._opt_state_shapes()
+        self.frozen_towers = self._frozen_towers() if settings.image_cache_bytes else ()
+        """Numbers of the models, in `Batch.encoded`, whose towers encode pictures outside of the step."""
         self._jit()
 
     def _jit(self) -> None:
@@ -153,6 +160,42 @@ class TrainPrograms:
         self.init = jax.jit(self.optimizer.init, out_shardings=outputs[1])
         self.stats = jax.jit(traced_for(self.mesh, self._stats_program), compiler_options=options)
         self.loss_of_all = jax.jit(self.objective.loss)
+        self.encode = {
+            number: jax.jit(
+                traced_for(self.mesh, functools.partial(_encode, self._structures[number])),
+                out_shardings=read,
+                compiler_options=options,
+            )
+            for number in self.frozen_towers
+        }
+        """Programs of the towers that encode pictures outside of the step, by the numbers of their models."""
+
+    def call_rows(self, size: int) -> int:
+        """Pictures of so many patches in one call of a tower, one in each row."""
+        return row_shards(self.mesh) * min(max(CALL_PATCHES // size, 1), CALL_ROWS)
+
+    def lower_encode(self, number: int, pictures: ImagePatches) -> jax.stages.Lowered:
+        """Lower the call of a tower on pictures of shapes [B, P]."""
+        place = NamedSharding(self.mesh, BATCH_SPEC)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), pictures)
+        with gc_disabled():
+            return self.encode[number].lower(placed_shapes(self._structures[number], self.mesh), shapes)
+
+    def read_by_the_step(self, batch: Batch) -> Batch:
+        """Batch without the patches that a frozen tower has encoded."""
+        if 0 not in self.frozen_towers:
+            return batch
+        return dataclasses.replace(batch, patches=None, patch_images=None, patch_places=None)
+
+    @property
+    def _structures(self) -> list[ModelWeights]:
+        """Structures of the model and its teachers."""
+        return [self.structure, *self.objective.teachers]
+
+    def _frozen_towers(self) -> tuple[int, ...]:
+        trained = self.structure.tower_training[0] != "frozen"
+        numbers = (number for number, one in enumerate(self._structures) if one.model.config.vision is not None)
+        return tuple(number for number in numbers if number or not trained)
 
     @property
     def params(self) -> WeightShapes:
@@ -163,7 +206,7 @@ class TrainPrograms:
     def frozen(self) -> WeightShapes:
         return {path: x for path, x in self.weights.items() if path not in self.params}
 
-    @cached_property
+    @functools.cached_property
     def language_factor(self) -> float:
         """Operations of the language model's products with the backward pass, relative to the forward pass: frozen
         parameters have no gradient of their own, and of a block drafter's target nothing has one."""
@@ -173,20 +216,20 @@ class TrainPrograms:
             return 1 + 2 * trained / sum(language.values())
         return 2 + trained / sum(language.values())
 
-    @cached_property
+    @functools.cached_property
     def _active(self) -> list[tuple[ModelConfig, float]]:
-        models = (weights.model for weights in (self.structure, *self.objective.teachers))
+        models = (weights.model for weights in self._structures)
         return [(model.config, active_parameters(model)) for model in models]
 
     def flops(self, batch: Batch) -> tuple[float, float]:
-        """Operations of an update on host rows by the models' arithmetic, of language models and of the vision tower:
-        nothing is computed twice, and the backward pass is twice the forward pass of what is trained."""
+        """Operations of an update on host rows by the models' arithmetic, of language models and of the vision tower in
+        the step: nothing is computed twice, and the backward pass is twice the forward pass of what is trained."""
         (config, active), *teachers = self._active
         products, attention = batch_flops(config, active, batch)
         language = self.language_factor * products + (3 if self.structure.model.drafter is None else 1) * attention
         language += sum(sum(batch_flops(config, active, batch)) for config, active in teachers)
         vision = self.structure.model.config.vision
-        if vision is None or batch.patches is None:
+        if vision is None or batch.patches is None or 0 in self.frozen_towers:
             return language, 0.0
         work = vision.work(np.asarray(batch.patch_images), np.asarray(batch.patch_places))
         return language, work.trained(*self.structure.tower_training)
@@ -341,6 +384,13 @@ class TrainPrograms:
             lambda batch: self.objective.forward(weights, batch, teacher_weights).stats, micro, count
         )
         return stats
+
+
+def _encode(structure: ModelWeights, weights: Weights, pictures: ImagePatches) -> ImageFeatures:
+    """Run pictures through the tower of a model."""
+    model = structure.bind(weights)
+    assert model.tower is not None
+    return model.tower.features(pictures, model.compute)
 
 
 def _mean(gradient: Any, weight: Array | float) -> Any:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
 from posttrain.batch import (
     Batch,
     DraftLoss,
+    ImageFeatures,
     ScoreLoss,
     ScoreStats,
     TokenLoss,
@@ -24,22 +25,132 @@ from posttrain.batch import (
     model_inputs,
     packing_metrics,
 )
+from posttrain.data.image_rows import BatchPicture, ImageCache, batch_pictures, picture_features, picture_size
 from posttrain.kernels.platform import chip_of, platform_of
 from posttrain.losses.router import check_weight
-from posttrain.mesh import replicated, single_device_mesh
+from posttrain.mesh import BATCH_SPEC, replicated, single_device_mesh
 from posttrain.metrics import Metrics, merge
+from posttrain.models.config import VisionConfig
 from posttrain.models.decoder import Decoder
+from posttrain.models.vision.tower import ImagePatches
 from posttrain.runtime import processes
 from posttrain.runtime.profiler import span
 from posttrain.runtime.xla import gc_disabled, trim_host_memory
 from posttrain.tracking.console import progress_bar
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import Optimizer
-from posttrain.train.programs import on_mesh, placed_shapes, programs_of
+from posttrain.train.programs import TrainPrograms, on_mesh, placed_shapes, programs_of
 from posttrain.tree import Metric, concatenated, flatten_micro, replace
 from posttrain.weights.state import ModelWeights, Weights
 
 StatsT = TypeVar("StatsT", TokenStats, ScoreStats)
+
+
+class Begun(NamedTuple):
+    """Pictures of a batch, on their way through the frozen tower of a model where its features are not kept."""
+
+    number: int
+    pictures: Sequence[BatchPicture]
+    kept: dict[bytes, ImageFeatures]
+    calls: list[tuple[list[BatchPicture], ImageFeatures]]
+    flops: float
+
+
+class FrozenTowers:
+    """Features of pictures by the frozen towers of a trainer's models, kept by their content. A picture goes through a
+    tower in a row and a program that only its size decides: features are the same in any batch.
+
+    `begin` and `finish` are called in the same order in every process.
+    """
+
+    def __init__(self, programs: TrainPrograms, weights: Sequence[ModelWeights]):
+        self._programs, self._weights = programs, weights
+        self._cache = ImageCache(programs.settings.image_cache_bytes)
+        self._met = set[tuple[int, int]]()
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last batch."""
+        self.flops = 0.0
+        """Operations for the last batch."""
+
+    def begin(self, batch: Batch) -> list[Begun]:
+        """Start to encode the pictures of host rows that are not kept."""
+        pictures = list(batch_pictures(batch))
+        return [self._begin(number, batch, pictures) for number in self._programs.frozen_towers]
+
+    def finish(self, batch: Batch, begun: Sequence[Begun]) -> Batch:
+        """Batch with the features of its pictures, which are kept now."""
+        with span("images"):
+            return self._with_features(batch, begun)
+
+    def _with_features(self, batch: Batch, begun: Sequence[Begun]) -> Batch:
+        found = {one.number: self._finish(batch, one) for one in begun}
+        hits, encoded = sum(len(one.kept) for one in begun), sum(len(some) for one in begun for some, _ in one.calls)
+        self.metrics = {"images/encoded": float(encoded), "images/hit_rate": hits / max(hits + encoded, 1)}
+        self.flops = sum(one.flops for one in begun)
+        return replace(batch, encoded=tuple(found.get(number) for number in range(len(self._weights))))
+
+    def _begin(self, number: int, batch: Batch, pictures: Sequence[BatchPicture]) -> Begun:
+        vision = self._vision(number)
+        kept: dict[bytes, ImageFeatures] = {}
+        of_size: dict[int, dict[bytes, BatchPicture]] = {}
+        for picture in pictures:
+            features = self._cache.features(bytes([number]) + picture.digest)
+            if features is not None:
+                kept[picture.digest] = features
+            else:
+                of_size.setdefault(picture_size(vision.merge, picture.num_patches), {})[picture.digest] = picture
+        calls, flops = [], 0.0
+        for size, missing in sorted(of_size.items()):
+            rows, left = self._programs.call_rows(size), list(missing.values())
+            for some in (left[start : start + rows] for start in range(0, len(left), rows)):
+                inputs = self._inputs(batch, some, rows, size)
+                flops += vision.work(np.asarray(inputs.patch_images), np.asarray(inputs.patch_places)).total
+                calls.append((some, self._run(number, inputs)))
+        return Begun(number, pictures, kept, calls, flops)
+
+    def _inputs(self, batch: Batch, pictures: Sequence[BatchPicture], rows: int, size: int) -> ImagePatches:
+        given = {name: np.asarray(getattr(batch, name)) for name in ("patches", "patch_images", "patch_places")}
+        arrays: dict[str, Any] = {name: np.zeros((rows, size, *x.shape[2:]), x.dtype) for name, x in given.items()}
+        for row, picture in enumerate(pictures):
+            for name, x in given.items():
+                arrays[name][row, : picture.num_patches] = x[picture.row, picture.patches]
+        arrays["patch_images"] = (arrays["patch_images"] > 0).astype(np.int32)
+        return ImagePatches(**arrays)
+
+    def _run(self, number: int, inputs: ImagePatches) -> ImageFeatures:
+        program, weights = self._programs.encode[number], self._weights[number].read()
+        placed = processes.on_devices(inputs, NamedSharding(self._programs.mesh, BATCH_SPEC))
+        if processes.count() > 1 and (size := (number, inputs.patches.shape[1])) not in self._met:
+            compile_everywhere(program, weights, placed)
+            self._met.add(size)
+        encoded: ImageFeatures = program(weights, placed)
+        return encoded
+
+    def _finish(self, batch: Batch, begun: Begun) -> ImageFeatures:
+        model, vision = self._weights[begun.number].model, self._vision(begun.number)
+        found, block = dict(begun.kept), vision.merge**2
+        for pictures, encoded in begun.calls:
+            host = processes.on_host(encoded)
+            for row, picture in enumerate(pictures):
+                own = picture_features(host, row, slice(0, picture.num_patches // block))
+                found[picture.digest] = own
+                self._cache.put(bytes([begun.number]) + picture.digest, own)
+        assert batch.patches is not None
+        rows, count = batch.patches.shape[0], batch.patches.shape[1] // block
+        levels, dtype = model.config.deepstack, model.compute.dtype
+        features = np.zeros((rows, count, vision.embed_dim), dtype)
+        deeper = np.zeros((rows, levels, count, vision.embed_dim), dtype) if levels else None
+        for picture in begun.pictures:
+            at, own = slice(picture.patches.start // block, picture.patches.stop // block), found[picture.digest]
+            features[picture.row, at] = own.features
+            if deeper is not None:
+                deeper[picture.row, :, at] = own.deeper
+        return ImageFeatures(features=features, deeper=deeper)
+
+    def _vision(self, number: int) -> VisionConfig:
+        vision = self._weights[number].model.config.vision
+        assert vision is not None
+        return vision
 
 
 @runtime_checkable
@@ -94,6 +205,8 @@ class Trainer:
             _place(weights, self.mesh)
         self._opt_places = jax.tree.map(lambda x: x.sharding, self._programs.opt_state)
         self._opt_state = self._programs.init(self.params)
+        towers = self._programs.frozen_towers
+        self._towers = FrozenTowers(self._programs, [self._weights, *self._teachers]) if towers else None
         self._memory: dict[str, Array] = processes.on_devices(self._programs.memory(), replicated(self.mesh))
         self._offloaded = False
         self.companions: dict[str, Checkpointable] = {}
@@ -176,9 +289,12 @@ class Trainer:
 
     def _flops(self, batch: Batch) -> dict[str, float]:
         """Metrics of the operations of an update on host rows, and of the tower's share with images."""
-        language, tower = self._programs.flops(batch)
+        (language, tower), pictures = self._programs.flops(batch), {}
+        if self._towers is not None and batch.patches is not None:
+            tower, pictures = tower + self._towers.flops, self._towers.metrics
         chip, total = chip_of(self.mesh.devices.flat[0]), language + tower
         return {
+            **pictures,
             "perf/tflops": total / 1e12,
             **({} if batch.patches is None else {"perf/tower_ratio": tower / max(total, 1.0)}),
             **({} if chip is None else {"perf/ideal_s": total / (chip.flops * self.mesh.size)}),
@@ -267,11 +383,9 @@ class Trainer:
         return _rows_on_host(self._programs.stats(*arguments), batch)
 
     def _meet(self, program: Any, *arguments: Any) -> None:
-        """Compile a program in all processes before the first run of it: collective operations between CPU processes
-        wait for 30 seconds only, and compilations differ by more."""
+        """Compile a program in all processes before the first run of it."""
         if processes.count() > 1 and program not in self._met:
-            program.lower(*arguments).compile()
-            processes.wait_for_all("compiled program")
+            compile_everywhere(program, *arguments)
             self._met.add(program)
 
     def state(self) -> dict[str, Any]:
@@ -313,9 +427,27 @@ class Trainer:
         self._projections = {path: params[path] for path in self._projections}
         self._weights.write({path: w for path, w in params.items() if path not in self._projections})
 
+    @property
+    def begin(self) -> Callable[[Batch], Callable[[], Batch]] | None:
+        """Function that starts frozen towers on the pictures of a batch that are not kept, and returns one that waits
+        for them and returns the batch with its features; None without such towers."""
+        return None if self._towers is None else self._begin
+
+    def _begin(self, batch: Batch) -> Callable[[], Batch]:
+        towers = self._towers
+        if towers is None or batch.patches is None or batch.encoded is not None:
+            return lambda: batch
+        with span("images"):
+            begun = towers.begin(batch)
+        return lambda: towers.finish(batch, begun)
+
+    def encoded(self, batch: Batch) -> Batch:
+        """Batch with the features of its pictures by frozen towers, which run on those that are not kept."""
+        return self._begin(batch)()
+
     def _micro_batches(self, batch: Batch) -> tuple[Batch, Array]:
         """Micro-batches [M, rows, T] on the mesh, and the number of non-empty ones: the others are never computed."""
-        host = jax.tree.map(np.asarray, batch)
+        host = jax.tree.map(np.asarray, self._programs.read_by_the_step(self.encoded(batch)))
         total = host.tokens.shape[0]
         rows = self._programs.micro_rows(total)
         padding = -total % rows
@@ -335,6 +467,13 @@ def _rows_on_host(stats: StatsT, batch: Batch) -> StatsT:
     """Statistics [M, rows, T] as host arrays of the batch's rows, without the padding rows of the last micro-batch."""
     arrays: StatsT = jax.tree.map(lambda x: flatten_micro(np.asarray(x))[: batch.shape[0]], processes.on_host(stats))
     return arrays
+
+
+def compile_everywhere(program: Any, *arguments: Any) -> None:
+    """Compile a program in all processes: collective operations between CPU processes wait for 30 seconds only, and
+    compilations differ by more."""
+    program.lower(*arguments).compile()
+    processes.wait_for_all("compiled program")
 
 
 def _place(weights: ModelWeights, mesh: Mesh) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from posttrain.batch import Batch
-from posttrain.data.prefetch import Prefetch
+from posttrain.data.prefetch import Begin, Prefetch
 
 
 class Counting:
@@ -56,9 +57,13 @@ def made(stream: Counting, expected: int) -> int:
     return stream.next
 
 
+either = pytest.mark.parametrize("begin", [None, lambda batch: lambda: batch], ids=["plain", "begun"])
+
+
+@either
 @pytest.mark.parametrize(("maker", "trainer"), [(0.0, 0.004), (0.004, 0.0)])
-def test_the_state_is_that_of_the_batch_that_was_taken(maker: float, trainer: float) -> None:
-    with Prefetch(Counting(seconds=maker), max_batches=4) as batches:
+def test_the_state_is_that_of_the_batch_that_was_taken(maker: float, trainer: float, begin: Begin | None) -> None:
+    with Prefetch(Counting(seconds=maker), begin=begin, max_batches=4) as batches:
         states = []
         for step in range(6):
             states.append(json.dumps(batches.state()))
@@ -82,8 +87,25 @@ def test_what_waits_is_bounded(limits: dict[str, int], waiting: int) -> None:
             assert made(stream, taken + waiting) == taken + waiting
 
 
-def test_an_error_is_raised_where_its_batch_would_have_been() -> None:
-    with Prefetch(Counting(breaks_at=2)) as batches:
+def test_a_batch_is_begun_before_the_one_before_it_is_used() -> None:
+    seen: list[str] = []
+
+    def begin(batch: Batch) -> Callable[[], Batch]:
+        seen.append(f"begin {number(batch)}")
+        return lambda: seen.append(f"finish {number(batch)}") or batch  # type: ignore[func-returns-value]
+
+    with Prefetch(Counting(), begin=begin) as batches:
+        for _ in range(2):
+            seen.append(f"use {number(next(batches))}")
+        batches.restore({"next": 1})
+        next(batches)
+    assert seen[:6] == ["begin 0", "finish 0", "begin 1", "use 0", "finish 1", "begin 2"]
+    assert seen[6:] == ["use 1", "begin 1", "finish 1", "begin 2"]
+
+
+@either
+def test_an_error_is_raised_where_its_batch_would_have_been(begin: Begin | None) -> None:
+    with Prefetch(Counting(breaks_at=2), begin=begin) as batches:
         assert [number(next(batches)), number(next(batches))] == [0, 1]
         for _ in range(2):
             with pytest.raises(ValueError, match="no batch 2"):
@@ -93,9 +115,10 @@ def test_an_error_is_raised_where_its_batch_would_have_been() -> None:
         assert number(next(batches)) == 3
 
 
-def test_a_closed_stream_leaves_no_thread_and_goes_on_where_it_was() -> None:
+@either
+def test_a_closed_stream_leaves_no_thread_and_goes_on_where_it_was(begin: Begin | None) -> None:
     before = threads()
-    batches = Prefetch(Counting())
+    batches = Prefetch(Counting(), begin=begin)
     batches.close()
     assert threads() == before
     assert [number(next(batches)) for _ in range(2)] == [0, 1]

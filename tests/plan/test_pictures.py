@@ -45,9 +45,12 @@ def test_pictures_are_counted(tmp_path: Path, pictures: Path) -> None:
     """Batches have their arrays, the bound the tower's operations, and `remat: auto` leaves memory for its layers."""
     phases: dict[str, Phase] = {}
     spare: dict[str, int] = {}
-    for vision in ("frozen", "projector", "tower"):
-        setup = setup_of(run_on_pictures(tmp_path, pictures, vision))
-        (phases[vision],) = (stage := setup.plan()).phases
+    for vision in ("kept", "frozen", "projector", "tower"):
+        kept = vision == "kept"
+        setup = setup_of(run_on_pictures(tmp_path, pictures, "frozen" if kept else vision, image_cache_mib=1024 * kept))
+        (*encode, phases[vision]) = (stage := setup.plan()).phases
+        if kept:
+            (phases["encode"],), shown = encode, list(_pictures(stage))
         auto = replace(setup, config=setup.config.model_copy(update={"model": auto_of(setup)}))
         spare[vision] = choose_remat(auto).spare or 0
     outline = setup.outline()
@@ -60,12 +63,21 @@ def test_pictures_are_counted(tmp_path: Path, pictures: Path) -> None:
     work = vision.work(np.asarray(batch.patch_images), np.asarray(batch.patch_places))
     once, again = work.total, work.products + work.attention
     assert phases["frozen"].tower == pytest.approx(once / 8)
+    call = phases["encode"]
+    assert phases["kept"].tower == 0 and phases["kept"].flops == pytest.approx(phases["frozen"].flops - once / 8)
+    assert call.runs * call.flops == call.runs * call.tower == pytest.approx(once / 8)
+    of_step = call.runs * call.flops
+    share = of_step / (of_step + phases["kept"].flops)
+    assert shown == [
+        f"  images: the frozen vision tower has {share:.0%} of the operations of a "
+        "step in the first epoch, later none for pictures that image_cache_mib holds"
+    ]
     assert phases["projector"].tower == pytest.approx((once + 2 * work.projector) / 8)
     assert phases["tower"].tower == pytest.approx((3 * once + 0.5 * work.attention + again) / 8)
     assert phases["frozen"].flops - phases["frozen"].tower == pytest.approx(
         phases["tower"].flops - phases["tower"].tower
     )
-    assert spare["frozen"] > spare["projector"] > spare["tower"]
+    assert spare["kept"] > spare["frozen"] > spare["projector"] > spare["tower"]
     share = phases["tower"].tower / phases["tower"].flops
     assert list(_pictures(stage)) == [f"  images: the vision tower has {share:.0%} of the operations of an update"]
 
@@ -84,7 +96,7 @@ def test_pictures_of_an_rl_stage_are_counted(tmp_path: Path, pictures: Path) -> 
     # 2 prompts of at most 58 tokens, of 4 patches each, in calls of 8 rows of 256 patches.
     assert encode.runs == 1 and set(encode.beside) == set(by_name["sampler", "prefill"].beside)
     assert update.tower > 3 * by_name["trainer", "statistics"].tower > 0
-    assert min(_tower_bytes(setup.section, setup.outline(), 1.0)) > 0, "`remat: auto` leaves memory for it"
+    assert min(_tower_bytes(setup.section, setup.outline(), 1.0, 1.0)) > 0, "`remat: auto` leaves memory for it"
 
 
 @pytest.mark.thorough

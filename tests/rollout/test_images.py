@@ -90,7 +90,7 @@ def loaded(request: pytest.FixtureRequest, shared: Path) -> Iterator[Case]:
 def case(loaded: Case) -> Iterator[Case]:
     """With no prefix and no feature kept; every test must leave all slots free."""
     loaded.engine.forget_prompts()
-    loaded.engine._runner.images.forget_features()
+    loaded.engine._runner.images.kept.forget_features()
     yield loaded
     assert loaded.engine.num_free == loaded.engine.slots
 
@@ -194,7 +194,7 @@ def test_samples_resume_and_read_the_images_again(case: Case) -> None:
 
 def test_features_are_kept_for_a_tower_that_stays(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for one that was trained, and not beyond the limit."""
-    prompt, cache = case.prompt("one"), case.engine._runner.images
+    prompt, cache = case.prompt("one"), case.engine._runner.images.kept
     case.complete(prompt, max_tokens=1)
     for train, limit, encoded in (("frozen", 2**20, 0), ("tower", 2**20, 1), ("frozen", 0, 1)):
         config = case.model.config
@@ -204,7 +204,7 @@ def test_features_are_kept_for_a_tower_that_stays(case: Case, monkeypatch: pytes
             patch.setattr(type(config.vision), "trained", ("tower.",) if train == "tower" else ())
             case.engine.update_weights(case.model, 1)
         if limit == 0:
-            cache._put(b"", np.zeros((1, 1), np.uint8))
+            cache.put(b"", np.zeros((1, 1), np.uint8))
             assert cache.num_bytes == 0
         case.engine.metrics()
         case.complete(prompt, max_tokens=1)

@@ -233,13 +233,15 @@ def test_sampling_resumes_with_its_pictures(tmp_path: Path, shared: Path, rows: 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["loaded", "new", "adapted"])
+@pytest.mark.parametrize("kind", ["loaded", "new", "adapted", "kept"])
 def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows: Path, kind: str) -> None:
-    """With a tower that is trained, whose patches come anew from the files, or has an adapter; and with one of random
-    weights."""
+    """With a tower that is trained, whose patches come anew from the files, or has an adapter; with one of random
+    weights; and with features that are kept, of which a resumed run has none."""
     model: dict[str, Any] = {"vision": "tower"}
     if kind == "adapted":
         model = {"vision": "frozen", "lora": {"rank": 2, "targets": ["attention", "tower"]}}
+    if kind == "kept":
+        model = {"vision": "frozen", "path": str(shared / "goldens" / "vision" / "qwen3_vl"), "stop_tokens": []}
     if kind == "new":
         model |= {"path": None, "tokenizer": "bytes", "stop_tokens": [], "image": {"max_pixels": 2304}}
         model["init"] = {"model_type": "qwen3_vl", **INITS["qwen3_vl"]}
@@ -254,6 +256,9 @@ def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows:
         assert ("resuming after step" in finish(file)) == (name == "killed")
         ends.append(weights(output, "0-sft"))
     assert ends[0] == ends[1]
+    if kind == "kept":
+        steps = [line for line in lines(tmp_path / "whole" / "out") if "images/encoded" in line]
+        assert sum(line["images/encoded"] for line in steps) <= 12 and steps[-1]["images/hit_rate"] == 1
     exported = tmp_path / "exported"
     outcome = posttrain("export", tmp_path / "whole" / "out", exported, "--to", "merged" if "lora" in model else "hf")
     assert outcome.code == 0, outcome.err
@@ -272,6 +277,7 @@ def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows:
             "model.image.max_pixels: images of a gemma3 have one size",
         ),
         ({"vision": "frozen"}, {"overlong": "drop", "row_tokens": 16}, "every row"),
+        ({"vision": "tower"}, {"image_cache_mib": 7}, "image_cache_mib=7 has no effect with model.vision=tower"),
     ],
 )
 def test_mistakes_are_said_by_check(

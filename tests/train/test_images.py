@@ -17,11 +17,12 @@ from posttrain.batch import Batch
 from posttrain.config import LoRA, MeshSection
 from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
-from posttrain.mesh import make_mesh
+from posttrain.mesh import make_mesh, single_device_mesh
 from posttrain.models.hf import config_from_hf
 from posttrain.models.vision.tower import ImageInputs
 from posttrain.train.objective import TrainSettings
-from posttrain.train.trainer import Trainer
+from posttrain.train.programs import TrainPrograms
+from posttrain.train.trainer import FrozenTowers, Trainer
 from posttrain.tree import replace
 from posttrain.weights.files import read_json
 from posttrain.weights.load import load_model
@@ -29,8 +30,11 @@ from posttrain.weights.quantize import quantizable
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights, active_parameters
 from tests.images import VisionCase, batch_of
+from tests.often import often
 
 ROWS = [("one", "two"), ("turns",), ("two",), ("one",), ("turns", "one"), ("two",), ("one", "one"), ("turns",)]
+
+PLAIN: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1e9}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def trainer(
     case: VisionCase, *, vision: Any = "frozen", settings: Any = None, mesh: Any = None, **changes: Any
 ) -> Trainer:
     model = load_model(case.folder, dtype=jnp.float32, vision=vision, **changes)
-    given = {"temperature": 1.0, "max_grad_norm": 1e9, **(settings or {})}
+    given = {**PLAIN, **(settings or {})}
     return Trainer(model, SFTLoss(), optax.adam(1e-2), TrainSettings(**given), mesh=mesh)
 
 
@@ -58,8 +62,9 @@ def after_a_step(trained: Trainer, batch: Batch) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def stepped(case: VisionCase, batch: Batch) -> tuple[Trainer, dict[str, np.ndarray]]:
-    """The frozen tower, rematerialized, two rows at a time."""
-    trained = trainer(case, settings={"micro_batch_rows": 2}, remat="full")
+    """The frozen tower, outside of the step, which is rematerialized and takes two rows at a time."""
+    settings = {"micro_batch_rows": 2, "image_cache_bytes": 2**20}
+    trained = trainer(case, settings=settings, remat="full")
     return trained, after_a_step(trained, batch)
 
 
@@ -94,9 +99,71 @@ def test_a_frozen_tower_is_not_trained(
 def test_eight_devices_give_the_step_of_one(
     case: VisionCase, batch: Batch, stepped: tuple[Trainer, dict[str, np.ndarray]], sizes: dict[str, int]
 ) -> None:
-    found = after_a_step(trainer(case, mesh=make_mesh(MeshSection(**{"fsdp": 1} | sizes))), batch)
-    for path, weight in stepped[1].items():
-        assert_allclose(found[path], weight, atol=1e-4, err_msg=path)
+    """With the tower in the step, and with its features kept."""
+    for limit in (0, 2**20) if sizes == {"fsdp": 8} else (2**20,):
+        mesh = make_mesh(MeshSection(**{"fsdp": 1} | sizes))
+        found = after_a_step(trainer(case, mesh=mesh, settings={"image_cache_bytes": limit}), batch)
+        for path, weight in stepped[1].items():
+            assert_allclose(found[path], weight, atol=1e-4, err_msg=path)
+
+
+@pytest.mark.parametrize("family", often(["gemma3", "qwen3_vl"], "gemma3"))
+def test_kept_features_are_those_of_the_step(shared: Path, family: str) -> None:
+    """Also of deepstack, in the places of a packed row; and bitwise the same whatever is beside a picture."""
+    case = VisionCase(shared / "goldens" / "vision" / family)
+    trained = trainer(case, settings={"image_cache_bytes": 2**20})
+    batch = batch_of(case, trained.model, [("one", "two"), ("turns",)])
+    tower, images = trained.model.tower, ImageInputs.of(batch, trained.model.config)
+    assert tower is not None and images is not None
+    expected = jax.jit(lambda images: tower.features(images, trained.model.compute))(images)
+    (found,) = trained.encoded(batch).encoded or ()
+    assert found is not None and (found.deeper is None) == (family == "gemma3")
+    merge = trained.model.config.vision.merge**2  # type: ignore[union-attr]
+    there = np.asarray(batch.patch_images)[:, ::merge] > 0
+    assert_allclose(found.features[there], expected.features[there], atol=1e-5)
+    if found.deeper is not None:
+        first, second = (np.moveaxis(np.asarray(x), 1, 2)[there] for x in (found.deeper, expected.deeper))
+        assert_allclose(first, second, atol=1e-5)
+    towers = trained._towers
+    assert towers is not None and towers.metrics["images/encoded"] == 3 and towers.flops > 0
+    again = trained.encoded(batch)
+    assert towers.metrics == {"images/encoded": 0.0, "images/hit_rate": 1.0} and towers.flops == 0
+    other = FrozenTowers(trained._programs, [trained._weights])
+    turned = jax.tree.map(lambda x: x[::-1], batch)
+    (apart,) = other.finish(turned, other.begin(turned)).encoded or ()
+    for x, y in zip(jax.tree.leaves(apart), jax.tree.leaves(again.encoded), strict=True):
+        assert_array_equal(x[::-1], y)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("family", "limit"), [("gemma3", 2**20), ("qwen3_vl", 9000)])
+def test_steps_on_kept_features(shared: Path, family: str, limit: int) -> None:
+    """The same parameters after three as with the tower in the step, also where the limit forgets pictures."""
+    case = VisionCase(shared / "goldens" / "vision" / family)
+    found = []
+    for most in (0, limit):
+        trained = trainer(case, settings={"image_cache_bytes": most, "micro_batch_rows": 2})
+        batch = batch_of(case, trained.model, [("one", "two"), ("turns",), ("two",)])
+        for _ in range(3):
+            metrics = trained.step(batch)
+        if trained._towers is not None:
+            assert (metrics["images/hit_rate"] == 1) == (limit > 9000) and trained._towers._cache.num_bytes <= limit
+        found.append({path: np.asarray(w) for path, w in trained.params.items()})
+    for path, weight in found[0].items():
+        assert_allclose(found[1][path], weight, atol=1e-3, err_msg=path)
+
+
+@pytest.mark.thorough
+def test_only_frozen_towers_are_outside_of_the_step(case: VisionCase) -> None:
+    """Not those that are trained, or whose adapters are."""
+    reached: list[dict[str, Any]] = [
+        {"vision": "projector"},
+        {"vision": "frozen", "lora": LoRA(rank=2, targets=["tower"])},
+    ]
+    for changes in [{"vision": "frozen", "lora": LoRA(rank=2)}, *reached]:
+        model, settings = load_model(case.folder, **changes), TrainSettings(**PLAIN, image_cache_bytes=1)
+        programs = TrainPrograms(model, SFTLoss(), optax.adam(1e-2), settings, mesh=single_device_mesh())
+        assert programs.frozen_towers == (() if changes in reached else (0,))
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, UInt8
 
-from posttrain.batch import IMAGE_ARRAYS, Batch
+from posttrain.batch import IMAGE_ARRAYS, Batch, HostArray, ImageFeatures
 from posttrain.errors import ConfigError
 from posttrain.kernels.attention.dispatch import attention
 from posttrain.models.activations import rematerialized
@@ -28,6 +28,9 @@ LAYERS = "layers."
 
 PROJECTOR = "projector."
 """Beginning of the keys of the projector's tensors."""
+
+PLACES = ("image_rows", "images")
+"""Arrays of `Batch` that place features at tokens."""
 
 Params = Mapping[str, Array]
 
@@ -44,11 +47,13 @@ class ImageInputs:
     patches: UInt8[Array, "B P C"] | None
     patch_images: Int[Array, "B P"] | None
     patch_places: Int[Array, "B P 2"] | None
+    encoded: ImageFeatures | None = None
+    """Features of the patches, which are then not read."""
 
     @classmethod
-    def of(cls, batch: Batch, config: ModelConfig) -> ImageInputs | None:
-        """Images of a batch for a model; None for text. Raises ConfigError for arrays that the model would ignore or
-        cannot read."""
+    def of(cls, batch: Batch, config: ModelConfig, number: int = 0) -> ImageInputs | None:
+        """Images of a batch for a model; None for text. `number`: that of the model in `Batch.encoded`. Raises
+        ConfigError for arrays that the model would ignore or cannot read."""
         arrays = {name: None if (x := getattr(batch, name)) is None else jnp.asarray(x) for name in IMAGE_ARRAYS}
         given = [name for name, x in arrays.items() if x is not None]
         if not given:
@@ -60,7 +65,9 @@ class ImageInputs:
                 f"{', '.join(given)}; set model.vision to frozen if the checkpoint has one, or remove the images"
             )
         turned = config.turns_by_axes
-        wanted = {"rope_positions": turned} | dict.fromkeys(IMAGE_ARRAYS[1:], True)
+        encoded = None if batch.encoded is None else batch.encoded[number]
+        read = IMAGE_ARRAYS[1:] if encoded is None else PLACES
+        wanted = {"rope_positions": turned} | dict.fromkeys(read, True)
         missing = [name for name, needed in wanted.items() if needed and arrays[name] is None]
         if (arrays["patches"] is not None or set(given) - {"rope_positions"}) and missing:
             raise ConfigError(f"batch: has {', '.join(given)} and lacks {', '.join(missing)} for {vision.model_type}")
@@ -72,14 +79,24 @@ class ImageInputs:
                 f"batch: patches are {patches.shape[1]} of {patches.shape[2]} values a row; {vision.model_type} needs "
                 f"a multiple of {block} of {values} values"
             )
-        return cls(**arrays)
+        return cls(**arrays, encoded=None if encoded is None else jax.tree.map(jnp.asarray, encoded))
 
     @classmethod
     def turned(cls, rope_positions: Int[Array, "B T 3"] | None) -> ImageInputs | None:
         """Positions of multimodal RoPE alone; None in families that turn by plain positions."""
         if rope_positions is None:
             return None
-        return cls(**{**dict.fromkeys(IMAGE_ARRAYS), "rope_positions": rope_positions})
+        absent: dict[str, Any] = dict.fromkeys(IMAGE_ARRAYS)
+        return cls(**{**absent, "rope_positions": rope_positions})
+
+
+@pytree
+class ImagePatches:
+    """Images of one call of a tower alone; see `Batch`."""
+
+    patches: UInt8[Array | HostArray, "B P C"]
+    patch_images: Int[Array | HostArray, "B P"]
+    patch_places: Int[Array | HostArray, "B P 2"]
 
 
 @pytree
@@ -160,13 +177,18 @@ class Tower(Adaptable):
             setattr(self, key, param(value, (*layers, *dims)))
 
     def __call__(self, images: ImageInputs, compute: Compute) -> PlacedImages | None:
-        """Encode the images and prepare their placement; None without patches."""
-        if images.patches is None:
+        """Encode the images, unless they are, and prepare their placement; None without any."""
+        if images.patches is None and images.encoded is None:
             return None
         assert images.image_rows is not None and images.images is not None
+        encoded = self.features(images, compute) if images.encoded is None else images.encoded
+        return self.placed(encoded, images.image_rows, images.images)
+
+    def features(self, images: Images, compute: Compute) -> ImageFeatures:
+        """Features of all images, as arrays of a batch."""
         encoded = self.encode(images, compute)
-        added = jnp.stack(encoded.deeper) if encoded.deeper else None
-        return self.placed(encoded.features, added, images.image_rows, images.images)
+        deeper = jnp.stack(encoded.deeper, axis=1) if encoded.deeper else None
+        return ImageFeatures(features=encoded.features, deeper=deeper)
 
     def encode(self, images: Images, compute: Compute) -> Encoded:
         """Features of all images, see `VisionConfig.encode`; in profiles a part of the program named `vision tower`."""
@@ -189,14 +211,14 @@ class Tower(Adaptable):
 
     def placed(
         self,
-        features: Float[Array, "B N D"],
-        added: Float[Array, "K B N D"] | None,
+        encoded: ImageFeatures,
         rows: Int[Array, "B T"],
         images: Int[Array, "B T"],
     ) -> PlacedImages:
         """Features in the places of tokens. `rows`: as `Batch.image_rows`."""
         fill = jnp.asarray(self.config.fill_id, jnp.int32)
-        return PlacedImages(features=features, added=added, rows=rows, images=images, fill=fill)
+        added = None if encoded.deeper is None else jnp.moveaxis(jnp.asarray(encoded.deeper), 1, 0)
+        return PlacedImages(features=jnp.asarray(encoded.features), added=added, rows=rows, images=images, fill=fill)
 
 
 def table(prefix: str, shapes: Mapping[str, tuple[int, ...]], *, key: str = "") -> dict[str, TowerTensor]:
