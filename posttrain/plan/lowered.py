@@ -262,16 +262,25 @@ def with_features(batch: Batch, programs: TrainPrograms) -> Batch:
     return programs.read_by_the_step(dataclasses.replace(batch, encoded=encoded))
 
 
-def encode_calls(programs: TrainPrograms, number: int, batch: Batch) -> tuple[ImagePatches, int, float]:
-    """Call of a frozen tower alone on the first pictures of a batch whose rows are alike, the number of them for the
-    whole batch, and the operations of one. `number`: as in `Batch.encoded`."""
+def encode_work(programs: TrainPrograms, number: int, batch: Batch) -> dict[str, Any]:
+    """Fields of a phase of calls of a frozen tower alone on the pictures of a batch, whose rows are alike. `number`: as
+    in `Batch.encoded`."""
     config = (programs.structure, *programs.objective.teachers)[number].model.config
     assert config.vision is not None and batch.patch_images is not None and batch.patch_places is not None
     numbers, places = np.asarray(batch.patch_images[:1]), np.asarray(batch.patch_places[:1])
     pictures, size = int(numbers.max()), picture_size(config.vision.merge, int((numbers == 1).sum()))
     rows, work = programs.call_rows(size), config.vision.work(numbers, places).total / pictures
     call = ImagePatches(**patch_arrays(config, rows, size, ImageSection()))
-    return call, math.ceil(len(batch.tokens) * pictures / rows), rows * work
+    return {
+        "lower": lambda: programs.lower_encode(number, call),
+        "runs": math.ceil(len(batch.tokens) * pictures / rows),
+        "trips": (),
+        "flops": rows * work / programs.mesh.size,
+        "tower": rows * work / programs.mesh.size,
+        "read": float(bytes_on_device(programs.weights)),
+        "parameters": sizes_of(programs.weights),
+        "mesh": programs.mesh,
+    }
 
 
 def patch_arrays(config: ModelConfig, rows: int, patches: int, image: ImageSection) -> dict[str, Any]:

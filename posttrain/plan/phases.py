@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,7 +34,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.plan.lowered import (
     batch_of,
     bytes_on_device,
-    encode_calls,
+    encode_work,
     sampled_batch,
     sizes_of,
     taught_batch,
@@ -464,22 +463,9 @@ def _encode(programs: TrainPrograms, batch: Batch, there: Mapping[str, int]) -> 
     """Calls of frozen towers on the pictures of a step, all alike: in the first pass over the data, and later on those
     whose features are not kept."""
     for number in programs.frozen_towers if batch.patches is not None else ():
-        call, runs, flops = encode_calls(programs, number, batch)
-        weights, state = (bytes_on_device(x) for x in (programs.weights, programs.opt_state))
-        yield Phase(
-            role="trainer",
-            name=ENCODE if number == 0 else f"{ENCODE} for teacher {number}",
-            lower=functools.partial(programs.lower_encode, number, call),
-            runs=runs,
-            trips=(),
-            flops=flops / programs.mesh.size,
-            tower=flops / programs.mesh.size,
-            read=float(weights),
-            own={WEIGHTS: weights, OPTIMIZER: state},
-            parameters=sizes_of(programs.weights),
-            mesh=programs.mesh,
-            beside=there,
-        )
+        name = ENCODE if number == 0 else f"{ENCODE} for teacher {number}"
+        own = {WEIGHTS: bytes_on_device(programs.weights), OPTIMIZER: bytes_on_device(programs.opt_state)}
+        yield Phase(role="trainer", name=name, own=own, beside=there, **encode_work(programs, number, batch))
 
 
 def _forward(

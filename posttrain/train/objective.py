@@ -86,8 +86,7 @@ class TrainSettings:
     terms: Terms = PLAIN
     """Statistics that the loss needs beside log-probabilities and entropies."""
     matching: Matching | None = None
-    """Layers matched with those of the one teacher; its projections are trained and checkpointed, but not part of the
-    model."""
+    """Layers matched with the one teacher's; projections are trained and checkpointed, but not part of the model."""
     noise_alpha: float = 0.0
     """NEFTune, arXiv:2310.05914: uniform noise on the embeddings in training, up to alpha / sqrt(length of the
     sequence * D)."""
@@ -99,10 +98,9 @@ class TrainSettings:
     """On a mesh of `data` and `fsdp` alone, gather the weights and reduce the gradients once an update, not in each
     micro-batch."""
     image_cache_bytes: int = 0
-    """Host memory for features of pictures by frozen towers, which then are no part of the step; 0: they are."""
+    """Host memory for features by frozen towers, which then are no part of the step; 0: they are."""
     offload_optimizer: bool = False
-    """`Trainer.offload_optimizer()` moves the optimizer state to the host's memory, and the next step brings it
-    back."""
+    """`Trainer.offload_optimizer()` moves the optimizer state to the host's memory until the next step."""
 
     @classmethod
     def of(cls, section: TrainSection, *, temperature: float, dropout_seed: int | None, terms: Terms) -> TrainSettings:
