@@ -134,6 +134,11 @@ class DistillSection(SequenceSection):
         yield from self._samples()
         yield from self._live()
         yield from self._which_teacher()
+        if self.on_bad_image == "drop" and (self.cache is not None or self.on_policy):
+            what = (
+                "cache, which holds all rows of the dataset" if self.cache is not None else "on_policy, which samples"
+            )
+            yield f"on_bad_image=drop cannot be with {what}; remove it, and the rows with such pictures"
 
     def _passes(self) -> Iterator[str]:
         if 0 < self.on_policy < 1 and self.num_steps is None:

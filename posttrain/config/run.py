@@ -127,6 +127,8 @@ class RunConfig(Section):
                 "distillation: the trainer would be another model than the sampler; set it to 0"
             )
         for stage in (one for one in self.stages if isinstance(one, OfflineSection)):
+            if stage.on_bad_image == "drop" and self.model.vision == "none":
+                yield "on_bad_image=drop has no effect without a vision tower; set model.vision: frozen, or remove it"
             taught = isinstance(stage, DistillSection) and self.model.vision != "none"
             if self.model.vision != "frozen" and not taught and stage.image_cache_mib not in (0, IMAGE_CACHE_MIB):
                 yield (

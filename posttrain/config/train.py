@@ -179,6 +179,10 @@ class OfflineSection(TrainSection):
     """Host memory in MiB for features of pictures by frozen vision towers, of the model and of teachers in the step,
     which encode a picture once and keep its features by its content; those used least recently are forgotten first. 0:
     each step encodes its pictures itself, as where the tower or an adapter of it is trained."""
+    on_bad_image: Literal["error", "drop"] = "error"
+    """Sequences or pairs of `dataset` and `mix` with a picture that cannot be read, is damaged, or is larger than any
+    limit: raise an error, or drop them, of which `data/bad_images` is the number and the first are named. In
+    `eval_dataset` they are errors."""
     packing: Flag = True
     """Pack several sequences (or pairs) per row, separated by segment ids."""
 

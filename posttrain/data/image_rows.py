@@ -19,9 +19,10 @@ from jaxtyping import Int, UInt8
 from posttrain.batch import Batch, ImageFeatures
 from posttrain.config import OfflineSection, PairSection, SequenceSection, TrainSection
 from posttrain.data.images import Grid, ImagePolicy
+from posttrain.data.packing import RowMembers
 from posttrain.data.pictures import Picture
 from posttrain.data.prompt_images import DIGEST_BYTES, PromptImage, PromptImages
-from posttrain.data.sources import Rows, picked
+from posttrain.data.sources import RowError, Rows, picked
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest
@@ -180,10 +181,18 @@ class PictureSource(NamedTuple):
     rows: Rows
     pictures: Callable[[Mapping[str, Any]], Sequence[Picture]]
 
-    def patches(self, policy: ImagePolicy, index: int, number: int) -> UInt8[np.ndarray, "P C"]:
-        """Patches of a picture of a row. ConfigError with the row."""
-        with self.rows.named(index) as row:
-            return policy.patches(self.pictures(row)[number].pixels())
+    drop: bool = False
+    """Leave out rows with pictures that cannot be read, instead of an error."""
+
+    def patches(self, policy: ImagePolicy, index: int, number: int) -> UInt8[np.ndarray, "P C"] | None:
+        """Patches of a picture of a row; None for one that is left out. RowError for one that cannot be read."""
+        try:
+            with self.rows.named(index) as row:
+                return policy.patches(self.pictures(row)[number].pixels())
+        except RowError as error:
+            if self.drop and self.rows.leaves_out(index, error):
+                return None
+            raise
 
     @property
     def fingerprint(self) -> str:
@@ -191,8 +200,17 @@ class PictureSource(NamedTuple):
         contents = []
         for index in picked(len(self.rows)):
             with self.rows.named(index) as row:
-                contents += [digest(picture.content()) for picture in self.pictures(row)]
+                contents += [self._content(picture) for picture in self.pictures(row)]
         return digest(" ".join(contents))
+
+    def _content(self, picture: Picture) -> str:
+        """Digest of a picture's file; of one that is not there its name, if it is left out."""
+        try:
+            return digest(picture.content())
+        except OSError:
+            if not self.drop:
+                raise
+            return picture.name
 
 
 Key = tuple[int, ...]
@@ -203,12 +221,13 @@ Key = tuple[int, ...]
 class ImageRows:
     """Arrays of batches of packed rows with pictures. Pictures of one key are in a row, and go through the tower, once.
 
-    `row_patches`: size of the largest bucket; `decode`: patches by the key of a picture.
+    `row_patches`: size of the largest bucket; `decode`: patches by the key of a picture, None for one whose sequences
+    are left out.
     """
 
     policy: ImagePolicy
     row_patches: int
-    decode: Callable[[Key], UInt8[np.ndarray, "P C"]]
+    decode: Callable[[Key], UInt8[np.ndarray, "P C"] | None]
 
     @classmethod
     def of(
@@ -232,15 +251,25 @@ class ImageRows:
         most = bucket_sizes(merge, row_tokens * merge**2)[-1]
         return cls(policy, most, lambda key: by_key[key[0]].patches())
 
-    def __call__(self, rows: Sequence[Sequence[Mapping[str, np.ndarray]]], shape: tuple[int, int]) -> Arrays:
-        """Arrays of a batch of this shape; none without a picture in it, which is then the same as one of text."""
+    def __call__(self, rows: RowMembers, shape: tuple[int, int]) -> tuple[RowMembers, Arrays]:
+        """Rows of a batch of this shape without the sequences that are left out, and its arrays; none without a picture
+        in it, which is then the same as one of text."""
+        keys = list({key: None for of_row in rows for one in of_row if "images" in one for key, _ in _pictures(one)})
+        if not keys:
+            return rows, {}
+        with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1)) as pool:
+            decoded = dict(zip(keys, pool.map(self.decode, keys), strict=True))
+        patches_of = {key: patches for key, patches in decoded.items() if patches is not None}
+        if len(patches_of) < len(keys):
+            there = [[one for one in of_row if _keys(one) <= patches_of.keys()] for of_row in rows]
+            return self([of_row for of_row in there if of_row], shape)
+        return rows, self._arrays(rows, shape, patches_of)
+
+    def _arrays(
+        self, rows: RowMembers, shape: tuple[int, int], patches_of: Mapping[Key, UInt8[np.ndarray, "P C"]]
+    ) -> Arrays:
         held = [[one for one in of_row if "images" in one] for of_row in rows]
         grids_of = [{key: grid for one in of_row for key, grid in _pictures(one)} for of_row in held]
-        keys = list(dict.fromkeys(key for grids in grids_of for key in grids))
-        if not keys:
-            return {}
-        with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1)) as pool:
-            patches_of = dict(zip(keys, pool.map(self.decode, keys), strict=True))
         counts = [sum(map(self.policy.num_patches, grids.values())) for grids in grids_of]
         sizes = bucket_sizes(self.policy.settings.merge, self.row_patches)
         size = next(size for size in sizes if size >= max(counts))
@@ -298,6 +327,11 @@ class ImageRows:
             images += int(one["images"].max())
 
 
+def _keys(one: Mapping[str, np.ndarray]) -> set[Key]:
+    """Keys of a sequence's pictures."""
+    return {key for key, _ in _pictures(one)} if "images" in one else set()
+
+
 def _pictures(one: Mapping[str, np.ndarray]) -> list[tuple[Key, Grid]]:
     """Keys and grids of a sequence's pictures, in order."""
     keys, grids = ((tuple(map(int, row)) for row in one[name]) for name in ("source", "grids"))
@@ -342,6 +376,19 @@ def with_images(
             f"{most:,}; raise row_patches, make pictures smaller (model.image), or set overlong to drop"
         )
     return None
+
+
+def bad_image_metrics(datasets: Sequence[Rows]) -> dict[str, float]:
+    """Metric `data/bad_images`: rows left out so far for a picture."""
+    return {"data/bad_images": float(sum(len(rows.bad_images) for rows in datasets))}
+
+
+def bad_image_note(rows: Rows, checked: Sequence[int]) -> list[str]:
+    """Line about checked rows that were left out for a picture."""
+    if not (count := rows.left_out(checked)):
+        return []
+    what = "rows" if len(checked) == len(rows) else "rows checked"
+    return [f"{count:,} of {len(checked):,} {what} of {rows.name} have a picture that cannot be read, and are left out"]
 
 
 def picture_note(grids: Sequence[Int[np.ndarray, "I 2"]], total: int, what: str) -> list[str]:

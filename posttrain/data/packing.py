@@ -159,8 +159,10 @@ def _spread(values: np.ndarray, where: Spans, shape: tuple[int, int], padding: i
     return flat.reshape(*shape, *values.shape[1:])
 
 
-BesideRows = Callable[[Sequence[Sequence[Mapping[str, np.ndarray]]], tuple[int, int]], Arrays]
-"""Function from the sequences of each row and the shape of their batch to arrays beside the rows."""
+RowMembers = Sequence[Sequence[Mapping[str, np.ndarray]]]
+"""Sequences of each row."""
+BesideRows = Callable[[RowMembers, tuple[int, int]], tuple[RowMembers, Arrays]]
+"""Function from the sequences of each row and the shape of their batch to those that stay, and arrays beside them."""
 
 
 class RowSpan(NamedTuple):
@@ -198,17 +200,17 @@ def pack(
             spans_of[member] = RowSpan(row, slice(start, start + lengths[member]))
             start += lengths[member]
     example = sequences[0] if like is None else like
-    packed = [[sequences[member] for member in members] for members in rows]
+    packed: RowMembers = [[sequences[member] for member in members] for members in rows]
+    num_rows = len(rows) if num_rows is None else num_rows
+    packed, beside = (packed, Arrays()) if images is None else images(packed, (num_rows, row_tokens))
     arrays = fill_rows(
         packed,
         dict.fromkeys(example, row_tokens),
-        num_rows=len(rows) if num_rows is None else num_rows,
+        num_rows=num_rows,
         like=example,
         padding=padding,
     )
-    if images is not None:
-        arrays |= images(packed, arrays["tokens"].shape)
-    return arrays, [spans_of[member] for member in range(len(sequences))]
+    return arrays | beside, [spans_of[member] for member in range(len(sequences))]
 
 
 def sequence(example: TokenizedExample) -> dict[str, np.ndarray]:
@@ -313,9 +315,9 @@ class PackedBatches:
                 self._start, self._row = self._next_start, 0
         if not rows:
             raise StopIteration
-        like = rows[0][0]
-        packed = fill_rows(rows, self._lengths, num_rows=self._batch_rows, like=like, numbered=self._numbered)
-        return packed if self._images is None else packed | self._images(rows, packed["tokens"].shape)
+        like, shape = rows[0][0], (self._batch_rows, self._lengths["tokens"])
+        there, beside = (rows, Arrays()) if self._images is None else self._images(rows, shape)
+        return fill_rows(there, self._lengths, num_rows=shape[0], like=like, numbered=self._numbered) | beside
 
     def get_state(self) -> State:
         """Start of the current window, and number of its rows already taken."""

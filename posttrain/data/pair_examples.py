@@ -18,7 +18,7 @@ from posttrain.data.image_rows import ImageRows, PictureSource, keys_of, most_pa
 from posttrain.data.images import Grid
 from posttrain.data.messages import Message, parts_of
 from posttrain.data.packing import PackedBatches, Window, common_prefix, image_start, to_batch
-from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
+from posttrain.data.pipeline import Stream, drops_bad_images, fingerprint, order, token_fingerprint, window_of
 from posttrain.data.preference import (
     CHOSEN,
     TokenizedAnswer,
@@ -30,7 +30,7 @@ from posttrain.data.preference import (
     pair_pictures,
     steps,
 )
-from posttrain.data.sources import Rows, SequenceCache, Sequences
+from posttrain.data.sources import RowError, Rows, SequenceCache, Sequences
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import typed_text
 from posttrain.tree import replace as changed
@@ -72,9 +72,13 @@ class PairExamples:
         """Units per row: a pair serves as two labelled answers."""
         return 2 if self.kind.startswith("answers") and is_paired(self.rows.columns, self.dataset) else 1
 
+    def row_of(self, index: int) -> int:
+        """Number of a unit's row."""
+        return index // self._per_row
+
     def prompt(self, index: int) -> Hashable:
         """Key shared by units with the same prompt; without a prompt column, by units of the same row."""
-        row = index // self._per_row
+        row = self.row_of(index)
         if self.dataset.prompt is None and "prompt" not in self.rows.columns:
             return row
         values = self.rows[row]
@@ -112,7 +116,19 @@ class PairExamples:
         return [self(index)]
 
     def _tokenise(self, index: int) -> PairExample | None:
-        row = index // self._per_row
+        row = self.row_of(index)
+        try:
+            return self._unit(index, row)
+        except RowError as error:
+            if self._drop and self.rows.leaves_out(row, error):
+                return None
+            raise
+
+    @property
+    def _drop(self) -> bool:
+        return drops_bad_images(self.section, self.dataset)
+
+    def _unit(self, index: int, row: int) -> PairExample | None:
         with self.rows.named(row) as values:
             if self.kind == "steps":
                 refuse_pictures(values, self.dataset, self.renderer)
@@ -143,7 +159,7 @@ class PairExamples:
 
     @property
     def pictures(self) -> PictureSource:
-        return PictureSource(self.rows, lambda row: pair_pictures(row, self.dataset, self.renderer))
+        return PictureSource(self.rows, lambda row: pair_pictures(row, self.dataset, self.renderer), self._drop)
 
     @property
     def most_patches(self) -> int:
@@ -171,7 +187,7 @@ class PairExamples:
         if answer is None or self.kind == "answers":
             return [] if answer is None else [answer]
         # The next row with an answer to another prompt, which is the same in every epoch.
-        others = (self._labelled_answer((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
+        others = (self._other_answer((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
         other = next(
             (candidate for candidate in others if candidate is not None and candidate.prompt != answer.prompt),
             None,
@@ -184,6 +200,15 @@ class PairExamples:
         with self.rows.named(row) as values:
             answers = labelled_answers(values, self.dataset, self.renderer)
         return answers[side] if answers else None
+
+    def _other_answer(self, row: int, side: int) -> TokenizedAnswer | None:
+        """Labelled answer of a row that may be left out."""
+        try:
+            return self._labelled_answer(row, side)
+        except RowError as error:
+            if self._drop and self.rows.leaves_out(row, error):
+                return None
+            raise
 
     def _fit(self, sequences: Sequence[LabelledSequence]) -> list[LabelledSequence] | None:
         """Sequences truncated to a row; None: the unit is dropped."""

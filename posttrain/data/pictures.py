@@ -174,7 +174,8 @@ def picture_of(value: Any, name: str, folder: Path) -> Picture:
         there = {key: value[key] for key in ("bytes", "path", "url", "image") if value.get(key) is not None}
         unknown = [key for key in value if key not in ("bytes", "path", "url", "image", "detail")]
         if not there or unknown:
-            raise ConfigError(f"{name} is a mapping with {', '.join(map(str, value))}; it needs bytes or path")
+            kind = ConfigError if unknown or not value else PictureError
+            raise kind(f"{name} is a mapping with {', '.join(map(str, value))}; it needs bytes or path")
         held = next(iter(there.values()))
         title = f"{name} ({there['path']})" if isinstance(held, bytes) and there.get("path") else name
         return picture_of(held, title, folder)

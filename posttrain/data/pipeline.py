@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from posttrain.data.image_rows import ImageRows, PictureSource, image_arrays, ke
 from posttrain.data.messages import pictures_in
 from posttrain.data.packing import Overlong, PackedBatches, Window, fit_to_row, sequence, to_batch
 from posttrain.data.pictures import Picture
-from posttrain.data.sources import Arrays, Rows, Sequences, load_rows, picked, with_all_columns
+from posttrain.data.sources import Arrays, RowError, Rows, Sequences, load_rows, picked, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest, typed_text
@@ -109,7 +109,8 @@ class SFTBatches(Stream):
             prints.append(fingerprint(dataset, source[0]))
             tokens.append(token_fingerprint(source[0], tokenize))
             if renderer.tokenizer.has_images:
-                pictures.append(pictures_of(dataset, *source).fingerprint)
+                one = pictures_of(dataset, *source)._replace(drop=drops_bad_images(section, dataset))
+                pictures.append(one.fingerprint)
             streams.append(order(len(source[0]), shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
         self._targets = targets
         window = window_of(section, section.datasets)
@@ -192,6 +193,7 @@ def make_batches(
     packing: bool = True,
     train_on_prompt: bool = False,
     overlong: Overlong = "error",
+    on_bad_image: Literal["error", "drop"] = "error",
 ) -> Iterator[Batch]:
     """Make batches of rows [batch_rows, row_tokens] for a loop of one's own, as an SFT stage does: rendered by the chat
     template, with loss on completions and assistant turns, and packed.
@@ -214,6 +216,7 @@ def make_batches(
         packing=packing,
         train_on_prompt=train_on_prompt,
         overlong=overlong,
+        on_bad_image=on_bad_image,
     )
     loaded.remarks.tell = warnings.warn
     renderer = renderer_of(loaded, dataset, tokenizer)
@@ -317,7 +320,16 @@ def images_of(
 ) -> ImageRows | None:
     """Maker of the image arrays of batches. `sources`: datasets by their numbers in the array `source`."""
     tokenizer = next(iter(sources.values()))[2].tokenizer
-    return ImageRows.of(section, tokenizer, {number: pictures_of(*source) for number, source in sources.items()})
+    pictures = {
+        number: pictures_of(*source)._replace(drop=drops_bad_images(section, source[0]))
+        for number, source in sources.items()
+    }
+    return ImageRows.of(section, tokenizer, pictures)
+
+
+def drops_bad_images(section: OfflineSection, dataset: DatasetSection) -> bool:
+    """Tell whether rows of a dataset with pictures that cannot be read are left out."""
+    return section.on_bad_image == "drop" and dataset is not section.eval_dataset
 
 
 def pictures_of(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> PictureSource:
@@ -343,13 +355,18 @@ def row_tokenizer(
     Readers with equal arguments share tokenised rows. `number`: dataset number for `targets`.
     """
 
-    loss = loss_on(section)
+    loss, drop = loss_on(section), drops_bad_images(section, dataset)
 
     def make(index: int) -> Sequences:
-        with rows.named(index) as row:
-            examples = tokenize_example(row, dataset, renderer, loss)
-            fitted = [fit_to_row(example, section.row_tokens, section.overlong) for example in examples]
-            return [None if one is None else fitted_sequence(one) for one in fitted]
+        try:
+            with rows.named(index) as row:
+                examples = tokenize_example(row, dataset, renderer, loss)
+                fitted = [fit_to_row(example, section.row_tokens, section.overlong) for example in examples]
+                return [None if one is None else fitted_sequence(one) for one in fitted]
+        except RowError as error:
+            if drop and rows.leaves_out(index, error):
+                return [None]
+            raise
 
     def fitted_sequence(one: TokenizedExample) -> dict[str, np.ndarray] | None:
         if one.images is None or one.grids is None:
@@ -371,7 +388,7 @@ def row_tokenizer(
             for one in sequences
         ]
 
-    key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong, section.row_patches)
+    key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong, section.row_patches, drop)
     sequences = rows.sequences(key, make)
 
     def tokenize(index: int) -> Sequences:
@@ -395,4 +412,6 @@ def require_one(rows: Rows, tokenize: Callable[[int], Sequences], row_tokens: in
     if all(one is None for index in range(len(rows)) for one in tokenize(index)):
         raise ConfigError(
             f"every row of {rows.name} is dropped as longer than row_tokens={row_tokens}; raise row_tokens"
+            if len(rows.bad_images) < len(rows)
+            else f"every row of {rows.name} has a picture that cannot be read"
         )

@@ -27,9 +27,10 @@ from posttrain.data.files import (
 )
 from posttrain.data.format import standard_row
 from posttrain.data.messages import Remarks
+from posttrain.data.pictures import PictureError
 from posttrain.errors import ConfigError
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
-from posttrain.tracking.console import progress
+from posttrain.tracking.console import console, progress
 from posttrain.user_code import describe_error, import_object, is_object_spec, missing_path
 
 T = TypeVar("T")
@@ -38,6 +39,10 @@ CHECKED_ROWS = 20_000
 """Maximum number of rows per dataset that are read before a run starts."""
 FINGERPRINT_ROWS = 64
 """Maximum number of rows per dataset whose content tells whether it is the same."""
+
+
+NAMED_ROWS = 3
+"""Rows left out that are named."""
 
 
 class RowError(ConfigError):
@@ -55,6 +60,8 @@ class Rows:
     stop: int
     remarks: Remarks = field(default_factory=Remarks, init=False, repr=False, compare=False)
     """Remarks about rows that were read."""
+    bad_images: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Rows that were left out so far for a picture that cannot be read."""
     _sequences: dict[Hashable, SequenceCache] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -98,6 +105,21 @@ class Rows:
             raise
         except ConfigError as error:
             raise RowError(f"{self.name} row {self.start + index}: {error}") from error
+
+    def left_out(self, indices: Iterable[int]) -> int:
+        """Number of these rows that were left out for a picture."""
+        return len(self.bad_images.intersection(indices))
+
+    def leaves_out(self, index: int, error: RowError) -> bool:
+        """Note a row whose error is of a picture, and name the first ones; False for other errors."""
+        if not isinstance(error.__cause__, PictureError):
+            return False
+        if index not in self.bad_images:
+            self.bad_images.add(index)
+            if len(self.bad_images) <= NAMED_ROWS:
+                line = f"WARNING: {error}; it is left out (on_bad_image: drop)"
+                console().print(line, style="bold yellow", markup=False, soft_wrap=True)
+        return True
 
 
 def with_all_columns(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

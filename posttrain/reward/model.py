@@ -138,7 +138,7 @@ class ModelReward:
         filled = fill_rows(rows, {"tokens": width}, num_rows=self._rows, like={"tokens": rows[0][0]["tokens"]})
         filled["loss_weight"] = filled["tokens_segments"].astype(np.float32)
         images = ImageRows.of_samples([one.images for one in sequences], width)
-        filled |= {} if images is None else images(rows, filled["tokens"].shape)
+        filled |= {} if images is None else images(rows, filled["tokens"].shape)[1]
         scores = self._model.scores(to_batch(filled))
         return [float(self._reduced(scores[row], one.tokens, one.start)) for row, one in enumerate(sequences)]
 

@@ -26,7 +26,7 @@ from posttrain.config import (
 )
 from posttrain.config.locator import FORMS, checked_settings
 from posttrain.config.other_names import meant_kind
-from posttrain.data.image_rows import most_patches, picture_note
+from posttrain.data.image_rows import bad_image_metrics, bad_image_note, most_patches, picture_note
 from posttrain.data.pair_examples import ComparisonBatches, PairExamples
 from posttrain.data.preference import is_paired, labelled_answers
 from posttrain.data.prefetch import Prefetch
@@ -110,6 +110,7 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
         ratio, lines = check_units(units, _left_out(units, chosen, grids))
         what = "pairs" if units.kind == "pairs" else "answers"
         lines += picture_note(grids, len(chosen), f"{what}{_checked(chosen, units)} of {units.rows.name}")
+        lines += bad_image_note(units.rows, sorted({units.row_of(number) for number in chosen}))
         examples.append(units)
         ratios.append(ratio)
         notes += [*lines, *_stop_notes(section, units), *units.rows.notes]
@@ -125,9 +126,10 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
 
 def _stop_notes(section: PairSection, units: PairExamples) -> list[str]:
     """Warning about answers that no stop token ends; reward models do not learn to stop."""
-    if not isinstance(section, PreferenceSection):
+    first = next((index for index in range(len(units.rows)) if index not in units.rows.bad_images), None)
+    if not isinstance(section, PreferenceSection) or first is None:
         return []
-    with units.rows.named(0) as row:
+    with units.rows.named(first) as row:
         return stop_notes(units.renderer, [a.masked for a in labelled_answers(row, units.dataset, units.renderer)])
 
 
@@ -261,20 +263,22 @@ def _checked(numbers: Sequence[Any], units: PairExamples) -> str:
 def check_units(units: PairExamples, left_out: Iterable[bool]) -> tuple[float, list[str]]:
     """Share of dropped units, and a note about them. ConfigError if all are dropped."""
     drops = list(left_out)
-    dropped = sum(drops)
+    rows = map(units.row_of, checked_rows(len(units)))
+    dropped, bad = sum(drops), sum(row in units.rows.bad_images for row in rows)
     if dropped == len(drops):
         raise ConfigError(
-            f"every row of {units.rows.name} is dropped: longer than row_tokens={units.section.row_tokens}, or with "
-            "answers that are equal in it; raise row_tokens, or use different answers"
+            f"every row of {units.rows.name} is dropped: longer than row_tokens={units.section.row_tokens}, with "
+            "answers that are equal in it, or with a picture that cannot be read (on_bad_image); raise row_tokens, or "
+            "use different answers"
         )
     what = "rows" if len(units) == len(units.rows) else "answers"
     checked = _checked(drops, units)
     note = (
-        f"{dropped:,} of {len(drops):,} {what}{checked} of {units.rows.name} are dropped: longer than "
+        f"{dropped - bad:,} of {len(drops):,} {what}{checked} of {units.rows.name} are dropped: longer than "
         f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers "
         "are the same in it"
     )
-    return dropped / len(drops), [note] if dropped else []
+    return dropped / len(drops), [note] if dropped > bad else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +325,8 @@ def train_pairs(stage: StageRun, inputs: PairInputs, trainer: Trainer, data: Pai
     with batches, stage.training(trainer, batches, inputs.section, held_out) as training:
         for _ in training:
             metrics = trainer.step(data.for_step(next(batches)))
-            training.log({**with_margins(metrics), **dropped, **batches.metrics()})
+            bad = bad_image_metrics([data.units.rows]) if inputs.section.on_bad_image == "drop" else {}
+            training.log({**with_margins(metrics), **dropped, **bad, **batches.metrics()})
 
 
 def plain_data(inputs: PairInputs) -> PairData:

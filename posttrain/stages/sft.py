@@ -13,7 +13,7 @@ from posttrain.config.locator import FORMS
 from posttrain.config.other_names import meant_kind
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import tokenize_example
-from posttrain.data.image_rows import most_patches, picture_note
+from posttrain.data.image_rows import bad_image_metrics, bad_image_note, most_patches, picture_note
 from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer
 from posttrain.data.prefetch import MeasuredStream, Prefetch
 from posttrain.data.sources import Rows, checked_rows, each_row
@@ -136,7 +136,7 @@ def _check_sequences(
     if dropped == total:
         require_one(rows, tokenize, section.row_tokens)
     checked = "" if len(chosen) == len(rows) else " checked"
-    notes = picture_note(grids, total, f"sequences{checked} of {rows.name}")
+    notes = picture_note(grids, total, f"sequences{checked} of {rows.name}") + bad_image_note(rows, chosen)
     if split:
         notes.append(
             f"{split:,} of {len(chosen):,} rows{checked} of {rows.name} are trained as a sequence for each assistant "
@@ -144,9 +144,9 @@ def _check_sequences(
             f"the chat template of {renderer.tokenizer.name} writes earlier turns differently once others follow; a "
             "model.chat_template that keeps them makes one sequence of each row"
         )
-    if dropped:
+    if long := dropped - rows.left_out(chosen):
         notes.append(
-            f"{dropped:,} of {total:,} {'sequences' if split else 'rows'}{checked} of {rows.name} are dropped: longer "
+            f"{long:,} of {total:,} {'sequences' if split else 'rows'}{checked} of {rows.name} are dropped: longer "
             f"than row_tokens={section.row_tokens} (overlong: {section.overlong})"
         )
     return dropped / total, notes + _stop_notes(dataset, rows, renderer) + rows.notes
@@ -155,7 +155,8 @@ def _check_sequences(
 def _stop_notes(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> list[str]:
     """Warning about assistant turns that no stop token ends, from a few rows."""
     masks = []
-    for index in range(0, len(rows), -(-len(rows) // STOP_ROWS)) if renderer.chat else ():
+    chosen = range(0, len(rows), -(-len(rows) // STOP_ROWS)) if renderer.chat else ()
+    for index in (one for one in chosen if one not in rows.bad_images):
         with rows.named(index) as row:
             examples = tokenize_example(row, dataset, renderer, "answers")
         masks += [Masked(example.tokens.tolist(), example.loss_mask.tolist()) for example in examples]
@@ -184,7 +185,9 @@ def train_batches(
     """Run all steps and evaluations of a stage, then save its model. `seen`: additional metrics of a step."""
     section = inputs.section
     # With overlong=error, a row that does not fit is an error before the first step.
-    dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
+    dropping = section.on_bad_image == "drop"
+    dropped = {"data/dropped_ratio": inputs.dropped_ratio} if section.overlong != "error" or dropping else {}
+    trained = [inputs.rows, *(rows for rows, _ in inputs.mixed)]
     held_out = None
     if section.eval_dataset is not None:
         held_out = HeldOut(evaluate=evaluate_all, metrics=sequence_metrics, difference=sequence_differences)
@@ -192,7 +195,8 @@ def train_batches(
         for _ in training:
             metrics = trainer.step(next(batches))
             sampled = {} if seen is None else seen(metrics)
-            training.log({**with_perplexities(metrics), **dropped, **batches.metrics(), **sampled})
+            bad = bad_image_metrics(trained) if dropping else {}
+            training.log({**with_perplexities(metrics), **dropped, **bad, **batches.metrics(), **sampled})
 
 
 SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}

@@ -207,6 +207,31 @@ def test_a_bad_picture_is_named_with_its_row(held: Any, reason: str, tokenizer: 
         batch(tokenizer, rows)
 
 
+@pytest.mark.parametrize(
+    "held",
+    [b"no picture", bomb(), png(drawn(0))[:-40], "missing.png", {"path": None, "bytes": None}],
+    ids=["content", "size", "end", "file", "none"],
+)
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_row_with_a_bad_picture_is_left_out(
+    held: Any, packing: bool, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it is found only when it is decoded, behind packing: the batch is that of the other rows."""
+    good = [{"messages": CASES["one"], "images": [drawn(number)]} for number in (0, 1)]
+    sizes: dict[str, Any] = {"row_tokens": 512, "batch_rows": 4, "seed": None, "packing": packing}
+
+    def made(rows: list[Any]) -> list[Batch]:
+        return list(make_batches(rows, tokenizer, on_bad_image="drop", **sizes))
+
+    (found,) = made([good[0], {"messages": CASES["one"], "images": [held]}, good[1]])
+    assert "WARNING: rows row 1: images[0]" in " ".join(capsys.readouterr().out.split())
+    (expected,) = made(good)
+    for name, array in vars(expected).items():
+        assert np.array_equal(getattr(found, name), array), name
+    with pytest.raises(ConfigError, match="every row of rows has a picture that cannot be read"):
+        made([{"messages": CASES["one"], "images": [b"no picture"]}])
+
+
 def test_each_form_of_a_picture_is_the_same(tmp_path: Path) -> None:
     content = png(drawn(0))
     (tmp_path / "a.png").write_bytes(content)

@@ -277,6 +277,12 @@ def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows:
             "model.image.max_pixels: images of a gemma3 have one size",
         ),
         ({"vision": "frozen"}, {"overlong": "drop", "row_tokens": 16}, "every row"),
+        ({}, {"on_bad_image": "drop"}, "on_bad_image=drop has no effect without a vision tower"),
+        (
+            {"vision": "frozen"},
+            {"on_bad_image": "drop", "kind": "distill", "teachers": [{"path": "teacher"}], "cache": "cache"},
+            "on_bad_image=drop cannot be with cache",
+        ),
         ({"vision": "tower"}, {"image_cache_mib": 7}, "image_cache_mib=7 has no effect with model.vision=tower"),
     ],
 )
@@ -285,6 +291,26 @@ def test_mistakes_are_said_by_check(
 ) -> None:
     outcome = posttrain("check", run_file(tmp_path, shared, rows, model, **stage))
     assert outcome.code != 0 and reason in outcome.err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["sft", "preference"])
+def test_rows_with_bad_pictures_are_left_out(tmp_path: Path, shared: Path, rows: Path, kind: str) -> None:
+    """One is gone, one ends in the middle: both are counted and named, and the run goes on, here past its reference."""
+    (tmp_path / "5.png").unlink()
+    content = (tmp_path / "7.png").read_bytes()
+    (tmp_path / "7.png").write_bytes(content[:-30])
+    if kind == "preference":
+        pairs = [json.loads(line) for line in rows.read_text().splitlines()]
+        pairs = [{**row, "chosen": row.pop("completion"), "rejected": "X"} for row in pairs]
+        rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    stage = {"kind": kind, "num_steps": 6, "on_bad_image": "drop"}
+    outcome = posttrain("run", run_file(tmp_path, shared, rows, {"vision": "frozen"}, **stage))
+    assert outcome.code == 0, outcome.err
+    said = " ".join((outcome.out + outcome.err).split())
+    assert "row 5: image (5.png): no file" in said and "row 7: image (7.png) cannot be decoded" in said
+    assert "1 of 13 rows of discs.jsonl have a picture that cannot be read" in said
+    assert lines(tmp_path / "out")[-1]["data/bad_images"] == 2
 
 
 def test_a_picture_that_is_gone_is_named(tmp_path: Path, shared: Path, rows: Path) -> None:

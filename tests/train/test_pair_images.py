@@ -28,6 +28,7 @@ from posttrain.losses.preference import PreferenceLoss
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
+from tests.often import often
 
 IMAGE = {"type": "image"}
 
@@ -122,6 +123,29 @@ def test_shared_prompts_and_packing_change_nothing(setting: Setting) -> None:
     for number in range(len(ROWS)):
         assert_allclose(shared[number], unshared[number], atol=2e-4, err_msg=str(number))
         assert_allclose(alone.get(number, unshared[number]), unshared[number], atol=2e-4, err_msg=str(number))
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"), often([("pairs", False), ("pairs", True), ("answers_and_others", True)], ("pairs", False))
+)
+def test_pairs_with_bad_pictures_are_left_out(setting: Setting, kind: str, share: bool) -> None:
+    """Whole pairs: one found by the header of its picture, one when it is decoded; the others are as without them."""
+    content = (setting.folder / "0.png").read_bytes()
+    (setting.folder / "header.png").write_bytes(content[:10])
+    (setting.folder / "end.png").write_bytes(content[:-40])
+    bad = [pair("header.png", prompt="Where?"), pair("0.png", "end.png", prompt=HOLES)]
+    units = setting.units([ROWS[0], *bad, *ROWS[1:]], kind=kind, share=share, on_bad_image="drop", packing=False)
+    rows = [one for one in all_rows(units) if np.asarray(one.batch.segments).any()]
+    assert units.rows.bad_images == {1, 2}
+    expected = list(all_rows(setting.units(ROWS, kind=kind, share=share, packing=False)))
+
+    def sequences(batches: list[NumberedRows]) -> list[list[int]]:
+        tokens = [row[row > 0].tolist() for one in batches for row in np.asarray(one.batch.tokens)]
+        return [row for row in tokens if row]
+
+    assert sequences(rows) == sequences(expected)
+    with pytest.raises(ConfigError, match="row 1: "):
+        list(all_rows(setting.units([ROWS[0], *bad], kind=kind)))
 
 
 def test_swapped_pictures_are_another_prompt(setting: Setting) -> None:
