@@ -309,7 +309,7 @@ def test_rows_with_bad_pictures_are_left_out(tmp_path: Path, shared: Path, rows:
     assert outcome.code == 0, outcome.err
     said = " ".join((outcome.out + outcome.err).split())
     assert "row 5: image (5.png): no file" in said and "row 7: image (7.png) cannot be decoded" in said
-    assert "1 of 13 rows of discs.jsonl have a picture that cannot be read" in said
+    assert "1 of 13 rows of" in said and "discs.jsonl have a picture that cannot be read, and are left out" in said
     assert lines(tmp_path / "out")[-1]["data/bad_images"] == 2
 
 
