@@ -314,6 +314,8 @@ def test_rows_with_bad_pictures_are_left_out(tmp_path: Path, shared: Path, rows:
 
 
 def test_a_picture_that_is_gone_is_named(tmp_path: Path, shared: Path, rows: Path) -> None:
+    """Of held-out rows also where those to train on are left out."""
     (tmp_path / "5.png").unlink()
-    outcome = posttrain("check", run_file(tmp_path, shared, rows, {"vision": "frozen"}))
-    assert outcome.code != 0 and "row 5: image (5.png): no file" in outcome.err
+    for stage in ({}, {"on_bad_image": "drop", "eval_dataset": {"path": str(rows)}}):
+        outcome = posttrain("check", run_file(tmp_path, shared, rows, {"vision": "frozen"}, **stage))
+        assert outcome.code != 0 and "row 5: image (5.png): no file" in outcome.err
