@@ -62,25 +62,29 @@ def call(
     mesh: Mesh | None = None,
     dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """`attention` on whole rows, or on some of their queries with all keys."""
-    positions, segments = jnp.asarray(data.positions), jnp.asarray(data.segments)
-    whole = queries == slice(None)
-    return attention(
-        jnp.asarray(data.q[:, queries], dtype),
-        jnp.asarray(data.k, dtype),
-        jnp.asarray(data.v, dtype),
-        q_positions=positions if whole else positions[:, queries],
-        k_positions=positions,
-        q_segments=segments if whole else segments[:, queries],
-        k_segments=segments,
-        q_parents=None,
-        window=case.window,
-        scale=case.variant.scale,
-        soft_cap=case.soft_cap,
-        sinks=jnp.asarray(data.sinks) if case.sinks else None,
-        kernel=kernel,
-        mesh=mesh,
-    ).heads
+    """`attention` on whole rows, or on some of their queries with all keys, as one program."""
+
+    def attend(data: Rows) -> jax.Array:
+        positions, segments = jnp.asarray(data.positions), jnp.asarray(data.segments)
+        whole = queries == slice(None)
+        return attention(
+            jnp.asarray(data.q[:, queries], dtype),
+            jnp.asarray(data.k, dtype),
+            jnp.asarray(data.v, dtype),
+            q_positions=positions if whole else positions[:, queries],
+            k_positions=positions,
+            q_segments=segments if whole else segments[:, queries],
+            k_segments=segments,
+            q_parents=None,
+            window=case.window,
+            scale=case.variant.scale,
+            soft_cap=case.soft_cap,
+            sinks=jnp.asarray(data.sinks) if case.sinks else None,
+            kernel=kernel,
+            mesh=mesh,
+        ).heads
+
+    return jax.jit(attend)(data)
 
 
 def small(name: str) -> Case:
@@ -441,12 +445,13 @@ def test_places_of_segments_against_loops() -> None:
     rng = np.random.default_rng(0)
     rows = [[3, 1, 4, 0], [8], [2, 2, 2, 2], [1, 7]]  # a 0 at the end: no padding
     segments = np.asarray([np.repeat(rng.permutation(9)[: len(row)], row) for row in rows], np.int32)
-    found = fused.segment_places(jnp.asarray(segments), 4)
+    places_of = jax.jit(fused.segment_places, static_argnums=1)
+    found = places_of(jnp.asarray(segments), 4)
     for row, starts, lengths in zip(rows, np.asarray(found.starts), np.asarray(found.lengths), strict=True):
         sizes = [size for size in row if size]
         assert starts.tolist() == [sum(sizes[:n]) if n < len(sizes) else -1 for n in range(5)]
         assert lengths.tolist() == sizes + [-1] * (4 - len(sizes))
-    assert found.fit and not fused.segment_places(jnp.asarray(segments), 3).fit
+    assert found.fit and not places_of(jnp.asarray(segments), 3).fit
 
 
 def test_cudnn_gets_each_sequence_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,11 +471,17 @@ def test_cudnn_gets_each_sequence_by_its_place(monkeypatch: pytest.MonkeyPatch) 
     q = jnp.asarray(draw.normal(size=(2, length, 4, 8)), jnp.float32)
     k, v = (jnp.asarray(draw.normal(size=(2, 2, length, size)), jnp.float32) for size in (8, 4))
     variant = Variant(window=100, scale=0.3, soft_cap=None)
+
+    @jax.jit
+    def reference(q: jax.Array, k: jax.Array, v: jax.Array, places: MaskInputs) -> jax.Array:
+        mask = visible(*places, variant.window)
+        return full_attention(q, k, v, mask, scale=variant.scale, soft_cap=None, sinks=None).heads
+
     for sizes in ((200, 112, 200), (100, 100, 100, 100, 100, 12)):
-        positions = jnp.tile(jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in sizes]), (2, 1))
-        segments = jnp.tile(jnp.repeat(jnp.arange(1, len(sizes) + 1, dtype=jnp.int32), jnp.asarray(sizes)), (2, 1))
-        operands = Operands(q, k, v, MaskInputs(positions, positions, segments, segments, None), None)
+        positions = np.tile(np.concatenate([np.arange(n, dtype=np.int32) for n in sizes]), (2, 1))
+        segments = np.tile(np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes), (2, 1))
+        places = MaskInputs(*map(jnp.asarray, (positions, positions, segments, segments)), None)
+        operands = Operands(q, k, v, places, None)
         found = jax.jit(lambda of: fused.cudnn(of, variant, packed=True, block=128))(operands)
-        mask = visible(positions, positions, segments, segments, None, None, None, 100)
-        expected = full_attention(q, k, v, mask, scale=0.3, soft_cap=None, sinks=None).heads
+        expected = reference(q, k, v, places)
         assert_allclose(found, expected, atol=2e-6)

@@ -21,7 +21,10 @@ SIZES = [(16, 24), (24, 16), (16, 16)]
 
 def operands(lead: tuple[int, ...], size: tuple[int, int], dtype: str) -> list[Array]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in ((*lead, size[0]), size, (*lead, size[1]))]
+    return [
+        jnp.asarray(rng.normal(size=shape).astype(jnp.dtype(dtype)))
+        for shape in ((*lead, size[0]), size, (*lead, size[1]))
+    ]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -31,15 +34,21 @@ def test_gradient_is_the_librarys(
     lead: tuple[int, ...], size: tuple[int, int], dtype: str, added_in: type | None
 ) -> None:
     x, w, cotangent = operands(lead, size, dtype)
-    cotangent = cotangent.astype(added_in or dtype)
-    out, pull = jax.vjp(lambda x, w: matmul(x, w, added_in), x, w)
-    wide, of_library = jax.vjp(jnp.matmul, *(y.astype(jnp.float32) for y in (x, w)))
+    cotangent = jnp.asarray(np.asarray(cotangent, added_in or dtype))
+
+    @jax.jit
+    def both(x: Array, w: Array, cotangent: Array) -> list[tuple[Array, tuple[Array, ...]]]:
+        out, pull = jax.vjp(lambda x, w: matmul(x, w, added_in), x, w)
+        wide, of_library = jax.vjp(jnp.matmul, *(y.astype(jnp.float32) for y in (x, w)))
+        return [(out, pull(cotangent)), (wide, of_library(cotangent.astype(jnp.float32)))]
+
+    (out, gradients), (wide, of_library) = both(x, w, cotangent)
     assert out.dtype == cotangent.dtype
     tolerance = 2e-5 if dtype == "float32" else 0.1
-    assert_allclose(out.astype(jnp.float32), wide, atol=tolerance)
-    for got, expected in zip(pull(cotangent), of_library(cotangent.astype(jnp.float32)), strict=True):
+    assert_allclose(np.asarray(out, np.float32), wide, atol=tolerance)
+    for got, expected in zip(gradients, of_library, strict=True):
         assert got.dtype == x.dtype
-        assert_allclose(got.astype(jnp.float32), expected, atol=tolerance)
+        assert_allclose(np.asarray(got, np.float32), expected, atol=tolerance)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -34,31 +34,32 @@ def drawn(*shape: int) -> Array:
 )
 def test_the_twin_against_the_librarys_reference(variant: Variant) -> None:
     q, pages = drawn(ROWS, 1, HEADS, HEAD), drawn(REPEATS, 1, PAGES, PAGE, 2 * KV_HEADS, HEAD)
-    table = jnp.asarray([[4, 2, 0], [1, 0, 0], [6, 5, 3]], jnp.int32)
-    lengths = jnp.asarray([17, 1, 48], jnp.int32)
-    for repeat in range(REPEATS):
-        layer = jnp.int32(repeat), table[None], lengths[None], None
-        expected = ref_ragged_paged_attention(
-            q[:, 0],
-            pages[repeat, 0],
-            lengths,
-            table,
-            jnp.arange(ROWS + 1, dtype=jnp.int32),
-            jnp.asarray([ROWS], jnp.int32),
-            sm_scale=variant.scale,
-            sliding_window=variant.window,
-            soft_cap=variant.soft_cap,
-        )
-        got, _ = paged_attention(q, pages, *layer, None, None, None, variant)
-        np.testing.assert_allclose(got[:, 0], expected, atol=2e-6)
-        # The same heads joined, the newest position of each row not yet stored.
-        both = jnp.concatenate([pages[..., 0::2, :], pages[..., 1::2, :]], axis=-1).swapaxes(3, 4)
-        last = both[repeat, 0, table[jnp.arange(ROWS), (lengths - 1) // PAGE], :, (lengths - 1) % PAGE]
-        blank = both.at[repeat, 0, table[jnp.arange(ROWS), (lengths - 1) // PAGE], :, (lengths - 1) % PAGE].set(jnp.nan)
-        lanes = HeadLanes(keys=HEAD, start=HEAD, values=HEAD)
+    table, lengths = np.asarray([[4, 2, 0], [1, 0, 0], [6, 5, 3]], np.int32), np.asarray([17, 1, 48], np.int32)
+    lanes = HeadLanes(keys=HEAD, start=HEAD, values=HEAD)
+    # The same heads joined, the newest position of each row not yet stored.
+    both = np.concatenate([pages[..., 0::2, :], pages[..., 1::2, :]], axis=-1).swapaxes(3, 4)
+
+    @jax.jit
+    def library(q: Array, pages: Array) -> Array:
+        ends = np.arange(ROWS + 1, dtype=np.int32), np.asarray([ROWS], np.int32)
+        kinds = {"sm_scale": variant.scale, "sliding_window": variant.window, "soft_cap": variant.soft_cap}
+        return ref_ragged_paged_attention(q, pages, lengths, table, *ends, **kinds)
+
+    @jax.jit
+    def twins(repeat: Array, blank: Array, last: Array) -> tuple[Array, tuple[Array, Array]]:
+        layer = repeat, jnp.asarray(table)[None], jnp.asarray(lengths)[None], None
+        one, _ = paged_attention(q, pages, *layer, None, None, None, variant)
         new = NewHeads(last, jnp.ones(ROWS, bool))
-        got, stored = paged_attention(q, blank, *layer, lanes, new, None, variant)
-        np.testing.assert_allclose(got[:, 0], expected, atol=2e-6)
+        return one, paged_attention(q, blank, *layer, lanes, new, None, variant)
+
+    for repeat in range(REPEATS):
+        expected = library(q[:, 0], pages[repeat, 0])
+        newest = (repeat, 0, table[np.arange(ROWS), (lengths - 1) // PAGE], slice(None), (lengths - 1) % PAGE)
+        blank = both.copy()
+        blank[newest] = np.nan
+        one, (other, stored) = twins(jnp.int32(repeat), jnp.asarray(blank), jnp.asarray(both[newest]))
+        np.testing.assert_allclose(one[:, 0], expected, atol=2e-6)
+        np.testing.assert_allclose(other[:, 0], expected, atol=2e-6)
         np.testing.assert_array_equal(stored, both)
 
 
@@ -102,14 +103,15 @@ def test_the_kernel_of_joined_heads_against_its_twin(
         patch.setattr(joined, "BLOCK_POSITIONS", 128)
         kernel = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
         got, stored = joined_attention(q, new, jnp.asarray(pages, dtype), *rest, interpret=kernel)
-    plain = jnp.nan_to_num(jnp.asarray(pages, dtype))
-    expected, _ = joined_reference(q, new._replace(writes=jnp.ones(rows, bool)), plain, *rest)
+    plain = jnp.asarray(np.nan_to_num(pages), dtype)
+    twin = jax.jit(lambda new: joined_reference(q, new, plain, *rest))
+    expected, _ = twin(new._replace(writes=jnp.ones(rows, bool)))
     tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
     live = lengths > 0
     np.testing.assert_allclose(*(np.asarray(x, np.float32)[live] for x in (got, expected)), atol=tolerance)
     assert not np.asarray(got, np.float32)[~live].any()
-    _, written = joined_reference(q, new, plain, *rest)
-    np.testing.assert_array_equal(*(np.asarray(jnp.nan_to_num(x), np.float32) for x in (stored, written)))
+    _, written = twin(new)
+    np.testing.assert_array_equal(*(np.nan_to_num(np.asarray(x, np.float32)) for x in (stored, written)))
 
 
 def test_a_window_reads_its_pages_only() -> None:
@@ -169,6 +171,12 @@ def test_cudnns_call_for_one_query(window: int | None) -> None:
     places = MaskInputs(jnp.asarray([[3], [0], [11]], jnp.int32), positions, ones[:, :1], ones, None)
     operands = Operands(drawn(ROWS, 1, HEADS, HEAD), k, v, places, None)
     variant = Variant(window=window, scale=0.3, soft_cap=None)
-    expected = single_query(*operands[:3], visible(*places, window)[:, 0], scale=0.3, soft_cap=None, sinks=None)
-    got = jax.nn.dot_product_attention(**cudnn_arguments(operands, variant), implementation="xla")
+
+    @jax.jit
+    def both(operands: Operands) -> tuple[Array, Array]:
+        mask = visible(*operands.mask_inputs, window)[:, 0]
+        expected = single_query(*operands[:3], mask, scale=0.3, soft_cap=None, sinks=None)
+        return jax.nn.dot_product_attention(**cudnn_arguments(operands, variant), implementation="xla"), expected
+
+    got, expected = both(operands)
     np.testing.assert_allclose(got, expected, atol=2e-6)
