@@ -1,10 +1,11 @@
 """Speed with drafted tokens beside that without, in pairs of batches of the same samples.
 
-    PYTHONPATH=. python bench/drafts.py [--draft FOLDER] [--rows 1 8 32] [--drafts N] [--temperature T] [--pairs N]
+    PYTHONPATH=. python bench/drafts.py [--draft KIND] [--rows 1 8 32] [--drafts N] [--temperature T] [--pairs N]
                                         [--text KIND] [--always] [--parts]
 
 Without `--draft` a model of one layer and a tenth of the story model's size is distilled from it first, over stories
-that it wrote itself, half of them greedily; `--draft ngram` drafts from what prompt and sample have repeated.
+that it wrote itself, half of them greedily; `--draft block` trains a block drafter of as many parameters over the same
+stories, and `--draft block=FOLDER` takes one; `--draft ngram` drafts from what prompt and sample have repeated.
 `--text`: openings of stories, or `repeats`, one sentence four times. `--always`: also where drafts do not pay; without
 it the engine chooses, and a warm-up of as many batches as pairs lets it measure both ways.
 
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,7 @@ from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.sampling import Sampling, Tables, sample
 from posttrain.rollout.types import SamplingParams
+from posttrain.weights.drafter import read_drafter
 from posttrain.weights.load import load_model
 
 LENGTH, OPENING, NEW = 256, 8, 192
@@ -76,32 +79,35 @@ class Bench:
         options = {"slots": rows, "max_length": LENGTH, "decode_steps": 32, "tokenizer_decode": None}
         return NativeEngine(self.model, speculation=speculation, **options)  # type: ignore[arg-type]
 
-    def distill(self, folder: Path) -> Path:
-        """Train the draft model."""
+    def written(self) -> list[dict[str, str]]:
+        """Stories of the model."""
         prompts = self.prompts(WRITTEN, 100, "stories")
         each = [settings(float(i % 2), 7, i, LENGTH - 1 - len(prompt)) for i, prompt in enumerate(prompts)]
         written = self.engine(32, None).generate_all(prompts, each)
-        rows = [
+        return [
             {"text": self.tokenizer.hf.decode([*prompt[1:], *one.tokens], skip_special_tokens=True)}
             for prompt, one in zip(prompts, written, strict=True)
         ]
-        run = pt.Distill(
-            {"tokenizer": str(self.path), "init": DRAFT},
-            teacher=str(self.path),
-            dataset=rows,
-            output=folder,
-            seed=0,
-            overlong="truncate",
-            num_steps=500,
-            batch_rows=16,
-            row_tokens=LENGTH,
-            optimizer={"learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 20},
-        )
-        run.fit()
-        return folder / "0-distill" / "model"
 
-    def pairs(self, draft: Decoder | None, rows: int, arguments: argparse.Namespace) -> str:
-        speculation = Speculation(tokens=arguments.drafts, model=draft)
+    def speculation(self, draft: str | None, tokens: int, folder: Path) -> Speculation:
+        """Source of drafts, trained if `draft` names no folder."""
+        common: dict[str, Any] = {"output": folder, "seed": 0, "overlong": "truncate", "row_tokens": LENGTH}
+        common["optimizer"] = {"learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 20}
+        if draft == "ngram":
+            return Speculation(tokens=tokens)
+        if draft is not None and draft.startswith("block"):
+            path = draft.partition("=")[2]
+            if not path:
+                run = pt.Drafter(str(self.path), dataset=self.written(), tokens=tokens, num_steps=2000, **common)
+                run.fit()
+            return Speculation(tokens=tokens, block=read_drafter(path or folder))
+        if draft is None:
+            init = {"tokenizer": str(self.path), "init": DRAFT}
+            rows = {"dataset": self.written(), "batch_rows": 16, "num_steps": 500}
+            pt.Distill(init, teacher=str(self.path), **rows, **common).fit()
+        return Speculation(tokens=tokens, model=load(Path(draft) if draft else folder / "0-distill" / "model"))
+
+    def pairs(self, speculation: Speculation, rows: int, arguments: argparse.Namespace) -> str:
         plain, drafting = self.engine(rows, None), self.engine(rows, speculation)
         drafter = drafting._runner.drafter
         assert drafter is not None
@@ -204,7 +210,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("../shared/models/stories260k"))
     parser.add_argument("--stories", type=Path, default=Path("../shared/data/text/tinystories_v2gpt4_train_head.jsonl"))
-    parser.add_argument("--draft", help="ngram, or the folder of a draft model; by default one is trained")
+    parser.add_argument(
+        "--draft", help="ngram, block, block=FOLDER, or the folder of a draft model; by default one is trained"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -217,15 +225,13 @@ def main(given: Sequence[str] | None = None) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     bench = Bench(arguments.model, arguments.stories)
     with tempfile.TemporaryDirectory() as folder:
-        draft = None
-        if arguments.draft != "ngram":
-            draft = load(Path(arguments.draft) if arguments.draft else bench.distill(Path(folder) / "draft"))
+        speculation = bench.speculation(arguments.draft, arguments.drafts, Path(folder) / "draft")
         print(f"load average {os.getloadavg()[0]:.1f}, temperature {arguments.temperature}, drafts {arguments.drafts}")
         print(" rows  tokens/CPU s  with drafts  times  (pairs)         per pass  accepted  share")
         for rows in arguments.rows:
-            print(bench.pairs(draft, rows, arguments), flush=True)
+            print(bench.pairs(speculation, rows, arguments), flush=True)
             if arguments.parts:
-                parts = bench.parts(draft, rows, arguments.drafts)
+                parts = bench.parts(speculation.model, rows, arguments.drafts)
                 print(
                     "       " + ", ".join(f"{name} {value:,.0f}" for name, value in parts.items()) + " us", flush=True
                 )

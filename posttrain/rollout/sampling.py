@@ -79,14 +79,26 @@ class Processors:
         )
 
 
+SETTINGS = {"keys": np.uint32, "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+
+
 class Tables:
-    """Large arrays of `Processors`; they stay on the device until the rows that need them change."""
+    """Settings of rows, those of `Processors` too: they stay on the device until the rows that have them change."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
         self._made: tuple[Hashable, dict[str, Array]] | None = None
         self._kept: Mapping[int, SamplingParams] = {}
         self._allowed = np.zeros((0, 0), np.uint32)
+        self._settings: tuple[Sequence[SamplingParams], dict[str, Array]] = (), {}
+
+    def settings(self, params: Sequence[SamplingParams]) -> dict[str, Array]:
+        """The small arrays of `Sampling`: of a small model, putting them on a device takes a part of each dispatch."""
+        if [*map(id, params)] != [*map(id, self._settings[0])]:
+            columns = zip(*((p.key, p.temperature, p.top_k, p.top_p, p.min_p) for p in params), strict=True)
+            arrays = map(np.asarray, columns, SETTINGS.values())
+            self._settings = tuple(params), jax.device_put(dict(zip(SETTINGS, arrays, strict=True)))
+        return self._settings[1]
 
     def of(self, params: Sequence[SamplingParams], max_length: int) -> dict[str, Array]:
         """`bias_tokens`, `bias` and `allowed`, and as `no_history` that of rows without penalties."""
@@ -203,24 +215,10 @@ class Sampling:
     ) -> Sampling:
         """Make the arrays of each row's request. `histories`: prompt and sample, at most `max_length` tokens;
         `allowed`: by row, the tokens that a grammar allows next."""
-        processors = None
+        processors, others = None, (histories, prompt_lengths)
         if not all(p.is_plain for p in params):
-            processors = Processors.of(
-                params, histories, prompt_lengths, max_length=max_length, tables=tables, allowed=allowed or {}
-            )
-        return cls(
-            **jax.device_put(
-                {
-                    "keys": np.asarray([p.key for p in params], np.uint32),
-                    "temperature": np.asarray([p.temperature for p in params], np.float32),
-                    "top_k": np.asarray([p.top_k for p in params], np.int32),
-                    "top_p": np.asarray([p.top_p for p in params], np.float32),
-                    "min_p": np.asarray([p.min_p for p in params], np.float32),
-                }
-            ),
-            processors=processors,
-            forbidden=forbidden,
-        )
+            processors = Processors.of(params, *others, max_length=max_length, tables=tables, allowed=allowed or {})
+        return cls(**tables.settings(params), processors=processors, forbidden=forbidden)
 
     @property
     def truncated(self) -> Bool[Array, " R"]:
@@ -261,11 +259,7 @@ def sample(logits: Float[Array, "R V"], positions: Int[Array, " R"], sampling: S
     allowed = without(logits, sampling.forbidden) if sampling.forbidden else logits
     left = allowed if tally is None else tally.apply(allowed)
     drawn_from = model if left is logits else _Distribution.of(left / scale)
-
-    drawn, kept_logps = _draw(drawn_from, sampling, uniforms(sampling.keys, positions))
-    # Few requests are greedy.
-    best = jax.lax.cond(jnp.all(sampled), lambda: drawn, lambda: _largest(drawn_from.shifted))
-    tokens = jnp.where(sampled, drawn, best)
+    tokens, kept_logps = _draw(drawn_from, sampling, positions)
     logps = model.logps(tokens)
     if drawn_from is not model:
         kept_logps = jnp.where(sampled, logps - drawn_from.logps(tokens) + kept_logps, 0.0)
@@ -283,15 +277,17 @@ def guess(
     """The tokens that `sample` likely draws from the logits of a better model: those with most of the cumulated
     distribution within `window` of the same random number, and in greedy rows the most probable ones. At 0 the draws
     from these logits."""
-    scale = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    logits = logits.astype(jnp.float32)
+    logits, scale = logits.astype(jnp.float32), jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
     model = _Distribution.of((logits if tally is None else tally.apply(logits)) / scale)
-    probs = jax.lax.cond(jnp.any(sampling.truncated), lambda: _truncate(model, sampling)[0], lambda: model.probs)
-    upper = jnp.cumsum(probs, axis=-1)
-    total = upper[:, -1:]
-    middle, reach = uniforms(sampling.keys, positions)[:, None] * total, window[:, None] * total
-    inside = jnp.minimum(upper, middle + reach) - jnp.maximum(upper - probs, middle - reach)
-    return _largest(jnp.where(sampling.temperature[:, None] > 0, inside, model.shifted))
+
+    def masses() -> Float[Array, "R V"]:
+        probs = jax.lax.cond(jnp.any(sampling.truncated), lambda: _truncate(model, sampling)[0], lambda: model.probs)
+        upper = jnp.cumsum(probs, axis=-1)
+        middle, reach = (part[:, None] * upper[:, -1:] for part in (uniforms(sampling.keys, positions), window))
+        inside = jnp.minimum(upper, middle + reach) - jnp.maximum(upper - probs, middle - reach)
+        return jnp.where(sampling.temperature[:, None] > 0, inside, model.shifted)
+
+    return _largest(jax.lax.cond(jnp.any(sampling.temperature > 0), masses, lambda: model.shifted))
 
 
 @pytree
@@ -321,14 +317,18 @@ class _Distribution:
         return TopLogps(tokens=tokens, logps=shifted - jnp.log(self.total)[:, None])
 
 
-def _draw(of: _Distribution, s: Sampling, u: Float[Array, " R"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """Tokens, and the log of the mass that truncation kept."""
+def _draw(of: _Distribution, s: Sampling, positions: Int[Array, " R"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """Tokens, and the log of the mass that truncation kept. Where all rows are greedy no number is drawn."""
+    sampled, whole = s.temperature > 0, jnp.zeros(positions.shape)
 
-    def cut() -> tuple[Array, Array]:
-        truncated_probs, kept_logps = _truncate(of, s)
-        return _inverse_cdf(truncated_probs, u), kept_logps
+    def drawn(probs: Array, kept_logps: Array) -> tuple[Array, Array]:
+        tokens = _inverse_cdf(probs, uniforms(s.keys, positions))
+        best = jax.lax.cond(jnp.all(sampled), lambda: tokens, lambda: _largest(of.shifted))
+        return jnp.where(sampled, tokens, best), kept_logps
 
-    return jax.lax.cond(jnp.any(s.truncated), cut, lambda: (_inverse_cdf(of.probs, u), jnp.zeros_like(u)))
+    branches = [lambda: (_largest(of.shifted), whole), lambda: drawn(of.probs, whole), lambda: drawn(*_truncate(of, s))]
+    found: tuple[Array, Array] = jax.lax.switch(jnp.any(sampled).astype(jnp.int32) + jnp.any(s.truncated), branches)
+    return found
 
 
 def _largest(x: Float[Array, "R V"]) -> Int[Array, " R"]:

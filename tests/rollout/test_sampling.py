@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from posttrain.rollout.sampling import Drawn, Sampling, Tables, Tally, _inverse_cdf, sample, score, uniforms
+from posttrain.rollout.sampling import Drawn, Sampling, Tables, Tally, _inverse_cdf, guess, sample, score, uniforms
 from posttrain.rollout.types import SamplingParams
 from tests.often import often
 from tests.oracles import process_reference, sample_reference
@@ -233,6 +233,41 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     tokens = draw(logits, top_p=0.9).tokens
     for row in range(6):
         assert draw(logits[row : row + 1], first_position=row, top_p=0.9).tokens[0] == tokens[row]
+
+
+def test_settings_stay_on_the_device_until_rows_change() -> None:
+    rows, tables = [params(temperature=0.0), params(top_k=3)], Tables(40)
+    first = tables.settings(rows)
+    assert tables.settings(list(rows)) is first
+    for changed in ([rows[0], params(top_k=5)], rows[::-1], rows[:1]):
+        found, expected = tables.settings(changed), Tables(40).settings(changed)
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_way_of_drawing_follows_from_the_rows_beside() -> None:
+    """All greedy, some drawn, some from a part of the tokens: a row has the same token in all of them."""
+    logits = jnp.asarray(np.random.default_rng(4).normal(size=(3, 40)), jnp.float32)
+    greedy, plain, cut = params(temperature=0.0), params(), params(top_k=3)
+    positions, window = jnp.arange(3, dtype=jnp.int32), jnp.zeros(3)
+    guessed = jax.jit(lambda sampling: guess(logits, positions, sampling, None, window))
+    seen: dict[tuple[int, int], set[tuple[float, ...]]] = {}
+    for rows in (
+        [greedy] * 3,
+        [plain] * 3,
+        [cut] * 3,
+        [greedy, plain, plain],
+        [plain, greedy, cut],
+        [cut, cut, greedy],
+    ):
+        sampling = sampling_of(rows, 40)
+        drawn = jax.tree.map(np.asarray, (compiled(logits, positions, sampling), guessed(sampling)))
+        for row, one in enumerate(rows):
+            found = (drawn[0].tokens[row], drawn[0].logps[row], drawn[0].kept_logps[row], drawn[1][row])
+            seen.setdefault((row, id(one)), set()).add(tuple(map(float, found)))
+    assert all(len(found) == 1 for found in seen.values())
+    greedily = [next(iter(seen[row, id(greedy)])) for row in range(3)]
+    assert [found[0] for found in greedily] == [found[3] for found in greedily] == np.argmax(logits, axis=1).tolist()
+    assert all(found[2] == 0.0 for found in greedily)
 
 
 def test_plain_rows_beside_unusual_ones_are_unchanged() -> None:
