@@ -231,14 +231,19 @@ def test_padding_is_finite(name: str, variant: str) -> None:
 def test_some_queries_of_a_row_with_all_of_its_keys(name: str) -> None:
     """As a device of `context` has them: the kernel's own causal mask, by index, would hide keys."""
     data, case = rows(lengths=((70, LENGTH - 70), (LENGTH,)), length=LENGTH), CASES["window"]
-    positions, segments, late = jnp.asarray(data.positions), jnp.asarray(data.segments), slice(LENGTH // 2, None)
-    places = MaskInputs(positions, positions, segments, segments, None)
-    operands = Operands(*(jnp.asarray(x) for x in data[:3]), places, None)
-    of = places._replace(q_positions=positions[:, late], q_segments=segments[:, late])
-    part = operands._replace(q=operands.q[:, late], mask_inputs=of)
-    with jax.numpy_rank_promotion("allow"):
-        got = IMPLEMENTATIONS[name](part, case.variant).heads
-    assert_allclose(got, IMPLEMENTATIONS["reference"](operands, case.variant).heads[:, late], atol=1e-5)
+    late = slice(LENGTH // 2, None)
+
+    @jax.jit
+    def both(data: Rows) -> tuple[jax.Array, jax.Array]:
+        positions, segments = data.positions, data.segments
+        whole = Operands(*data[:3], MaskInputs(positions, positions, segments, segments, None), None)
+        of = whole.mask_inputs._replace(q_positions=positions[:, late], q_segments=segments[:, late])
+        with jax.numpy_rank_promotion("allow"):
+            part = IMPLEMENTATIONS[name](whole._replace(q=data.q[:, late], mask_inputs=of), case.variant).heads
+        return part, IMPLEMENTATIONS["reference"](whole, case.variant).heads[:, late]
+
+    got, expected = both(data)
+    assert_allclose(got, expected, atol=1e-5)
 
 
 IMAGES = ((0, 1, 100, 90), (0, 2, 190, 10), (0, 3, 230, 90), (1, 1, 0, 90), (1, 2, 250, 90))
