@@ -108,7 +108,9 @@ def test_the_kernel_of_joined_heads_against_its_twin(
     expected, _ = twin(new._replace(writes=jnp.ones(rows, bool)))
     tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
     live = lengths > 0
-    np.testing.assert_allclose(*(np.asarray(x, np.float32)[live] for x in (got, expected)), atol=tolerance)
+    np.testing.assert_allclose(
+        *(np.asarray(x, np.float32)[live] for x in (got, expected)), rtol=tolerance, atol=tolerance
+    )
     assert not np.asarray(got, np.float32)[~live].any()
     _, written = twin(new)
     np.testing.assert_array_equal(*(np.nan_to_num(np.asarray(x, np.float32)) for x in (stored, written)))
