@@ -144,7 +144,8 @@ def test_the_plan_is_the_program_of_the_run(tmp_path: Path, pictures: Path, visi
     stage = {"num_steps": 1, "row_patches": 80, "dataset": {"path": str(tmp_path / "pictures.jsonl")}}
     config = run_on_pictures(tmp_path, pictures, vision, **stage)
     alone = machine("cpu-1")
-    (phase,) = _setup(config.stages[0], config, _model_files(config), _mesh(config, alone), alone).plan().phases
+    phases = _setup(config.stages[0], config, _model_files(config), _mesh(config, alone), alone).plan().phases
+    *encode, phase = phases
     seen: list[str] = []
 
     def lower(self: Trainer, arguments: Any) -> Any:
@@ -157,6 +158,11 @@ def test_the_plan_is_the_program_of_the_run(tmp_path: Path, pictures: Path, visi
     assert outcome.code == 0, outcome.err
     assert seen == [phase.lower().as_text()]
     (line,) = lines(tmp_path / "out")
+    if vision == "frozen":
+        # All pictures are one, in a call of as many rows as the plan's.
+        (call,) = encode
+        assert line["images/encoded"] == 1 and 0 < line["perf/tower_ratio"] < call.flops / (call.flops + phase.flops)
+        return
     # Seven rows have half of the patches, and all have few tokens.
     assert line["perf/tower_ratio"] == pytest.approx(phase.tower / phase.flops, rel=0.5)
     assert line["perf/tflops"] < phase.flops / 1e12
