@@ -206,6 +206,16 @@ def test_tools_are_learned(tmp_path: Path) -> None:
     assert "kcal" in printed
 
 
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_the_assistant_that_sees_learns_its_tools(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    printed = printed_by(execute("food_vision", work))
+    result = result_of(work / "runs/food-vision/0-rl")
+    assert result["after"]["low"] > result["before"]["high"], result["difference"]
+    assert re.search(r"^it says: kcal \d+ protein \d+$", printed, re.MULTILINE), printed
+
+
 def wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:
     """A package with nothing in it but a module and its metadata."""
     info = f"{name}-{version}.dist-info"
