@@ -90,7 +90,10 @@ class Chat:
         tools = tools_of(generator.tools, servers=True) if tools is None else tools
         tool_format = tool_format or generator.tool_format
         if tools and not self.chats:
-            raise ConfigError(f"chat: tools need a chat template, and {generator.name} is used without one")
+            raise ConfigError(
+                f"chat: tools need a chat template, and {generator.name} is used without one; give none of them "
+                "(--tools none)"
+            )
         limit = model.config.max_positions
         if max_length is not None and not 2 <= max_length <= limit:
             raise ConfigError(f"chat: max_length={max_length} must be from 2 to the model's {limit}")

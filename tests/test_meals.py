@@ -19,6 +19,7 @@ from envs import food101, meals
 from posttrain.config import RLSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.environments.conversation import Environments
 from posttrain.runs.finished import load_generator
 from posttrain.tools.formats import make_format
 from posttrain.tools.function import FunctionTool, function_schema
@@ -193,3 +194,5 @@ def test_configurations_are_valid(name: str) -> None:
     assert config.model.vision != "none" and isinstance(section, RLSection) and len(section.tools) == 2
     names = [str(reward.fn).rpartition(":")[2] for reward in section.rewards]
     assert names == ["formed", "looked_up", "sums", "right_totals"]
+    environments = Environments.of(section, load_tokenizer(FOLDER), [])
+    assert environments.unfinished is None, "tools give no reward `env`"

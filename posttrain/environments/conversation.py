@@ -75,13 +75,15 @@ class Environments:
         """Make the environments of a stage with `env`. ConfigError for a maker that cannot be imported."""
         env = section.env
         assert env is not None
+        # Tools give no rewards, and 0 beside none would be one.
+        drops = env.unfinished == "drop" or (env.fn is None and env.unfinished == 0)
         return cls(
             make=ToolEnv if env.fn is None else callable_of(env.fn, "env.fn"),
             args=env.args,
             max_turns=env.max_turns,
             row_tokens=section.sequence_tokens,
             split_turns=env.split_turns,
-            unfinished=None if env.unfinished == "drop" else env.unfinished,
+            unfinished=None if drops else float(env.unfinished),
             calls=UserCalls("env.fn", timeout_s=env.timeout_s, concurrency=env.concurrency),
             tool_format=partial(make_format, section.tool_format, tokenizer),
             tools=tools,

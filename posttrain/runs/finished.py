@@ -154,7 +154,7 @@ class Generator:
     system: str | None = None
     """System message before every prompt of the run's data."""
     tools: Sequence[ToolSection] = ()
-    """Tools of the run's policy."""
+    """Tools that the run's policy was trained to call."""
     tool_format: str = "auto"
 
     @property
@@ -196,7 +196,7 @@ def _of_run(output: Path, stage_name: str, name: str) -> Generator:
             model = trained_model(open_stage(output, stage_name, config, tokenizer, single_device_mesh()), None)
     data = section.datasets[0]
     found = Generator(name=name, model=model, tokenizer=tokenizer, chat=data.chat, system=data.system)
-    if isinstance(section, RLSection):
+    if isinstance(section, RLSection) and section.env is not None and section.env.fn is None:
         return replace(found, tools=section.tools, tool_format=section.tool_format)
     return found
 
