@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
@@ -96,8 +96,9 @@ class Locator(str):
 
 
 def _located(value: Any, build: Callable[[Any], str], info: Any) -> Locator:
-    """Validate a text; the context of the validation is the configuration's folder."""
-    return value if isinstance(value, Locator) else Locator(build(value), info.context)
+    """Validate a text, or in Python a path; the context of the validation is the configuration's folder."""
+    text = str(value) if isinstance(value, PurePath) else value
+    return value if isinstance(value, Locator) else Locator(build(text), info.context)
 
 
 def located(value: Any, info: Any) -> Any:

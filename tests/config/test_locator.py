@@ -65,3 +65,5 @@ def test_python_objects_are_found_from_the_folder(tmp_path: Path) -> None:
 def test_a_section_in_python_starts_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert DatasetSection(path="rows.jsonl").path.places[0] == tmp_path / "rows.jsonl"
+    in_python = DatasetSection.model_validate({"path": Path("rows.jsonl")}).path
+    assert in_python == "rows.jsonl" and in_python.places[0] == tmp_path / "rows.jsonl"
