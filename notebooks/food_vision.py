@@ -19,7 +19,7 @@
 # the values of USDA's table.
 #
 # With a TPU or a GPU: Qwen3-VL 4B, which is downloaded, and GRPO alone. Without: a new model of 0.67 million
-# parameters; some minutes on two cores, nothing is downloaded.
+# parameters; eight minutes on two cores, nothing is downloaded.
 
 # %% [markdown]
 # ## Install
@@ -165,8 +165,8 @@ if small:
     init = {"model_type": "qwen3_vl", "text_config": text_config, "vision_config": vision_config}
     named = pt.SFT(
         model={"init": init, "vision": "tower", "tokenizer": "configs/rl/food/meals"},
-        dataset={"path": "envs/meals.py:naming", "args": {"count": 16_000, "seed": 1}},
-        num_steps=500,
+        dataset={"path": "envs/meals.py:naming", "args": {"count": 19_200, "seed": 1}},
+        num_steps=600,
         row_tokens=27,
         optimizer=rate,
         output="runs/food-vision-naming",
@@ -174,8 +174,8 @@ if small:
     ).fit()
     spoken = pt.SFT(
         model={"path": named.model_path, "vision": "tower"},
-        dataset={"path": "envs/meals.py:dialogues", "args": {"count": 9600, "seed": 2}},
-        num_steps=300,
+        dataset={"path": "envs/meals.py:dialogues", "args": {"count": 12_000, "seed": 2}},
+        num_steps=600,
         row_tokens=120,
         optimizer=rate,
         output="runs/food-vision-dialogues",
