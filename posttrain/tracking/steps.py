@@ -368,8 +368,8 @@ LAYOUTS: dict[str, Layout] = {
         "drafter/kl",
         False,
         _column("kl", 7, "drafter/kl"),
-        (_column("length", 6, "drafter/length"), _column("overlap", 8, "drafter/overlap", share), _RATE, *_SPEED),
-        (LEGEND, "kl: of model and drafter; length: tokens of a pass that judges drafts; overlap: of the first draft"),
+        (_column("length", 6, "drafter/length"), _column("overlap", 7, "drafter/overlap", share), *_SPEED),
+        (LEGEND, "length: tokens of a pass that judges drafts; overlap: of first drafts"),
     ),
     "rl": Layout(
         "reward",
