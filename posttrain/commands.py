@@ -337,7 +337,7 @@ def chat(
     chat_template_args: TemplateArgs = None,
     speculative: Speculative = None,
     page: Annotated[bool, typer.Option("--page", help="On a local page, with pictures and calls.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0: any free one.")] = 0,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Of the page; by default any free one.")] = None,
 ) -> None:
     """Talk to a model in the terminal, or over a pipe, a message per line; /help there lists commands."""
     from posttrain.chat import Chat, Terminal, tools_from
@@ -345,7 +345,7 @@ def chat(
     from posttrain.runtime.xla import enable_compile_cache
     from posttrain.view.chat import hold, listener_of
 
-    listener = listener_of(port) if page else None
+    listener = listener_of(page, port)
     enable_compile_cache()
     talk = Chat(
         tools=tools_from(tools) if tools else None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from envs.food101 import DISHES, values_of
-from rewards.tool_use import calls_of, final_text
+from rewards.tool_use import calls_of, final_text, readable
 
 ANSWER = re.compile(r"(?P<dish>[a-z ]+): (?P<values>unknown|kcal \d{1,4} protein \d{1,3})")
 MOST_CALLS = 3
@@ -18,14 +18,7 @@ Conversation = Sequence[Mapping[str, Any]]
 def formed(completions: Sequence[Conversation], **_: object) -> list[float]:
     """1 where every call could be read, there are at most three, and the end is a line such as
     "hot dog: kcal 247 protein 11" or "baklava: unknown"."""
-    return [
-        float(
-            not any(message.get("malformed_calls") for message in one)
-            and sum(1 for _ in calls_of(one)) <= MOST_CALLS
-            and _answer(one) is not None
-        )
-        for one in completions
-    ]
+    return [float(readable(one, MOST_CALLS) and _answer(one) is not None) for one in completions]
 
 
 def looked_up(completions: Sequence[Conversation], label: Sequence[int], **_: object) -> list[float]:

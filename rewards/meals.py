@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rewards.tool_use import calls_of, final_text
+from rewards.tool_use import calls_of, final_text, readable
 
 ANSWER = re.compile(r"kcal (\d{1,5}) protein (\d{1,4})")
 NUMBER = re.compile(r"\d+")
@@ -20,14 +20,7 @@ Foods = Sequence[tuple[str, int]]
 def formed(completions: Sequence[Conversation], **_: object) -> list[float]:
     """1 where every call could be read, there are at most six, and the end is an answer such as
     "kcal 262 protein 14"."""
-    return [
-        float(
-            not any(message.get("malformed_calls") for message in one)
-            and sum(1 for _ in calls_of(one)) <= MOST_CALLS
-            and _answer(one) is not None
-        )
-        for one in completions
-    ]
+    return [float(readable(one, MOST_CALLS) and _answer(one) is not None) for one in completions]
 
 
 def looked_up(completions: Sequence[Conversation], foods: Sequence[Foods], **_: object) -> list[float]:

@@ -65,6 +65,12 @@ def final_text(completion: Conversation) -> str:
     return str(last.get("content") or "") if last.get("role") == "assistant" and not last.get("tool_calls") else ""
 
 
+def readable(completion: Conversation, most_calls: int) -> bool:
+    """True where every tool call could be read and there are at most `most_calls`."""
+    malformed = any(message.get("malformed_calls") for message in completion)
+    return not malformed and sum(1 for _ in calls_of(completion)) <= most_calls
+
+
 def final_number(text: str) -> float | None:
     """Number after the last "Answer:", else the last number."""
     marks = list(ANSWER.finditer(text))

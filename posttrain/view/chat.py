@@ -166,10 +166,15 @@ class ChatPage:
             return number
 
 
-def listener_of(port: int) -> socket.socket:
-    """Open the page's port. ConfigError if it is taken, or without the extra `view`."""
+def listener_of(page: bool, port: int | None) -> socket.socket | None:
+    """Open the page's port, any free one without a number; None without a page. ConfigError if the port is taken, for
+    a port without a page, or without the extra `view`."""
+    if not page:
+        if port is not None:
+            raise ConfigError(f"chat: --port {port} is that of a page; add --page")
+        return None
     check_installed("view", "chat: --page")
-    return listen(HOST, port, "chat: --page")
+    return listen(HOST, port or 0, "chat: --page")
 
 
 def hold(talk: Talk, listener: socket.socket, *, title: str, history: Path | None) -> None:

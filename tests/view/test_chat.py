@@ -19,7 +19,7 @@ from posttrain.chat import ChatStopped
 from posttrain.data.messages import Message
 from posttrain.data.pictures import picture_of
 from posttrain.errors import ConfigError
-from posttrain.view.chat import ChatPage
+from posttrain.view.chat import ChatPage, listener_of
 from tests.view.chromium import Chromium, browser
 from tests.view.helpers import UNSAFE, served_site
 
@@ -174,6 +174,12 @@ def test_wrong_requests(page: ChatPage, address: str, name: str, body: bytes, co
     found, message = post(address, name, body)
     assert found == code and said in message
     assert page._worker is None
+
+
+def test_a_port_without_a_page_is_refused() -> None:
+    assert listener_of(False, None) is None
+    with pytest.raises(ConfigError, match="--port 8000 is that of a page; add --page"):
+        listener_of(False, 8000)
 
 
 @pytest.mark.skipif(browser() is None, reason="no Chromium: apt-get install chromium")
