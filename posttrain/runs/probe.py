@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 
 from posttrain.config import OnlineSection, RunConfig, trains_on_samples
 from posttrain.errors import ConfigError
-from posttrain.reward.lab.findings import Finding
-from posttrain.reward.lab.report import finding_lines
-from posttrain.reward.lab.samples import describe_samples, sample_findings
+from posttrain.reward.lab.findings import Finding, sample_findings
+from posttrain.reward.lab.report import describe_samples, finding_lines
 from posttrain.reward.types import Rewards
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rollout.trajectory import Group

@@ -17,11 +17,10 @@ from posttrain.errors import ConfigError
 from posttrain.generation import complete
 from posttrain.reward.function import Reward, accepted, missing_arguments, rewards_of
 from posttrain.reward.lab.cases import Case, Kind, LabRow, answer_of, cases_of, sample_of
-from posttrain.reward.lab.findings import Finding, findings_of
+from posttrain.reward.lab.findings import Finding, findings_of, sample_findings
 from posttrain.reward.lab.measure import Measured, measure
-from posttrain.reward.lab.report import finding_lines, report
-from posttrain.reward.lab.samples import describe_samples, sample_findings
-from posttrain.reward.lab.snapshot import write_tests
+from posttrain.reward.lab.report import describe_samples, finding_lines, report
+from posttrain.reward.lab.score import write_tests
 from posttrain.reward.model import ModelReward
 from posttrain.reward.rubric import Rubric
 from posttrain.rollout.trajectory import Group

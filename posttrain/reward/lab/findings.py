@@ -1,4 +1,5 @@
-"""Faults of reward functions, from their values on cases whose right order is known."""
+"""Faults of reward functions, from their values on cases whose right order is known, and faults that show in sampled
+groups before training."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from posttrain.reward.lab.cases import Kind
 from posttrain.reward.lab.measure import Measured
+from posttrain.reward.types import Rewards
+from posttrain.rollout.trajectory import Group
 
 TOLERANCE = 1e-6
 LONG_GAIN = 0.2
@@ -17,6 +20,8 @@ CHANCE = 0.3
 """Share of rows whose prompt, or a list of answers, may end in the right answer by chance."""
 SLOW_S = 0.5
 """Longest time of a call with one sample."""
+MAX_CUT = 0.5
+"""Largest share of samples that may be cut at the maximum of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,3 +276,56 @@ GRADED: Sequence[Check] = (
     _length,
 )
 UNGRADED: Sequence[Check] = (_growth,)
+
+
+def sample_findings(groups_P: Sequence[Group], rewards: Rewards) -> list[Finding]:
+    """Reasons not to train on such samples."""
+    found = []
+    cut = cut_ratio(groups_P)
+    if cut > MAX_CUT:
+        longest = max(sample.num_sampled for group in groups_P for sample in group)
+        found.append(
+            Finding(
+                code="cut",
+                text=f"{cut:.0%} of the samples are cut at {longest} tokens, before their end",
+                remedy="raise sampling.max_tokens (and row_tokens), or see that the model ends its turn with a stop "
+                "token",
+            )
+        )
+    total_PG = rewards.total_PG
+    valid = total_PG[~np.isnan(total_PG)]
+    if not valid.size:
+        found.append(
+            Finding(
+                code="never",
+                text="no sample has a reward" + (f": {rewards.errors[0].error}" if rewards.errors else ""),
+                remedy="try the functions with posttrain reward",
+            )
+        )
+    elif valid.min() == valid.max():
+        found.append(
+            Finding(
+                code="constant",
+                text=f"every one of {valid.size} samples has the reward {valid[0]:g}",
+                remedy="read the samples; try the functions with posttrain reward",
+            )
+        )
+    elif not num_mixed(total_PG):
+        found.append(
+            Finding(
+                code="unmixed",
+                text=f"in none of {len(total_PG)} groups do rewards differ, so there is nothing to compare",
+                remedy="use easier or harder prompts, a larger group_size, or sampling.temperature=1",
+            )
+        )
+    return found
+
+
+def cut_ratio(groups_P: Sequence[Group]) -> float:
+    """Share of samples cut at the maximum of tokens."""
+    return float(np.mean([sample.stop == "length" for group in groups_P for sample in group]))
+
+
+def num_mixed(total_PG: np.ndarray) -> int:
+    """Number of groups with different rewards."""
+    return sum(bool(np.ptp(row[~np.isnan(row)]) > 0) for row in total_PG if not np.isnan(row).all())

@@ -1,4 +1,5 @@
-"""Report of the reward lab: values by kind of completion, times, disagreement, and a line for each finding."""
+"""Report of the reward lab: values by kind of completion, times, disagreement, a line for each finding, and sampled
+groups in words."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ from itertools import combinations
 import numpy as np
 
 from posttrain.reward.lab.cases import Kind
-from posttrain.reward.lab.findings import Finding
+from posttrain.reward.lab.findings import Finding, cut_ratio, num_mixed
 from posttrain.reward.lab.measure import Measured
+from posttrain.reward.types import Rewards
+from posttrain.rollout.trajectory import Group
 
 SHOWN = (
     Kind.GOLDEN,
@@ -29,6 +32,8 @@ SHOWN = (
 )
 """Kinds with a line of their own."""
 WIDTH = 41
+TEXT_CHARS = 160
+NUM_SHOWN = 4
 
 
 def report(measured: Sequence[Measured], findings: Sequence[Sequence[Finding]]) -> Iterator[str]:
@@ -91,3 +96,39 @@ def _disagreement(first: Measured, second: Measured) -> str:
 
 def _name(measured: Measured, number: int) -> str:
     return measured.cases[number].kind.value
+
+
+def describe_samples(groups_P: Sequence[Group], rewards: Rewards) -> Iterator[str]:
+    """Lines about the samples: counts, rewards, then the best and the worst of a few groups."""
+    total_PG = rewards.total_PG
+    lengths = [sample.num_sampled for group in groups_P for sample in group]
+    yield (
+        f"{len(groups_P)} prompts x {total_PG.shape[1]} samples: {np.mean(lengths):.0f} tokens on average, "
+        f"{cut_ratio(groups_P):.0%} cut; {num_mixed(total_PG)} groups with different rewards"
+    )
+    for name, part in [("reward", total_PG), *rewards.parts_PG.items()]:
+        valid = part[~np.isnan(part)]
+        if valid.size:
+            within = np.mean([row[~np.isnan(row)].std() for row in part if not np.isnan(row).all()])
+            yield (
+                f"  {name}: mean {valid.mean():.3g}, {valid.min():.3g} to {valid.max():.3g}, "
+                f"deviation within groups {within:.3g}"
+            )
+    for error in list({error.function: error for error in rewards.errors}.values()):
+        yield f"  {error.function}: failed on a sample: {error.error}"
+    for index in np.argsort([-_range(row) for row in total_PG], kind="stable")[:NUM_SHOWN].tolist():
+        row, group = total_PG[index], groups_P[index]
+        yield f"prompt: {_short(str(group[0].answer.example.messages[-1]['content']))}"
+        order = np.argsort(np.where(np.isnan(row), np.inf, -row), kind="stable")
+        for sample in dict.fromkeys((int(order[0]), int(order[-1]))):
+            yield f"  {row[sample]:8.3g}  {_short(group[sample].answer.text)}"
+
+
+def _range(row: np.ndarray) -> float:
+    valid = row[~np.isnan(row)]
+    return float(np.ptp(valid)) if valid.size else 0.0
+
+
+def _short(text: str) -> str:
+    plain = "".join(character if character.isprintable() else "·" for character in " ".join(text.split()))
+    return plain if len(plain) <= TEXT_CHARS else f"{plain[: TEXT_CHARS - 40]} ... {plain[-34:]}"
