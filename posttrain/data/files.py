@@ -26,6 +26,8 @@ COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 """Endings that may follow those of text: `.jsonl.gz`."""
 CONFIG_FIELDS = {"data_files", "data_dir", "default", "description", "features", "version"}
 """Fields of a configuration in a folder's README.md that do not change how its files are read."""
+METADATA, IMAGE_FILES = "metadata", {"file_name": "image", "file_names": "images"}
+"""Name of the file of Hugging Face's ImageFolder, and its columns of pictures with ours."""
 NAMED_FILES = 8
 """Maximum number of file names in a message."""
 
@@ -38,8 +40,16 @@ class Table(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
-def read_file(path: Path) -> Table:
-    """Read the rows of a file. Raises `ConfigError` with file and line if it is malformed."""
+def read_file(path: Path, folder: Path | None = None) -> Table:
+    """Read the rows of a file; pictures that it names become relative to `folder`, by default its own. ConfigError with
+    file and line if it is malformed."""
+    table = _read(path)
+    if path.name.split(".")[0] != METADATA or not len(table) or not (columns := IMAGE_FILES.keys() & table[0].keys()):
+        return table
+    return ImageFolderRows(table, min(columns), path.parent.relative_to(folder or path.parent))
+
+
+def _read(path: Path) -> Table:
     kind = file_kind(path)
     if kind in (".jsonl", ".ndjson"):
         return _read_jsonl(path)
@@ -236,6 +246,27 @@ def listed(rows: Iterable[Any]) -> list[Any]:
     return [{name: _stripped(value, rows.features[name]) for name, value in row.items()} for row in rows]
 
 
+class ImageFolderRows:
+    """Rows of the `metadata` file of Hugging Face's ImageFolder: `file_name` or `file_names`, relative to that file,
+    become `image` or `images`."""
+
+    def __init__(self, table: Table, column: str, within: Path) -> None:
+        self._table, self._column, self._within = table, column, within
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        row = dict(self._table[index])
+        value, image = row.pop(self._column, None), IMAGE_FILES[self._column]
+        if image in row:
+            raise ConfigError(f"row {index} has the columns {self._column} and {image}; both name pictures, give one")
+        return row | {image: self._named(value)}
+
+    def _named(self, value: Any) -> Any:
+        return [self._named(one) for one in value] if isinstance(value, list) else value and str(self._within / value)
+
+
 class FolderFiles(NamedTuple):
     """Files of a folder: those of the split, and the other files of rows."""
 
@@ -381,11 +412,11 @@ def _config(section: DatasetSection, folder: Path) -> dict[str, Any]:
     return known[name]
 
 
-def read_files(paths: Sequence[Path]) -> Table:
-    """Read files of one format as one table."""
-    if file_kind(paths[0]) in TABLES:
+def read_files(paths: Sequence[Path], folder: Path) -> Table:
+    """Read files of one format as one table; pictures that they name are relative to `folder`."""
+    if file_kind(paths[0]) in TABLES and paths[0].stem != METADATA:
         return _read_tables(paths)
-    return [row for path in paths for row in _iterate(read_file(path))]
+    return [row for path in paths for row in _iterate(read_file(path, folder))]
 
 
 def _iterate(table: Table) -> Iterable[dict[str, Any]]:

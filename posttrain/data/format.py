@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 SHORTEST_REPEAT = 4
 """Minimum length of a prompt whose repetition at the start of an answer is no accident."""
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+MAX_PATH = 1024
+"""Characters of the longest text that may be the path of a picture."""
 Row = Mapping[str, Any]
 LossOn = Literal["all", "answers", "last"]
 """Tokens with loss: all of a sequence, completions and assistant turns, or only the last of these."""
@@ -136,6 +140,10 @@ def row_pictures(row: Row, section: DatasetSection, renderer: Renderer) -> RowPi
 
     found = section.path.found
     folder = section.path.folder if found is None else found if found.is_dir() else found.parent
+    if not names and (column := _names_a_picture(row, section, folder)) is not None:
+        raise ConfigError(
+            f"column {column!r} names a picture ({row[column]}); only the columns image and images are read: rename it"
+        )
     return RowPictures({name: row[name] for name in names}, folder, section.image_marker)
 
 
@@ -332,6 +340,15 @@ def _obeys(column: str, row: Row, section: DatasetSection) -> bool:
     value = row.get(column)
     there = len(value) > 0 if isinstance(value, np.ndarray) else bool(value)
     return there and all(column not in template_columns(one) for one in templates)
+
+
+def _names_a_picture(row: Row, section: DatasetSection, folder: Path) -> str | None:
+    """Column of a row without messages that holds the path of a picture and is part of no template."""
+    if any(isinstance(value, list | tuple | np.ndarray) for value in row.values()):
+        return None
+    paths = {name: Path(value) for name, value in row.items() if isinstance(value, str) and len(value) < MAX_PATH}
+    named = (name for name, path in paths.items() if path.suffix.lower() in IMAGE_SUFFIXES)
+    return next((name for name in named if _obeys(name, row, section) and (folder / paths[name]).is_file()), None)
 
 
 def prompt_columns(row: Row, section: DatasetSection) -> list[str]:

@@ -391,10 +391,21 @@ def bad_image_note(rows: Rows, checked: Sequence[int]) -> list[str]:
     return [f"{count:,} of {len(checked):,} {what} of {rows.name} have a picture that cannot be read, and are left out"]
 
 
-def picture_note(grids: Sequence[Int[np.ndarray, "I 2"]], total: int, what: str) -> list[str]:
-    """Line about the pictures of checked sequences (or pairs), of which those with pictures have `grids`."""
+def no_picture_note(total: int, what: str, rows: Rows) -> list[str]:
+    """Line about rows without pictures, for a model that sees."""
+    return [
+        f"none of {total:,} {what} of {rows.name} has a picture, in column image or images or in messages; columns: "
+        f"{', '.join(rows.columns)}"
+    ]
+
+
+def picture_note(
+    grids: Sequence[Int[np.ndarray, "I 2"]], total: int, what: str, rows: Rows, tokenizer: Tokenizer
+) -> list[str]:
+    """Line about the pictures of checked sequences (or pairs) of `rows`, of which those with pictures have `grids`."""
     if not grids:
-        return []
+        return no_picture_note(total, what, rows) if tokenizer.sees else []
+    what = f"{what} of {rows.name}"
     sizes = np.concatenate(grids).prod(axis=1)
     return [
         f"{len(sizes):,} pictures in {len(grids):,} of {total:,} {what}: "

@@ -152,7 +152,7 @@ def _open(section: DatasetSection) -> Table:
             raise ConfigError(f"dataset.path: {missing_path(section.path.folder / Path(section.path).expanduser())}")
         return _from_hub(section)
     if path.is_dir() and not is_saved(path):
-        return read_files(folder_files(section, path).taken)
+        return read_files(folder_files(section, path).taken, path)
     _refuse_args(section)
     if path.is_dir():
         return _from_disk(section, path)

@@ -109,7 +109,7 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
         chosen, grids = checked_rows(len(units)), list[np.ndarray]()
         ratio, lines = check_units(units, _left_out(units, chosen, grids))
         what = "pairs" if units.kind == "pairs" else "answers"
-        lines += picture_note(grids, len(chosen), f"{what}{_checked(chosen, units)} of {units.rows.name}")
+        lines += picture_note(grids, len(chosen), f"{what}{_checked(chosen, units)}", units.rows, prepared.tokenizer)
         lines += bad_image_note(units.rows, sorted({units.row_of(number) for number in chosen}))
         examples.append(units)
         ratios.append(ratio)

@@ -21,6 +21,7 @@ from posttrain.config import (
 )
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages, row_pictures
+from posttrain.data.image_rows import no_picture_note
 from posttrain.data.messages import Message, parts_of, pictures_in
 from posttrain.data.pictures import Picture, Pictures
 from posttrain.data.prompt_images import PromptImages
@@ -303,8 +304,10 @@ def examples_of(
             fitting.append(prompt)
         else:
             long.append((rows.start + prompt.index, length))
+    blind = renderer.tokenizer.sees and all(prompt.images is None for prompt in prompts)
+    notes = [*(no_picture_note(len(prompts), "prompts", rows) if blind else []), *rows.notes]
     if not long:
-        return fitting, rows.notes
+        return fitting, notes
     note = (
         f"{len(long):,} of {len(rows):,} prompts of {rows.name} have more than max_prompt_tokens={max_prompt_tokens} "
         f"tokens (row {long[0][0]}: {long[0][1]}; the longest: {max(length for _, length in long)})"
@@ -312,7 +315,7 @@ def examples_of(
     if overlong == "error" or not fitting:
         remedy = ", or set overlong to drop" if fitting else ""
         raise ConfigError(f"{note}; raise row_tokens and max_prompt_tokens{remedy}")
-    return fitting, [f"{note}; they are dropped (overlong: drop)", *rows.notes]
+    return fitting, [f"{note}; they are dropped (overlong: drop)", *notes]
 
 
 def _of_row(messages: Sequence[Message], images: PromptImages, row: str) -> tuple[list[Message], PromptImages]:

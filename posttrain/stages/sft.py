@@ -136,7 +136,8 @@ def _check_sequences(
     if dropped == total:
         require_one(rows, tokenize, section.row_tokens)
     checked = "" if len(chosen) == len(rows) else " checked"
-    notes = picture_note(grids, total, f"sequences{checked} of {rows.name}") + bad_image_note(rows, chosen)
+    notes = picture_note(grids, total, f"sequences{checked}", rows, renderer.tokenizer)
+    notes += bad_image_note(rows, chosen)
     if split:
         notes.append(
             f"{split:,} of {len(chosen):,} rows{checked} of {rows.name} are trained as a sequence for each assistant "

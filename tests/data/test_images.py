@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -18,11 +21,12 @@ from posttrain.batch import Batch
 from posttrain.config import DatasetSection, ImageSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import TokenizedExample, prompt_messages, refuse_pictures, tokenize_example
-from posttrain.data.image_rows import bucket_sizes, image_arrays, with_images
+from posttrain.data.image_rows import bucket_sizes, image_arrays, picture_note, with_images
 from posttrain.data.images import Grid, policy_of
 from posttrain.data.packing import LOOK_AHEAD, PackedBatches, fit_to_row
 from posttrain.data.pictures import MAX_PIXELS, Picture, picture_of, written
 from posttrain.data.pipeline import make_batches
+from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 
@@ -283,6 +287,45 @@ def test_each_form_of_a_row_is_the_same(tokenizer: Tokenizer, tmp_path: Path) ->
     marked = {"messages": [{"role": "user", "content": "<image><image>Hi"}, answer("!")], "images": [one, two]}
     assert example(tokenizer, marked, image_marker="<image>").tokens.tolist() == expected.tokens.tolist()
     assert "<image><image>Hi" in tokenizer.decode(example(tokenizer, marked).tokens.tolist())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("path", ["photos", "photos/train/metadata"])
+def test_a_folder_of_pictures_with_metadata(path: str, suffix: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Hugging Face's ImageFolder: paths are relative to its own file, wherever the dataset's folder is."""
+    folder = tmp_path / "photos" / "train"
+    folder.mkdir(parents=True)
+    drawn(0).save(folder / "a b.PNG")
+    table = pyarrow.table({"file_name": ["a b.PNG"], "text": ["A disc."]})
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(table, folder / "metadata.parquet")
+    elif suffix == ".csv":
+        pyarrow.csv.write_csv(table, folder / "metadata.csv")
+    else:
+        (folder / "metadata.jsonl").write_text(json.dumps(table.to_pylist()[0]) + "\n")
+    place = tmp_path / (path if path == "photos" else path + suffix)
+    section = DatasetSection(path=place, prompt="What is it?", completion="{text}")
+    rows = load_rows(section)
+    assert rows.columns == ("text", "image")
+    found = tokenize_example(rows[0], section, Renderer(tokenizer, chat=True), "answers")[0]
+    held = {"prompt": "What is it?", "completion": "A disc.", "image": drawn(0)}
+    assert found.tokens.tolist() == example(tokenizer, held).tokens.tolist()
+    assert found.grids is not None and len(found.grids) == 1
+
+
+def test_a_column_that_names_a_picture_is_not_passed_over(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    drawn(0).save(tmp_path / "a.png")
+    section = DatasetSection(path=tmp_path / "rows.jsonl", completion="{caption}", prompt="?")
+    row = {"photo": "a.png", "caption": "A disc."}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(
+        ConfigError, match=r"column 'photo' names a picture \(a.png\); only the columns image and images"
+    ):
+        tokenize_example(row, section, Renderer(tokenizer, chat=True), "answers")
+    other = tokenize_example({**row, "photo": "b.png"}, section, Renderer(tokenizer, chat=True), "answers")[0]
+    assert other.images is None
+    (line,) = picture_note([], 1, "sequences", load_rows(section), tokenizer)
+    assert line.startswith("none of 1 sequences of ") and line.endswith("columns: photo, caption")
 
 
 def one_part(image: Image.Image) -> dict[str, Any]:
