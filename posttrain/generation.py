@@ -180,12 +180,12 @@ def _render(
     for name, prompt in prompts:
         text = isinstance(prompt, str)
         templated = tokenizer.chat_template is not None if chat is None else chat
+        said = [{"role": "user", "content": prompt}] if text else _conversation(prompt, name, tokenizer)
         if not text and (chat is False or tokenizer.chat_template is None):
             why = "chat is off" if chat is False else f"tokenizer {tokenizer.name} has none"
             raise ConfigError(
                 f"generate: {name} is a conversation, which needs a chat template, and {why}; pass a string"
             )
-        said = [{"role": "user", "content": prompt}] if text else _conversation(prompt, name, tokenizer)
         if templated not in renderers:
             renderers[templated] = Renderer(tokenizer, templated)
         used.append(renderers[templated])

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -287,30 +284,6 @@ def test_each_form_of_a_row_is_the_same(tokenizer: Tokenizer, tmp_path: Path) ->
     marked = {"messages": [{"role": "user", "content": "<image><image>Hi"}, answer("!")], "images": [one, two]}
     assert example(tokenizer, marked, image_marker="<image>").tokens.tolist() == expected.tokens.tolist()
     assert "<image><image>Hi" in tokenizer.decode(example(tokenizer, marked).tokens.tolist())
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-@pytest.mark.parametrize("path", ["photos", "photos/train/metadata"])
-def test_a_folder_of_pictures_with_metadata(path: str, suffix: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Hugging Face's ImageFolder: paths are relative to its own file, wherever the dataset's folder is."""
-    folder = tmp_path / "photos" / "train"
-    folder.mkdir(parents=True)
-    drawn(0).save(folder / "a b.PNG")
-    table = pyarrow.table({"file_name": ["a b.PNG"], "text": ["A disc."]})
-    if suffix == ".parquet":
-        pyarrow.parquet.write_table(table, folder / "metadata.parquet")
-    elif suffix == ".csv":
-        pyarrow.csv.write_csv(table, folder / "metadata.csv")
-    else:
-        (folder / "metadata.jsonl").write_text(json.dumps(table.to_pylist()[0]) + "\n")
-    place = tmp_path / (path if path == "photos" else path + suffix)
-    section = DatasetSection(path=place, prompt="What is it?", completion="{text}")
-    rows = load_rows(section)
-    assert rows.columns == ("text", "image")
-    found = tokenize_example(rows[0], section, Renderer(tokenizer, chat=True), "answers")[0]
-    held = {"prompt": "What is it?", "completion": "A disc.", "image": drawn(0)}
-    assert found.tokens.tolist() == example(tokenizer, held).tokens.tolist()
-    assert found.grids is not None and len(found.grids) == 1
 
 
 def test_a_column_that_names_a_picture_is_not_passed_over(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -3,6 +3,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 
 from posttrain.config import DatasetSection
@@ -81,6 +84,23 @@ def test_nulls_of_structs_are_left_out(tmp_path: Path) -> None:
     assert all(load(name, tmp_path) == table for name in ("rows.parquet", "saved", "make.py:rows"))
     assert listed(arrow) == listed(arrow.to_iterable_dataset()) == table
     assert load("rows.jsonl", tmp_path) == real
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize(("path", "image"), [("photos", "train/a b.PNG"), ("photos/train/metadata", "a b.PNG")])
+def test_pictures_of_a_folder_with_metadata(tmp_path: Path, path: str, image: str, suffix: str) -> None:
+    """Hugging Face's ImageFolder: `file_name` is relative to its own file, wherever the dataset's folder is."""
+    file = tmp_path / f"photos/train/metadata{suffix}"
+    file.parent.mkdir(parents=True)
+    table = pyarrow.table({"file_name": ["a b.PNG"], "text": ["A disc."]})
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(table, file)
+    elif suffix == ".csv":
+        pyarrow.csv.write_csv(table, file)
+    else:
+        file.write_text(json.dumps(table.to_pylist()[0]) + "\n")
+    place = tmp_path / (path if path == "photos" else path + suffix)
+    assert [*load_rows(DatasetSection(path=place))] == [{"text": "A disc.", "image": image}]
 
 
 def test_splits_and_args(folder: Path) -> None:
