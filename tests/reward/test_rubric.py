@@ -128,7 +128,7 @@ def test_only_the_sample_that_hangs_loses_its_reward() -> None:
 
     start = time.monotonic()
     rewards = score(hangs, stalls, timeout_s=0.8)
-    assert time.monotonic() - start < 1.1, "one time-out, not two"
+    assert time.monotonic() - start < 1.55, "one time-out, not two"
     assert_array_equal(rewards.total_PG, [[math.nan, 2.0], [math.nan, 2.0]])
     found = {(e.function, e.prompt, e.sample, e.kind, e.error) for e in rewards.errors}
     assert found == {

@@ -66,7 +66,7 @@ class Game:
 
 def test_coroutines_that_block_their_loop(release: threading.Event) -> None:
     """The loop that waits goes on, deadlines hold, and beside a blocking coroutine others have their answers."""
-    calls = UserCalls("env.fn", timeout_s=0.6, concurrency=COUNT)
+    calls = UserCalls("env.fn", timeout_s=1.0, concurrency=COUNT)
     games = [Game(number, release) for number in range(30)]
     late = 0.0
 
@@ -86,10 +86,10 @@ def test_coroutines_that_block_their_loop(release: threading.Event) -> None:
     for _ in range(2):
         start = time.monotonic()
         found = asyncio.run(step())
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 2.8, "one time-out, not three"
         assert [one for one in found if isinstance(one, int)] == [n for n in range(30) if n % 10]
         assert sum(isinstance(one, CallTimeout) for one in found) == 3
-    assert late < 0.3, "a coroutine of the user has stopped the loop that waits"
+    assert late < 0.9, "a coroutine of the user has stopped the loop that waits"
     calls.close()
 
 
