@@ -29,6 +29,8 @@ ORIENTATION = 0x0112
 """EXIF tag of how the camera was held."""
 SIDEWAYS = (5, 6, 7, 8)
 """Values of the tag for which width and height change places."""
+MARKER = "<image>"
+"""Marker of LLaVA's and verl's texts, read where `dataset.image_marker` says so."""
 GRAY_16 = 257
 """Ratio of 16-bit to 8-bit gray."""
 
@@ -320,9 +322,14 @@ class RowPictures:
                 f"the row has {len(self._column)} pictures in its columns, and its messages {self._holes} places for "
                 "them; the counts must be the same"
             )
-        first = next((number for number, one in enumerate(messages) if one["role"] == "user"), None)
         if not self.left:
             return list(messages)
+        if self._marker is None and sum(str(one.get("content")).count(MARKER) for one in messages) == len(self._column):
+            raise ConfigError(
+                f"the messages hold {MARKER} as often as the row has pictures, and it would be text; set "
+                f"dataset.image_marker to {MARKER} if that is where they stand, else to something that is in no text"
+            )
+        first = next((number for number, one in enumerate(messages) if one["role"] == "user"), None)
         if first is None:
             raise ConfigError("the row has pictures, and no user message to put them into")
         asked = messages[first]

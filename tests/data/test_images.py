@@ -283,7 +283,9 @@ def test_each_form_of_a_row_is_the_same(tokenizer: Tokenizer, tmp_path: Path) ->
         assert example(tokenizer, row).tokens.tolist() == expected.tokens.tolist()
     marked = {"messages": [{"role": "user", "content": "<image><image>Hi"}, answer("!")], "images": [one, two]}
     assert example(tokenizer, marked, image_marker="<image>").tokens.tolist() == expected.tokens.tolist()
-    assert "<image><image>Hi" in tokenizer.decode(example(tokenizer, marked).tokens.tolist())
+    with pytest.raises(ConfigError, match="hold <image> as often as the row has pictures, and it would be text"):
+        example(tokenizer, marked)
+    assert "<image><image>Hi" in tokenizer.decode(example(tokenizer, marked, image_marker="<other>").tokens.tolist())
 
 
 def test_a_column_that_names_a_picture_is_not_passed_over(tokenizer: Tokenizer, tmp_path: Path) -> None:
