@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 
 SIMILAR = 0.65
 """Minimum `difflib` ratio of a misspelling: `stf` for `sft` is above it, words sharing one syllable are below."""
+SHORTEST = 4
+"""Letters of the shortest beginning of a name that stands for it."""
 
 
 class OneLine(Exception):
@@ -77,11 +79,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
-    """Return the option most similar to a misspelt name, if any; capital letters do not matter."""
-    known = {option.lower(): option for option in options}
-    return next(
-        (known[near] for near in difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=SIMILAR)), None
-    )
+    """Return the option most similar to a misspelt name, else the only one that begins with it, if any; capital letters
+    do not matter."""
+    known, name = {option.lower(): option for option in options}, name.lower()
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=SIMILAR)
+    begun = [option for option in known if len(name) >= SHORTEST and option.startswith(name)]
+    return known[near[0]] if near else known[begun[0]] if len(begun) == 1 else None
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
