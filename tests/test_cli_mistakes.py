@@ -45,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("stages.rl.num_step=3", ["stages.1.num_step: unknown field", "'num_steps'"]),
         ("model.init.hidden_sizes=3", ["model.init: hidden_sizes: unknown field", "'hidden_size'"]),
+        ("stages.rl.rewards=['rw.py:f']", ["stages.1.rewards.0: must be a section", "did you mean {fn: rw.py:f}?"]),
         ("stages.rl.async={}", ["stages.1.async: unknown field", "did you mean 'asynchronous'?"]),
         ("stages.rl.num_steps=null", ["stages.1.num_steps", "got nothing"]),
         ("stages.sft.batch_rows=-4", ["stages.0.batch_rows: must be at least 1; got -4"]),

@@ -149,7 +149,10 @@ def _explain(item: Any, key: Key, parents: Sections, inside: Sections) -> str:
     if kind == "model_attributes_type" and len(inside) > 1:
         return f"must be a section with kind: {_kinds(inside)}; got {show(given)}"
     if kind in ("model_type", "model_attributes_type"):
-        return f"must be a section of fields ({_names(_below(inside))}); got {show(given)}"
+        fields = _below(inside)
+        meant = next((name for name in ("fn", "path", "kind") if name in fields), None)
+        hint = f"; did you mean {{{meant}: {given}}}?" if isinstance(given, str) and meant else ""
+        return f"must be a section of fields ({_names(fields)}); got {show(given)}{hint}"
     if kind == "union_tag_invalid":
         given, context = context["tag"], {"expected": _kinds(inside)}
     numbers = {word: f"{value:g}" if isinstance(value, float) else value for word, value in context.items()}
