@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,9 +23,10 @@ from posttrain.rollout.blocks import BLOCK, BlockPool, blocks_for
 from posttrain.rollout.decode_weights import Loaded, Placement
 from posttrain.rollout.decoding import DecodedTokens, DecodeRows
 from posttrain.rollout.paged import Pool
-from posttrain.rollout.request import Request
+from posttrain.rollout.request import HiddenStates, Request
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK, Plan, PromptPiece, Row
 from posttrain.rollout.speculative import BlockRows, SpeculativeRows
+from posttrain.tree import replace
 from posttrain.weights.drafter import StoredDrafter, check_drafter, read_drafter
 from posttrain.weights.load import load_model
 from posttrain.weights.locate import read_model_files
@@ -46,6 +47,8 @@ FIRST_WAIT, LONGEST_WAIT = 32, 512
 """Calls until the slower way is measured again; twice as many each time that it is slower still."""
 TRIES = 4
 """Calls in which it may be measured: those that read prompts too, or compile a program, are not."""
+PROMPTS = 256
+"""Prompts whose last hidden states are kept for later samples of them; those read last."""
 MEMORY = 0.7
 """Weight of earlier calls in a share of accepted tokens, for each later one."""
 
@@ -240,14 +243,6 @@ class DraftTotals:
         return self.speculated - self.rounds
 
 
-class HiddenStates(NamedTuple):
-    """Hidden states that a block drafter reads of a request, whose newest token is at `position`."""
-
-    position: int
-    hidden: Float[np.ndarray, "W D"]
-    known: int
-
-
 class Drafter:
     """Drafts of a runner: their source, the pool of the draft model, the pace, and counts.
 
@@ -257,9 +252,11 @@ class Drafter:
 
     def __init__(self, speculation: Speculation, target: Loaded, max_length: int):
         self.tokens, self.block = speculation.tokens, speculation.block
+        self.window = 0 if self.block is None else self.block.config.window
+        """Hidden states that a block drafter reads; 0: none."""
         self.weights = {} if self.block is None else _placed(self.block, target)
         self._dtype = target.source.model.compute.dtype
-        self._states: dict[Request, HiddenStates] = {}
+        self._prompts: dict[tuple[int, bytes], HiddenStates] = {}
         self.loaded = None if speculation.model is None else _loaded(speculation, target, max_length)
         self.pool: Pool | None = None
         self.pace, self.windows = Pace(), Windows()
@@ -323,9 +320,9 @@ class Drafter:
             return
         self.windows.record(int(counts.sum()) - rounds, drafted)
         if chunk.drafts.hidden is not None:
-            known = np.asarray(chunk.drafts.known)
-            found = {places[index].request: (chunk.drafts.hidden[index], known[index]) for index in places}
-            self._states = {r: HiddenStates(r.position, np.asarray(x), int(n)) for r, (x, n) in found.items()}
+            hidden, known = np.asarray(chunk.drafts.hidden), np.asarray(chunk.drafts.known)
+            for index, row in places.items():
+                row.request.hidden = HiddenStates(row.request.position, hidden[index], int(known[index]))
             return
         for row in places.values():
             end = row.request.position - 1
@@ -351,14 +348,41 @@ class Drafter:
         context, before, window = jax.device_put((blocks.reshape(*rows.context.shape[:2], 1, -1), newest, windows))
         return SpeculativeRows(rows=rows, context=context, before=before, window=window)
 
+    def with_states(self, call: SpeculativeRows, places: Mapping[int, Row]) -> SpeculativeRows:
+        """The rows of a call with the hidden states that are known by now."""
+        return call if call.block is None else replace(call, block=self._block_rows(places, call.block.known.shape[0]))
+
+    def note_prompts(self, pieces: Mapping[int, PromptPiece], hidden: Float[np.ndarray, "N W D"]) -> None:
+        """Note the hidden states of the last tokens of pieces, for their requests and others of the same prompt."""
+        for index, piece in pieces.items():
+            request, known, states = piece.row.request, min(piece.end - piece.start, self.window), hidden[index]
+            before = request.hidden
+            if before is not None and before.position == piece.start and known < self.window:
+                # The last piece of a long prompt may be shorter than the window.
+                states = np.concatenate([before.hidden[known:], states[self.window - known :]])
+                known = min(before.known + known, self.window)
+            request.hidden = HiddenStates(piece.end, states, known)
+            if piece.end == request.position:
+                key = _of_prompt(request)
+                self._prompts.pop(key, None)
+                self._prompts[key] = request.hidden
+                if len(self._prompts) > PROMPTS:
+                    del self._prompts[next(iter(self._prompts))]
+
+    def _states_of(self, request: Request) -> HiddenStates | None:
+        """Newest hidden states of a request; None where it went on without drafts, or its prompt was in the cache and
+        is no longer known here."""
+        if request.hidden is not None and request.hidden.position == request.position:
+            return request.hidden
+        return self._prompts.get(_of_prompt(request))
+
     def _block_rows(self, places: Mapping[int, Row], rows: int) -> BlockRows:
-        """Hidden states of a call's rows. None are known of those that went on without drafts."""
+        """Hidden states of a call's rows."""
         assert self.block is not None
         config, known = self.block.config, np.zeros(rows, np.int32)
         hidden = np.zeros((rows, config.window, config.embed_dim), self._dtype)
         for index, row in places.items():
-            state = self._states.get(row.request)
-            if state is not None and state.position == row.request.position:
+            if (state := self._states_of(row.request)) is not None:
                 hidden[index], known[index] = state.hidden, state.known
         arrays = jax.device_put({"hidden": hidden, "known": known})
         return BlockRows(weights=self.weights, config=config, **arrays)
@@ -383,6 +407,11 @@ class Drafter:
             "rollout/speculative/accepted": totals.accepted / max(totals.drafted, 1),
             "rollout/speculative/length": totals.speculated / max(totals.rounds, 1),
         } | ({} if gain is None else {"rollout/speculative/speedup": gain})
+
+
+def _of_prompt(request: Request) -> tuple[int, bytes]:
+    """Key of what a request has read before its newest token."""
+    return request.space, np.asarray(request.history[: request.position], np.int32).tobytes()
 
 
 def _placed(block: StoredDrafter, target: Loaded) -> dict[str, Array]:

@@ -78,12 +78,15 @@ class Prefilled:
     """Log-probabilities of `ScoredPrompts.targets`."""
     top: TopLogps | None
     """Most probable tokens at their places; None unless requested."""
+    hidden: Float[Array, "N W D"] | None
+    """Hidden states of each piece's last tokens, the latest last; None without a block drafter."""
 
 
 def prefill(
-    model: Decoder, pool: Pool, prompts: PromptPieces, *, record: bool, mesh: Mesh | None
+    model: Decoder, pool: Pool, prompts: PromptPieces, *, record: bool, window: int, mesh: Mesh | None
 ) -> tuple[Pool, Prefilled]:
-    """Run pieces of prompts through the decoder, over what the pool holds of them, and put them into it.
+    """Run pieces of prompts through the decoder, over what the pool holds of them, and put them into it. `window`:
+    hidden states to return of each piece.
 
     The decoder is one of `Decoder.for_decoding`, here and in `decode`.
     """
@@ -108,9 +111,16 @@ def prefill(
     hidden, filled, routing = model.forward(prompts.tokens, positions, segments, near, images=turned, placed=placed)
     assert isinstance(filled, KVCache)
     logps, top = (None, None) if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored, mesh)
-    beside = Prefilled(experts=recorded(routing) if record else None, logps=logps, top=top)
+    last = _last_states(hidden, prompts.lengths, window) if window else None
+    beside = Prefilled(experts=recorded(routing) if record else None, logps=logps, top=top, hidden=last)
     first = (prompts.starts // BLOCK).reshape(prompts.targets.shape[:2])
     return pool.scatter(filled, first, prompts.targets, mesh), beside
+
+
+def _last_states(hidden: Float[Array, "N T D"], lengths: Int[Array, " N"], window: int) -> Float[Array, "N W D"]:
+    """Hidden states of the last tokens of each row; of shorter ones the first token's stand in before it."""
+    places = lengths[:, None] - window + jnp.arange(window, dtype=jnp.int32)[None]
+    return jnp.take_along_axis(hidden, jnp.maximum(places, 0)[..., None], axis=1)
 
 
 def _prompt_logps(
@@ -141,18 +151,18 @@ class Programs:
     """Compiled programs by what they were compiled for: ahead of time, or each at its first use.
 
     `record`: they also return the routing of what they read. `drafts`: tokens drafted by `speculate`, whose sides are
-    the model's and the draft model's, if there is one.
+    the model's and the draft model's, if there is one. `window`: hidden states that `prefill` returns of each piece.
     """
 
-    def __init__(self, *, steps: int, record: bool, drafts: int) -> None:
+    def __init__(self, *, steps: int, record: bool, drafts: int, window: int) -> None:
         self._functions: dict[type[Inputs], Callable[..., Any]] = {
-            PromptPieces: _of_one(partial(prefill, record=record)),
+            PromptPieces: _of_one(partial(prefill, record=record, window=window)),
             DecodeRows: _of_one(partial(decode, steps=steps, record=record)),
             ImagePatches: _of_one(encode),
             SpeculativeRows: partial(speculate, length=drafts, steps=steps, record=record),
         }
         self._compiled: dict[Hashable, Any] = {}
-        self._settings = steps, record, drafts
+        self._settings = steps, record, drafts, window
         self._shared: dict[int, dict[Hashable, Any]] = {}
         """Programs of equal engines, by the layout of weights."""
         self._weights = DecodeWeightsCache()

@@ -6,16 +6,24 @@ from array import array
 from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from posttrain.data.grammar import Constraint
 from posttrain.data.prompt_images import PromptImages
 from posttrain.rollout.adapters import LoadedAdapter
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.types import Completion, NewTokens, SamplingParams, StopReason, TokenLogp
+
+
+class HiddenStates(NamedTuple):
+    """Hidden states that a block drafter reads of a request, whose newest token is at `position`."""
+
+    position: int
+    hidden: Float[np.ndarray, "W D"]
+    known: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -49,6 +57,8 @@ class Request:
     """Prompt tokens found in the prefix cache."""
     admitted: bool = False
     """True once the request has held a slot."""
+    hidden: HiddenStates | None = None
+    """Newest hidden states of the model for a block drafter, as far as they are known."""
     images: PromptImages | None = None
     """Pictures of the prompt."""
     whole: Sequence[tuple[int, int]] = ()

@@ -28,6 +28,7 @@ from posttrain.rollout.programs import (
     DecodeShape,
     Expected,
     Inputs,
+    Prefilled,
     Programs,
     PromptPieces,
     PromptShape,
@@ -69,7 +70,8 @@ class Runner:
         self.blocks = blocks
         self.window = window
         self.drafter = drafter
-        self.programs = Programs(steps=shapes.steps, record=record, drafts=0 if drafter is None else drafter.tokens)
+        drafts, window_read = (0, 0) if drafter is None else (drafter.tokens, drafter.window)
+        self.programs = Programs(steps=shapes.steps, record=record, drafts=drafts, window=window_read)
         self._tables = Tables(vocab_size)
         self._lengths = Lengths()
         self.images, self._forbidden = PromptCache(image_bytes), forbidden
@@ -153,9 +155,13 @@ class Runner:
                 pool, _ = self.programs.prefill(*sides[1], call.prompts)
                 sides[1] = sides[1]._replace(pool=pool)
             pools: Sequence[Pool] = [side.pool for side in sides]
+            self._note_states(dispatch, prefilled)
             if decode is not None:
                 if isinstance(decode.rows, SpeculativeRows):
-                    pools, chunk = self.programs.speculate(sides, decode.rows, decode.stop_at)
+                    speculative = decode.rows
+                    if self.drafter is not None and dispatch.prompts:
+                        speculative = self.drafter.with_states(speculative, decode.places)
+                    pools, chunk = self.programs.speculate(sides, speculative, decode.stop_at)
                 else:
                     pool, chunk = self.programs.decode(*sides[0], decode.rows, decode.stop_at)
                     pools = [pool, *pools[1:]]
@@ -165,6 +171,12 @@ class Runner:
             seconds = time.perf_counter() - start
             self._seconds[name] += seconds
             return DispatchOutcome(**outcome, seconds=seconds if plain else None)
+
+    def _note_states(self, dispatch: Dispatch, prefilled: Sequence[Prefilled]) -> None:
+        """Note the hidden states of prompts that have just been read, before their rows decode."""
+        if self.drafter is not None and self.drafter.window:
+            for call, found in zip(dispatch.prompts, prefilled, strict=True):
+                self.drafter.note_prompts(call.pieces, np.asarray(found.hidden))
 
     def _encoded(self, side: Side, calls: Sequence[PromptCall]) -> tuple[Side, Features]:
         """Features of the calls' images, by the tower where they are not known."""

@@ -335,7 +335,7 @@ class DraftModel(NamedTuple):
 
 class Block(NamedTuple):
     """Drafts of a block drafter. The state is the window of the model's newest hidden states, and how many are known:
-    where none are, as behind a prompt, it drafts from the newest token alone."""
+    where none are, as after a call without drafts, it drafts from the newest token alone."""
 
     config: DrafterConfig
     weights: dict[str, Array]

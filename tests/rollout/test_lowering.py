@@ -42,7 +42,7 @@ def lowered(runner: Runner, example: PromptPieces | DecodeRows) -> str:
     def program(weights: object, pool: object, inputs: object) -> object:
         bound = source.bind(weights).for_decoding(fuse=("attention",))  # type: ignore[arg-type]
         if isinstance(inputs, PromptPieces):
-            return prefill(bound, pool, inputs, record=False, mesh=None)  # type: ignore[arg-type]
+            return prefill(bound, pool, inputs, record=False, window=0, mesh=None)  # type: ignore[arg-type]
         return decode(bound, pool, inputs, jnp.int32(0), steps=8, record=False, mesh=None)  # type: ignore[arg-type]
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=TPU)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,14 @@ from posttrain.config import MeshSection
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.models.drafter import BlockDrafter, DrafterConfig
+from posttrain.rollout import scheduler
 from posttrain.rollout.adapters import AdapterSlots
-from posttrain.rollout.drafting import FIRST_WAIT, HiddenStates, Pace, Speculation, Windows
+from posttrain.rollout.blocks import BLOCK
+from posttrain.rollout.drafting import FIRST_WAIT, Pace, Speculation, Windows
 from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.request import HiddenStates, Request
 from posttrain.rollout.sampling import Sampling, Tables, guess, sample
+from posttrain.rollout.scheduler import Row
 from posttrain.rollout.speculative import lookup
 from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.weights.drafter import StoredDrafter, described
@@ -135,32 +139,51 @@ def test_aborted_resumed_cancelled(engine: NativeEngine, plain: NativeEngine) ->
 
 
 @pytest.mark.few(2)
-def test_a_block_drafter_reads_the_newest_hidden_states(model: Decoder, plain: NativeEngine) -> None:
-    """Of every row those of the tokens before its newest one, after rounds, calls without drafts and preemptions; and
-    samples are those without drafts."""
+def test_a_block_drafter_reads_the_newest_hidden_states(
+    model: Decoder, plain: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every row those of the tokens before its newest one, after rounds, calls without drafts and preemptions, and
+    behind prompts, of which some are read in pieces and others found in the cache; and samples are those without
+    drafts."""
+    monkeypatch.setattr(scheduler, "PROMPT_CHUNK", 2 * BLOCK)  # of 33 tokens the last one is a piece of its own
     engine, turns = make(model, block(model), cache_tokens=160), iter(range(10**6))
     drafter = engine._runner.drafter
     assert drafter is not None
-    drafter.pace.choose = lambda rows: next(turns) % 4 > 0  # type: ignore[method-assign]
+    drafter.pace.choose = lambda rows: next(turns) % 4 < 3  # type: ignore[method-assign]
+    seen, rows_of, speculate = list[tuple[Request, HiddenStates]](), drafter._block_rows, engine.programs.speculate
+    latest: list[tuple[Request, HiddenStates]] = []
+
+    def spied(places: Mapping[int, Row], rows: int) -> Any:
+        found = rows_of(places, rows)
+        hidden, known, each = np.asarray(found.hidden), np.asarray(found.known), places.items()
+        latest[:] = [(r.request, HiddenStates(r.request.position, hidden[i], int(known[i]))) for i, r in each]
+        return found
+
+    def run(*arguments: Any) -> Any:
+        seen.extend(latest)
+        return speculate(*arguments)
+
+    monkeypatch.setattr(drafter, "_block_rows", spied)
+    monkeypatch.setattr(engine.programs, "speculate", run)
     prompts, each = requests(7, temperature=1.0)
+    prompts[3:5] = [[*range(100, 134)]] * 2
     each = [replace(one, temperature=float(i % 2)) for i, one in enumerate(each)]
     calls = [engine._submit(Call(prompt, one)) for prompt, one in zip(prompts, each, strict=True)]
-    seen: list[tuple[int, HiddenStates]] = []
     while engine.step():
-        states = ((i, drafter._states.get(request)) for i, request in enumerate(calls) if not request.future.done())
-        seen += [(i, state) for i, state in states if state and state.position == calls[i].position]
+        pass
     tokens = np.zeros((len(calls), 64), np.int32)
     for i, request in enumerate(calls):
         tokens[i, : len(request.history)] = request.history
     places = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32)[None], tokens.shape)
     hidden = np.asarray(model(jnp.asarray(tokens), places, jnp.ones_like(tokens))[0])
-    for i, state in seen:
-        expected = hidden[i, state.position - state.known : state.position]
+    for request, state in seen:
+        expected = hidden[calls.index(request), state.position - state.known : state.position]
         np.testing.assert_allclose(state.hidden[4 - state.known :], expected, rtol=1e-3, atol=1e-4)
-    assert len(seen) > 4 and max(state.known for _, state in seen) == 4
-    for request, expected in zip(calls, plain.generate_all(prompts, each), strict=True):
-        assert_same(request.future.result(), expected)
-    assert 0 < engine.metrics()["rollout/speculative/share"] < 1
+    behind = {request.number: state for request, state in seen if state.position == len(request.prompt) - 1}
+    assert {3, 4} <= behind.keys() and all(state.known == min(4, state.position) for state in behind.values())
+    assert len(seen) > 8 and {state.known for _, state in seen} >= {0, 4} and engine.metrics()["rollout/preemptions"]
+    for request, one in zip(calls, plain.generate_all(prompts, each), strict=True):
+        assert_same(request.future.result(), one)
 
 
 def test_a_block_drafter_beside_weights_of_a_mesh_of_one_device() -> None:
