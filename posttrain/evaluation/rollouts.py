@@ -13,7 +13,7 @@ from posttrain.config import EvaluateSection
 from posttrain.data.messages import shown_text
 from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import Record, intervals_at_k, prefix_of, prompt_means, values_at_k
-from posttrain.reward.rubric import Rubric
+from posttrain.reward.rubric import Rubric, error_lines
 from posttrain.reward.types import Rewards
 from posttrain.rl.collector import exchanged, own_share
 from posttrain.rl.sampler import EVALUATION, IssuedGroup, Sampler, collect
@@ -86,7 +86,8 @@ async def evaluate_prompts(
         return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=None, distances_PG=distances_PG)
     valid = ~np.isnan(rewards.total_PG)
     if not valid.any():
-        raise ConfigError("evaluation: no sample has a valid reward; see that the rewards apply to eval_dataset")
+        why = "; ".join(error_lines(rewards, groups_P)) or "the functions return None; see that they apply to its rows"
+        raise ConfigError(f"evaluation: no sample of eval_dataset has a valid reward: {why}")
     prompts = np.repeat(np.arange(len(groups_P))[:, None], group_size, axis=1)
     interval = mean_interval(rewards.total_PG[valid], prompts[valid])
     return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=interval, distances_PG=distances_PG)

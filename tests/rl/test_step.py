@@ -252,6 +252,14 @@ def test_evaluation_repeats_itself_and_has_an_interval(tokenizer: Tokenizer) -> 
     assert first.interval.low <= first.interval.mean <= first.interval.high
     assert first.metrics()["eval/reward"] == first.interval.mean
 
+    def fails(completions: list[str]) -> list[float]:
+        raise ValueError("of the user")
+
+    failing = Rubric([Reward(function=fails, weight=1.0, timeout_s=60.0)])
+    why = "no sample of eval_dataset has a valid reward: reward fails: no value for 3 of 3 samples; .*of the user"
+    with pytest.raises(ConfigError, match=why):
+        run_async(evaluate_prompts(greedy, failing, examples(["1", "22", "333"])))
+
 
 def params_of(trainer: Trainer) -> dict[str, np.ndarray]:
     return {path: np.array(array) for path, array in trainer.params.items()}
