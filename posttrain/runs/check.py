@@ -65,6 +65,7 @@ class TrainingSize:
     optimizer: int
     """Bytes of moments, and of float32 master weights of low-precision parameters if they are kept."""
     per_device: int
+    gradient_per_device: int
 
 
 def check(config: RunConfig, num_devices: int | None = None, num_processes: int = 1) -> list[str]:
@@ -225,6 +226,7 @@ def training_size(
         gradient=sum(gradient.values()),
         optimizer=sum(states.values()),
         per_device=each,
+        gradient_per_device=sum(size // parts[path] for path, size in gradient.items()),
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -211,6 +212,16 @@ HEADROOM = 0.08
 KERNEL_TIME = 2.0
 """Time of an operation in the attention kernel relative to one in a matrix product."""
 
+LOGITS_COPIES, OTHER_LOGITS_COPIES = {"tpu": 1}, 3
+"""Float32 arrays of a chunk's logits at once: TPU's compiler keeps one; what others keep was not read."""
+
+LAYER_COPIES = 2.7
+"""Bytes of a layer's backward pass, beside its weights, relative to its named activations: by the peaks of TPU's
+compiler for Qwen3-8B with 1,024 and 4,096 tokens."""
+
+EMBEDDING, HEAD = "embed.embedding", "head.kernel"
+"""Paths of the parameters of the vocabulary."""
+
 PLAIN_FACTOR = 4.0
 """Bytes that `remat: none` saves, relative to those of all named activations."""
 
@@ -357,18 +368,27 @@ def _full_bytes(setup: StageSetup, held: float) -> float:
     model, size = outline.config, outline.compute.dtype.itemsize
     state = training_size(config, outline, mesh.shape, section.optimizer)
     sums = FLOAT32_BYTES * state.trained / mesh.size if micro < section.step_rows else 0.0
-    shapes = placed_shapes(ModelWeights(outline), mesh)
-    layers = sum(x.size for path, x in shapes.items() if path.startswith("stages."))
-    gathered = size * layers / (mesh.shape["tensor"] * mesh.shape["expert"])
-    # In the backward pass of a layer: its activations and weights, with the gradients of both.
-    layer = 2 * (held + gathered) / model.num_layers
-    sharding = VocabSharding.of(mesh)
-    chunk = chunk_length(micro, section.row_tokens, model.vocab_size, sharding) * micro / sharding.groups
-    logits = 3 * FLOAT32_BYTES * chunk * model.vocab_size / sharding.shards
     inputs = model.num_layers * micro * section.row_tokens * model.embed_dim * size / mesh.size
     rows = micro / row_shards(mesh)
     kept, passing = _tower_bytes(section, outline, rows, section.step_rows / row_shards(mesh))
-    return state.per_device + sums + inputs + kept + max(layer, logits, passing)
+    weights = ModelWeights(outline)
+    shapes, trained = placed_shapes(weights, mesh), weights.trainable()
+    sizes = {path: math.prod(x.sharding.shard_shape(x.shape)) for path, x in shapes.items()}
+    wide = {path: FLOAT32_BYTES * size * (path in trained) for path, size in sizes.items()}
+    # The gradients of the layers, and of an embedding that is no head, are not there before those of the logits are
+    # gone.
+    head, early = (EMBEDDING, 0) if model.tie_embeddings else (HEAD, wide[EMBEDDING])
+    sharding = VocabSharding.of(mesh)
+    chunk = chunk_length(micro, section.row_tokens, model.vocab_size, sharding) * micro / sharding.groups
+    copies = LOGITS_COPIES.get(platform_of(mesh), OTHER_LOGITS_COPIES)
+    logits = copies * FLOAT32_BYTES * chunk * model.vocab_size / sharding.shards
+    vocabulary = logits + wide.get(head, 0) + size * sizes.get(head, 0)
+    layers = sum(x.size for path, x in shapes.items() if path.startswith("stages."))
+    gathered = size * layers / (mesh.shape["tensor"] * mesh.shape["expert"])
+    gradient = state.gradient_per_device
+    layer = gradient - early + (LAYER_COPIES * held + gathered) / model.num_layers
+    tower = passing + gradient * (weights.tower_training[0] == "tower")
+    return state.per_device - gradient + sums + inputs + kept + max(vocabulary, layer, gradient, tower)
 
 
 def _tower_bytes(section: TrainSection, outline: Decoder, rows: float, all_rows: float) -> tuple[float, float]:

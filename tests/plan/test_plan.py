@@ -19,12 +19,14 @@ from posttrain.plan import lowered
 from posttrain.plan.lowered import bytes_on_device
 from posttrain.plan.machine import GIB, Machine, machine
 from posttrain.plan.report import Phase, StagePlan
+from posttrain.runs.check import training_size
 from posttrain.runs.folder import machine_of_run
 from posttrain.runs.memory import (
     HEADROOM,
     GatherChoice,
     RematChoice,
     StageSetup,
+    _full_bytes,
     check_memory,
     choose_gather,
     choose_remat,
@@ -182,6 +184,21 @@ def test_the_activations_that_fit_are_saved(tmp_path: Path) -> None:
     head, *lines = chosen(memory).lines()
     assert head.startswith("  remat: save ") and ", by auto for " in head
     assert [line.split("  ")[-1] for line in lines] == ["saved"] * (len(names) - 1) + ["computed again"]
+
+
+def test_gradients_and_logits_are_not_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate counts the fuller of the backward pass of layers, and a chunk of logits with the head's gradient."""
+    setup = setup_of(run_of(tmp_path, sft_stage(batch_rows=8)))
+
+    def full(copies: int, held: float = 0.0) -> float:
+        monkeypatch.setattr("posttrain.runs.memory.OTHER_LOGITS_COPIES", copies)
+        return _full_bytes(setup, held)
+
+    assert full(1, float(GIB)) == full(1000, float(GIB)) > GIB, "less than the layer's"
+    size, width = training_size(setup.config, setup.outline(), setup.mesh.shape), INIT["hidden_size"]
+    # A layer's input; the head and its gradient.
+    beside = 4 * width * (16 + 2 * setup.outline().config.vocab_size / 8)
+    assert 2 * full(1000) - full(2000) == size.per_device - size.gradient_per_device + beside
 
 
 def test_the_other_machine(tmp_path: Path) -> None:
