@@ -102,3 +102,12 @@ def test_memory_and_traffic_of_a_frozen_tower() -> None:
     moved = [one.op_name for one in found.text.collectives if one.loops and "vision tower" in one.op_name]
     assert not [name for name in moved if name.endswith("split")], "queries, keys and values stay where their heads are"
     assert [str(made.buffer) for made in found.text.made if made.buffer.dims[-2:] == (1024, 1024)] == []
+
+
+@pytest.mark.thorough
+def test_gemma_learns_from_pictures() -> None:
+    """Its update with gradients of the tower, in whose masks the tokens of an image see one another."""
+    found = compile_program(lowered(GEMMA, "tower", 640, 4096, fsdp=2, tensor=2), 4)
+    assert {name.split("_segmented")[0] for name in found.mosaic} == {"splash_mha_fwd", "splash_mha_dkv"}
+    assert found.peak <= 780 * MIB
+    assert [str(made.buffer) for made in found.text.made if made.buffer.dims[-2:] in ((640, 640), (4096, 4096))] == []

@@ -1,4 +1,4 @@
-"""Whole updates of real models on real slices, minutes each: kernels, memory and bytes on the wire."""
+"""Updates on real slices, whole ones of real models in minutes each: kernels, memory and bytes on the wire."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms
 from posttrain.train.transformations import make_optimizer
 from tests.aot.bounds import GIB, HEAD_8B_GIB, MIB, STEPS
-from tests.aot.slices import QWEN3, QWEN3_8B, QWEN3_30B, Fields, mesh_of, model
-
-pytestmark = pytest.mark.thorough
+from tests.aot.slices import QWEN3, QWEN3_8B, QWEN3_30B, SMALL, Fields, mesh_of, model
 
 
 class Step(NamedTuple):
@@ -40,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_update(name: str) -> None:
     case, bound = CASES[name], STEPS[name]
@@ -65,3 +64,17 @@ def test_update(name: str) -> None:
     assert sum(c.wire * c.executions() for c in found.text.collectives if not c.in_dynamic_loop) / MIB <= bound.once_mib
     trips = vocabulary_trips(mesh, case.rows, case.length, vocabulary)
     assert sum(c.wire * c.executions([trips]) for c in loop) / GIB <= HEAD_8B_GIB
+
+
+def test_gradients_are_reduced_once_an_update() -> None:
+    """Of four micro-batches on four chips, in whose loop nothing is sent."""
+    mesh = mesh_of("v5e", "2x2", data=4)
+    made: Any = model(SMALL | {"model_type": "qwen3", "num_hidden_layers": 1}, mesh, "full")
+    settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=4)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-5), 10, seed=0)
+    programs = TrainPrograms(made, SFTLoss(), optimizer, settings, mesh=mesh)
+    found = compile_program(programs.lower_update(batch_of(16, 512)), mesh.size)
+    assert [str(c) for c in found.text.collectives if c.in_dynamic_loop] == []
+    size = 4 * sum(x.size for x in programs.params.values())
+    reduced = sum(c.size for c in found.text.collectives if c.kind == "all-reduce")
+    assert size <= reduced <= 1.01 * size
