@@ -11,11 +11,13 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jupytext
 import nbformat
 import pytest
+import yaml
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
@@ -214,6 +216,34 @@ def test_the_assistant_that_sees_learns_its_tools(tmp_path: Path) -> None:
     result = result_of(work / "runs/food-vision/0-rl")
     assert result["after"]["low"] > result["before"]["high"], result["difference"]
     assert re.search(r"^it says: kcal \d+ protein \d+$", printed, re.MULTILINE), printed
+
+
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_the_assistant_for_photographs_learns_to_look_up(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    printed = printed_by(execute("food101", work))
+    result = result_of(work / "runs/food101/0-rl")
+    assert result["after"]["low"] > result["before"]["high"], result["difference"]
+    assert "it fits" in printed
+    assert re.search(r"^it says: [a-z ]+: (unknown|kcal \d+ protein \d+)$", printed, re.MULTILINE), printed
+
+
+def test_food101_has_the_settings_of_its_configuration() -> None:
+    """On eight chips; the notebook's own are the data, the tool and the rewards, which it has in Python."""
+    config = yaml.safe_load((ROOT / "configs/rl/food101_qwen3_vl_4b.yaml").read_text(encoding="utf-8"))
+    config["optimizer"]["learning_rate"] = float(config["optimizer"]["learning_rate"])  # text in YAML 1.1
+    chips = [SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")] * 8
+    names: dict[str, Any] = {"jax": SimpleNamespace(devices=lambda: chips), "print": lambda *_: None}
+    exec(code_of("food101", "platform, number ="), names)
+    own = {"kind", "output", "seed", "dataset", "eval_dataset", "tools", "rewards"}
+    assert names["settings"] == {name: value for name, value in config.items() if name not in own}
+    assert names["asked"] == {name: config["dataset"][name] for name in ("system", "prompt")}
+    scored = {reward["fn"].rpartition(":")[2]: reward["weight"] for reward in config["rewards"]}
+    written = code_of("food101", "rl = pt.RL(")
+    assert dict(re.findall(r'"fn": (\w+), "text": False, "weight": ([\d.]+)', written)) == {
+        name: str(weight) for name, weight in scored.items()
+    }
 
 
 def wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:

@@ -27,7 +27,26 @@ QWEN3_4B: Fields = QWEN3 | {
     "num_attention_heads": 32,
     "intermediate_size": 9728,
 }
-MODELS = {"Qwen/Qwen3-0.6B": QWEN3, "Qwen/Qwen3-4B": QWEN3_4B}
+QWEN3_VL_4B: Fields = {
+    "model_type": "qwen3_vl",
+    "image_token_id": 151655,
+    "vision_start_token_id": 151652,
+    "tie_word_embeddings": True,
+    "text_config": QWEN3_4B
+    | {"model_type": "qwen3_vl_text", "rope_theta": 5e6}
+    | {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}},
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "num_heads": 16,
+        "intermediate_size": 4096,
+        "patch_size": 16,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [5, 11, 17],
+        "out_hidden_size": 2560,
+    },
+}
+MODELS = {"Qwen/Qwen3-0.6B": QWEN3, "Qwen/Qwen3-4B": QWEN3_4B, "Qwen/Qwen3-VL-4B-Instruct": QWEN3_VL_4B}
 
 ROWS = [{"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}]
 REWARD = {"dataset": ROWS, "rewards": ["rewards/gsm8k.py:correct"]}
@@ -37,6 +56,7 @@ NOTEBOOKS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "grpo_gsm8k": (pt.RL, REWARD),
     "reward_lab": (pt.RL, REWARD),
     "tools": (pt.RL, REWARD),
+    "food101": (pt.RL, REWARD | {"eval_dataset": ROWS, "tools": ["envs/food101.py:lookup_dish"]}),
 }
 """Class of each notebook's run, and fields that `settings` does not hold."""
 
@@ -56,9 +76,12 @@ def settings_of(name: str, number: int) -> dict[str, Any]:
 def run_of(name: str, number: int, folder: Path) -> RunConfig:
     """Configuration of a notebook's run, with the model's `config.json` in a folder in place of the hub."""
     settings = settings_of(name, number)
-    (folder / "config.json").write_text(json.dumps(MODELS[settings.pop("model")]))
+    model = settings.pop("model")
+    more = model if isinstance(model, dict) else {"path": model}
+    (folder / "config.json").write_text(json.dumps(MODELS[more["path"]]))
     kind, fields = NOTEBOOKS[name]
-    config: RunConfig = kind(model=folder, output=folder / "run", seed=0, **fields, **settings).config
+    model = more | {"path": str(folder)}
+    config: RunConfig = kind(model=model, output=folder / "run", seed=0, **fields, **settings).config
     return config
 
 
@@ -82,7 +105,7 @@ def phase_of(plan: StagePlan, name: str) -> Phase:
     return found
 
 
-@pytest.mark.parametrize("name", ["sft_lora", "dpo", "grpo_gsm8k"])
+@pytest.mark.parametrize("name", ["sft_lora", "dpo", "grpo_gsm8k", "food101"])
 def test_the_update_lowers_for_v5e_8_with_its_kernels(name: str, tmp_path: Path) -> None:
     lowered = phase_of(plan_of(name, 8, tmp_path), "update").lower()
     assert any(kernel.startswith("splash_mha_dkv") for kernel in kernel_names(lowered.as_text()))
