@@ -12,6 +12,7 @@ prompts with a picture x 8 samples of 64 tokens; `grpo-text`: the same with 66 t
 
 `kept` and `not-kept`: three epochs of 32 examples as of `sft` for a Qwen3-VL with deepstack and a frozen tower, with
 its features kept and with the tower in each step; speeds are medians of the steps of the first epoch and of the others.
+`grpo-kept` and `grpo-not-kept`: as `grpo` with a frozen tower of the same model and a reference, over 8 prompts.
 
 Tokens are those of sequences, image tokens among them, or those sampled; decoding of pictures is in the time. Each run
 is a process of its own, and they take turns. On a busy machine give `--cores 1` and compare tokens per CPU second.
@@ -33,7 +34,7 @@ import numpy as np
 from PIL import Image
 
 HERE = Path(__file__).resolve().parent
-WORKS = ("sft", "spread", "kept", "not-kept", "grpo", "grpo-text")
+WORKS = ("sft", "spread", "kept", "not-kept", "grpo", "grpo-text", "grpo-kept", "grpo-not-kept")
 EXAMPLES = 8
 """Examples of a step of SFT."""
 SKIPPED = 2

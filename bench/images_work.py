@@ -100,12 +100,13 @@ def epochs(work: str, folder: Path) -> dict[str, Any]:
 
 def grpo(work: str, folder: Path, steps: int) -> dict[str, Any]:
     """Steps of a run, in which prompts have a picture, or as many tokens of text."""
-    seen, rows = work == "grpo", []
-    for row in rows_of("sft", -(-steps * PROMPTS // EXAMPLES)):
+    seen, frozen, rows = work != "grpo-text", work.endswith("kept"), []
+    for row in rows_of("sft", 1 if frozen else -(-steps * PROMPTS // EXAMPLES)):
         picture = {"image": row["image"]} if seen else {}
         # A picture of 64 tokens stands between two marks.
         rows.append({"prompt": row["prompt"] + ("" if seen else row["completion"][:66].ljust(66, ".")), **picture})
     stamps, found = [now()], list[Mapping[str, Any]]()
+    vision = "frozen" if frozen else "tower" if seen else "none"
 
     def on_step(_: int, metrics: Mapping[str, Any]) -> None:
         stamps.append(now())
@@ -113,10 +114,11 @@ def grpo(work: str, folder: Path, steps: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as output:
         pt.RL(
-            model={"path": str(folder), "vision": "tower" if seen else "none", "dtype": "float32"},
+            model={"path": str(folder), "vision": vision, "dtype": "float32"},
             dataset=rows,
             rewards=[capitals],
-            algorithm="grpo",
+            algorithm={"kind": "grpo", "kl_coef": 0.05 if frozen else 0.0},
+            rollout={"image_cache_mib": 0 if work == "grpo-not-kept" else 1024},
             num_steps=steps,
             prompts_per_step=PROMPTS,
             group_size=GROUP,

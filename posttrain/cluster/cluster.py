@@ -27,22 +27,22 @@ SHOWN = {"grad_norm": "critic/grad_norm", "update_skipped": "critic/update_skipp
 
 class Critic:
     """Values of contexts, learned beside the actor. `warmup`: first versions of the actor's weights in which the critic
-    learns alone."""
+    learns alone. `own_tower`: its frozen vision tower may be another than the actor's."""
 
-    def __init__(self, trainer: Trainer, *, warmup: int):
+    def __init__(self, trainer: Trainer, *, warmup: int, own_tower: bool):
         assert trainer.model.config.scalar_head, "a critic has a scalar head"
-        self.trainer, self.warmup = trainer, warmup
+        self.trainer, self.warmup, self._own_tower = trainer, warmup, own_tower
 
     @span("critic/values")
     def values(self, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Value before each token of the batch."""
-        scores = jnp.asarray(self.trainer.scores(own_routing(batch)))
+        scores = jnp.asarray(self.trainer.scores(self._inputs(batch)))
         return np.asarray(values_before(scores, jnp.asarray(batch.segments)))
 
     @span("critic/update")
     def step(self, batch: Batch) -> Metrics:
         """One update of the value loss on a batch with `returns` and `old_values`."""
-        told = self.trainer.step(critic_inputs(batch))
+        told = self.trainer.step(replace(self._inputs(batch), returns=batch.returns, old_values=batch.old_values))
         return {SHOWN.get(name, name): value for name, value in told.items() if name in SHOWN or "critic/" in name}
 
     def state(self) -> dict[str, Any]:
@@ -53,10 +53,10 @@ class Critic:
         arrays = {name: value for name, value in state.items() if name != "step"}
         self.trainer.restore(arrays, int(state["step"]))
 
-
-def critic_inputs(batch: Batch) -> Batch:
-    """Batch with what the critic and its loss read."""
-    return replace(own_routing(batch), returns=batch.returns, old_values=batch.old_values)
+    def _inputs(self, batch: Batch) -> Batch:
+        """Batch as its model reads it, with the actor's features of pictures if they are its own too."""
+        inputs = own_routing(batch)
+        return replace(inputs, encoded=None) if self._own_tower else inputs
 
 
 class Cluster:

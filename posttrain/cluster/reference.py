@@ -133,7 +133,8 @@ class FrozenModel:
         assert batch.parents is None, "sequences with parents are scored by the trainer"
         total, used = batch.shape[0], np.flatnonzero(np.asarray(batch.segments).any(axis=1))
         rows = rows_per_pass(total, self._rows, row_shards(self._mesh))
-        host, parts = jax.tree.map(np.asarray, own_routing(batch)), []
+        # Features of pictures may be by the tower of another model.
+        host, parts = jax.tree.map(np.asarray, replace(own_routing(batch), encoded=None)), []
         with self.held.on_devices() as weights:
             for start in range(0, int(used[-1]) + 1 if used.size else 1, rows):
                 part = jax.tree.map(lambda x, start=start: _padded(x[start : start + rows], rows), host)

@@ -189,6 +189,10 @@ class OnlineSection(TrainSection):
         return fields
 
     @property
+    def kept_images_mib(self) -> int:
+        return self.rollout.image_cache_mib
+
+    @property
     def step_rows(self) -> int:
         """Batch rows of an update in the worst case."""
         return self.samples_per_step

@@ -114,7 +114,8 @@ class RolloutSection(Section):
     image_cache_mib: NonNegativeInt = IMAGE_CACHE_MIB
     """Host memory for images in MiB: their pixels until they are encoded, then their features, which later prompts with
     the same picture use. Those used least recently are forgotten first; 0 keeps none. Features of a trained tower are
-    forgotten at each update."""
+    forgotten at each update. In RL and online preferences as much again for features of a frozen tower in training:
+    log-probabilities and updates read them; 0: the tower runs in each."""
     speculative: Annotated[Drafts, Field(discriminator="kind")] | None = None
     """Speculative decoding: draft several tokens, and judge all of them in one forward pass. Samples are the same token
     for token, up to rounding, with every field of `sampling`; calls for which drafts do not pay, by the speeds that are

@@ -111,6 +111,11 @@ class TrainSection(Section):
         return {"row_tokens": max_positions}
 
     @property
+    def kept_images_mib(self) -> int:
+        """Host memory for features of pictures by frozen towers, which training programs read; 0: they run in them."""
+        raise NotImplementedError
+
+    @property
     def step_rows(self) -> int:
         """Rows of one step."""
         raise NotImplementedError
@@ -185,6 +190,10 @@ class OfflineSection(TrainSection):
     `eval_dataset` they are errors."""
     packing: Flag = True
     """Pack several sequences (or pairs) per row, separated by segment ids."""
+
+    @property
+    def kept_images_mib(self) -> int:
+        return self.image_cache_mib
 
     @property
     def epochs(self) -> float | None:

@@ -25,16 +25,19 @@ from posttrain.config import (
     DistillSection,
     ImageSection,
     OnlinePreferenceSection,
+    OnlineSection,
     PairSection,
     Remat,
     RLSection,
     TrainSection,
 )
+from posttrain.config.algorithm import PPO
 from posttrain.data.image_rows import largest_bucket, picture_size
 from posttrain.distill.teachers import DEFAULT_TOP_K
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
 from posttrain.kernels.platform import platform_of
 from posttrain.losses.pairs import Needs
+from posttrain.losses.value import ValueLoss
 from posttrain.models import hf
 from posttrain.models.activations import ATTENTION, saved_names
 from posttrain.models.config import Compute, ModelConfig
@@ -46,8 +49,10 @@ from posttrain.rl.algorithms import needs_reference
 from posttrain.rollout.vision import CALL_PATCHES, PromptFeatures, patches_size
 from posttrain.runtime.files import cache_folder
 from posttrain.runtime.xla import Growth
+from posttrain.stages.cluster import critic_settings
 from posttrain.stages.preference import shares_prompts
 from posttrain.train.programs import TrainPrograms
+from posttrain.train.transformations import make_optimizer
 from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
 
@@ -223,6 +228,15 @@ def with_pictures(batch: Batch, section: TrainSection, model: Decoder, image: Im
     return pictured(batch, model.config, largest_bucket(section, vision.merge), image)
 
 
+def asked_batch(section: OnlineSection, model: Decoder, image: ImageSection | None) -> Batch:
+    """Batch of the prompts of a step, each once, which are full of pictures. `image`: see `with_pictures`."""
+    batch, vision = batch_of(section.prompts_per_step, section.row_tokens), model.config.vision
+    if image is None or vision is None:
+        return batch
+    most = section.sequence_tokens - section.sampling.max_tokens
+    return pictured(batch, model.config, most * vision.merge**2, image)
+
+
 def top_k_of(rows: int, length: int, k: int) -> TopK:
     """Top-k of a teacher outside of the step, for its shapes."""
     ids = np.broadcast_to(np.zeros((), np.int32), (rows, length, k))
@@ -242,6 +256,15 @@ def pictured(batch: Batch, config: ModelConfig, patches: int, image: ImageSectio
         rope_positions=np.broadcast_to(np.int32(0), (rows, length, 3)) if config.turns_by_axes else None,
         **patch_arrays(config, rows, patches, image),
     )
+
+
+def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainPrograms:
+    """Programs of a critic as shapes."""
+    algorithm = section.algorithm
+    assert isinstance(algorithm, PPO)
+    optimizer = make_optimizer(algorithm.critic.optimizer, section.num_steps, seed=0, model=model)
+    loss = ValueLoss(clip=algorithm.value_clip)
+    return TrainPrograms(model, loss, optimizer, critic_settings(section, algorithm), mesh=mesh)
 
 
 def with_features(batch: Batch, programs: TrainPrograms) -> Batch:

@@ -28,12 +28,13 @@ from posttrain.distill.features import distill_loss, matching_of
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.distill import BlockDraftLoss
-from posttrain.losses.value import ValueLoss
 from posttrain.models.activations import attention_flops, recomputed_flops
 from posttrain.models.decoder import Decoder
 from posttrain.plan.lowered import (
+    asked_batch,
     batch_of,
     bytes_on_device,
+    critic_programs,
     encode_work,
     sampled_batch,
     sizes_of,
@@ -78,7 +79,7 @@ from posttrain.plan.sampling import (
 )
 from posttrain.rl.algorithms import loss_of, needs_reference
 from posttrain.rl.online_dpo import OnlineLoss
-from posttrain.stages.cluster import critic_settings, sampler_gate
+from posttrain.stages.cluster import sampler_gate
 from posttrain.stages.distill import terms_of
 from posttrain.stages.online_preference import online_loss
 from posttrain.stages.preference import pair_loss
@@ -140,9 +141,9 @@ def _sequences(
     programs = _programs(section, model, loss, settings, mesh)
     pictured = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
     batch = with_features(pictured, programs)
-    phases = [*_encode(programs, pictured, {}), _update(programs, batch, {})]
+    state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
+    phases = [*_encode(programs, pictured, state), _update(programs, batch, {})]
     if section.eval_dataset is not None:
-        state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
         phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state))
     tokens = section.batch_rows * section.row_tokens
     return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
@@ -176,14 +177,15 @@ def _distill(
     held += [] if rollout is None else held_by_engine(rollout, given_up=True)
     there = beside(held, mesh, UPDATE)
     update = _with_teachers(_update(programs, batch, there), programs, teachers, batch)
-    phases = [*_encode(programs, pictured, {**there, **{n: x for n, x in update.own.items() if n == TEACHERS}}), update]
     state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
+    besides = there | {name: size for name, size in update.own.items() if name != WEIGHTS}
+    phases = [*_encode(programs, pictured, besides), update]
     if section.eval_dataset is not None and section.on_policy < 1:
         phases.append(_forward(programs, batch, EVALUATION, programs.lower_evaluation, 0, state | there))
     held += [Held(name=name, mesh=mesh, size=size) for name, size in update.own.items()]
     if sampled is not None and rollout is not None:
         phases[:0] = sampling_phases(sampled, rollout, held, WEIGHTS)
-    phases += teacher_phases(section, roles.scorers, held, batch)
+    phases += teacher_phases(section, roles.scorers, held, pictured)
     on_trainer = {*update.own, *update.beside}
     elsewhere = sum(h.size * h.mesh.size for h in held if not _on(h, mesh) or h.name not in on_trainer)
     if sampled is not None and model.config.vision is not None:
@@ -203,23 +205,6 @@ def _distill(
 
 def _on(held: Held, mesh: Mesh) -> bool:
     return bool(set(held.mesh.devices.flat) & set(mesh.devices.flat))
-
-
-def _with_teachers(update: Phase, programs: TrainPrograms, teachers: Sequence[Decoder], batch: Batch) -> Phase:
-    """Update with teachers inside of it."""
-    (rows, length), mesh = batch.shape, programs.mesh
-    passes = -(-rows // programs.micro_rows(rows))
-    flops = sum(2 * active_parameters(t) * rows * length + attention_flops(t.config, rows, length) for t in teachers)
-    here = [teacher for number, teacher in enumerate(teachers, 1) if number not in programs.frozen_towers]
-    towers = sum(tower_flops(teacher, batch, None) for teacher in here)
-    taught = sum(held_scorer(teacher, mesh).size for teacher in teachers)
-    return dataclasses.replace(
-        update,
-        flops=update.flops + (flops + towers) / mesh.size,
-        tower=update.tower + towers / mesh.size,
-        read=update.read + passes * taught,
-        own={**update.own, **({TEACHERS: taught} if taught else {})},
-    )
 
 
 TEXT_ALONE = "images, with the vision tower's work on them; its weights are"
@@ -247,7 +232,7 @@ def _pairs(
     live = loss.needs.reference and isinstance(section, PreferenceSection) and section.reference == "live"
     kept = {REFERENCE: bytes_on_device(programs.params)} if live else {}
     state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
-    phases = [*_encode(programs, pictured, kept), _update(programs, batch, kept)]
+    phases = [*_encode(programs, pictured, state | kept), _update(programs, batch, kept)]
     if loss.needs.reference:
         phases.append(_forward(programs, scored, STATISTICS, programs.lower_stats, 1, state | kept))
     if section.eval_dataset is not None:
@@ -280,7 +265,8 @@ def _online(
     others = [pair[0] for pair in (roles.reference, roles.critic, *roles.scorers) if pair is not None]
     blind = _blind(model, [*others, *roles.rewards, *([] if roles.draft is None else [roles.draft])])
     limits = None if blind else image
-    batch = sampled_batch(section, loss, model, mesh, limits)
+    pictured = sampled_batch(section, loss, model, mesh, limits)
+    batch = with_features(pictured, programs)
     rollout = RolloutShapes.of(sampled, model, roles.rollout or mesh, memory, roles.draft, limits)
     critic = None
     if isinstance(section, RLSection) and roles.critic is not None:
@@ -288,13 +274,15 @@ def _online(
     held = list(_held(section, programs, rollout, critic, roles, reference))
     phases = list(sampling_phases(sampled, rollout, held, WEIGHTS if roles.rollout is None else COPY))
     phases += reward_phases(sampled, roles.rewards, mesh, held)
+    asked = asked_batch(section, model, limits)
+    phases += _encode(programs, asked, beside(held, mesh, ENCODE, WEIGHTS))
     if scored := int(of_actor) + int(reference and roles.reference is None):
         there = beside(held, mesh, STATISTICS, WEIGHTS)
         phases.append(_forward(programs, batch, STATISTICS, programs.lower_stats, scored * updates, there))
     if roles.reference is not None:
-        phases.append(reference_phase(section, *roles.reference, held, batch))
+        phases.append(reference_phase(section, *roles.reference, held, pictured))
     if isinstance(section, RLSection):
-        phases += teacher_phases(section, roles.scorers, held, batch)
+        phases += teacher_phases(section, roles.scorers, held, pictured)
         phases += [] if critic is None else _of_critic(section, critic, held, limits)
     update = _update(programs, batch, beside(held, mesh, UPDATE, WEIGHTS, OPTIMIZER))
     phases.append(dataclasses.replace(update, runs=per_batch))
@@ -382,24 +370,21 @@ def _moves(programs: TrainPrograms, held: Sequence[Held], roles: Roles, updates:
         yield Move(name=name, size=bytes_on_device(there), by="wire", phase=SYNC)
 
 
-def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainPrograms:
-    """Programs of a critic as shapes."""
-    algorithm = section.algorithm
-    assert isinstance(algorithm, PPO)
-    optimizer = make_optimizer(algorithm.critic.optimizer, section.num_steps, seed=0, model=model)
-    loss = ValueLoss(clip=algorithm.value_clip)
-    return TrainPrograms(model, loss, optimizer, critic_settings(section, algorithm), mesh=mesh)
-
-
 def _of_critic(
     section: RLSection, critic: TrainPrograms, held: Sequence[Held], image: ImageSection | None
 ) -> Iterator[Phase]:
+    algorithm, weights = section.algorithm, bytes_on_device(critic.weights)
+    assert isinstance(algorithm, PPO)
     scored = batch_of(section.step_rows, section.row_tokens)
-    scored = with_pictures(scored, section, critic.structure.model, image)
+    pictured = with_pictures(scored, section, critic.structure.model, image)
+    if algorithm.critic.path is not None:
+        asked = asked_batch(section, critic.structure.model, image)
+        for phase in _encode(critic, asked, beside(held, critic.mesh, ENCODE, CRITIC)):
+            yield dataclasses.replace(phase, role="critic", own={CRITIC: weights})
+    scored = with_features(pictured, critic)
     batch = dataclasses.replace(scored, returns=scored.loss_weight, old_values=scored.loss_weight)
     there = beside(held, critic.mesh, VALUES, CRITIC)
     values = _forward(critic, scored, VALUES, critic.lower_stats, section.updates, there)
-    weights = bytes_on_device(critic.weights)
     yield dataclasses.replace(values, role="critic", own={CRITIC: weights})
     update = _update(critic, batch, beside(held, critic.mesh, UPDATE, CRITIC, CRITIC_OPTIMIZER))
     own = {CRITIC: weights, CRITIC_OPTIMIZER: bytes_on_device(critic.opt_state)}
@@ -461,10 +446,10 @@ def _update(programs: TrainPrograms, batch: Batch, there: Mapping[str, int]) -> 
 
 def _encode(programs: TrainPrograms, batch: Batch, there: Mapping[str, int]) -> Iterator[Phase]:
     """Calls of frozen towers on the pictures of a step, all alike: in the first pass over the data, and later on those
-    whose features are not kept."""
+    whose features are not kept. `there`: what lies beside the weights."""
     for number in programs.frozen_towers if batch.patches is not None else ():
         name = ENCODE if number == 0 else f"{ENCODE} for teacher {number}"
-        own = {WEIGHTS: bytes_on_device(programs.weights), OPTIMIZER: bytes_on_device(programs.opt_state)}
+        own = {WEIGHTS: bytes_on_device(programs.weights)}
         yield Phase(role="trainer", name=name, own=own, beside=there, **encode_work(programs, number, batch))
 
 
@@ -495,4 +480,21 @@ def _forward(
         parameters=sizes_of(programs.weights),
         mesh=programs.mesh,
         beside=there,
+    )
+
+
+def _with_teachers(update: Phase, programs: TrainPrograms, teachers: Sequence[Decoder], batch: Batch) -> Phase:
+    """Update with teachers inside of it."""
+    (rows, length), mesh = batch.shape, programs.mesh
+    passes = -(-rows // programs.micro_rows(rows))
+    flops = sum(2 * active_parameters(t) * rows * length + attention_flops(t.config, rows, length) for t in teachers)
+    here = [teacher for number, teacher in enumerate(teachers, 1) if number not in programs.frozen_towers]
+    towers = sum(tower_flops(teacher, batch, None) for teacher in here)
+    taught = sum(held_scorer(teacher, mesh).size for teacher in teachers)
+    return dataclasses.replace(
+        update,
+        flops=update.flops + (flops + towers) / mesh.size,
+        tower=update.tower + towers / mesh.size,
+        read=update.read + passes * taught,
+        own={**update.own, **({TEACHERS: taught} if taught else {})},
     )

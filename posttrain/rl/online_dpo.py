@@ -108,6 +108,7 @@ async def online_step(
             share_prompts=settings.share_prompts,
         )
     with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
+        batch = cluster.actor.encoded(batch)
         batch = replace(batch, ref_logps=cluster.reference.logps(batch))
     metrics = update(cluster, [batch], [bool(pairs)], 1, 0, timer)
     with timer("sync"):

@@ -113,6 +113,7 @@ def learn(
         parts = split_minibatches(signal, rollouts, updates=settings.updates, shares=shares, version=version, **rows)
     title = f"step {cluster.actor.step_number + 1}: log-probabilities"
     with timer("logps"), progress_bar(title, closing=False):
+        parts = [cluster.actor.encoded(part) for part in parts]
         teaching = settings.teaching
         parts, logp_metrics = compute_logps(cluster, algorithm, parts, old_logps=settings.old_logps, teaching=teaching)
     if settings.entropy is not None:
@@ -289,6 +290,7 @@ def reward_penalties(
     of_samples, total, count = np.zeros(sum(map(len, groups_P)), np.float32), 0.0, 0.0
     for start in range(0, len(rows), num_rows):
         batch, where = sample_rows(rows[start : start + num_rows], row_tokens=row_tokens, num_rows=num_rows)
+        batch = cluster.actor.encoded(batch)
         own = np.asarray(batch.sampler_logps)
         penalties = algorithm.reward_kl.of_samples(batch, own, cluster.reference.logps(batch), where)
         np.add.at(of_samples, owners[start : start + num_rows], penalties)

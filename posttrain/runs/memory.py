@@ -18,7 +18,6 @@ from posttrain.config import (
     DistillSection,
     MeshSection,
     ModelDrafts,
-    OfflineSection,
     OnlineSection,
     PlacementSection,
     Remat,
@@ -402,7 +401,7 @@ def _tower_bytes(section: TrainSection, outline: Decoder, rows: float, all_rows:
     features = patches / vision.merge**2 * outline.config.embed_dim * size
     pixels = 3 * vision.patch_size**2 * patches
     reach = ModelWeights(outline).tower_training[0]
-    if reach == "frozen" and isinstance(section, OfflineSection) and section.image_cache_mib:
+    if reach == "frozen" and section.kept_images_mib:
         return features * (1 + outline.config.deepstack) * all_rows / rows, 0.0
     trained = reach == "tower"
     layer = patches * size * (5 * vision.width + 4 * vision.attention_dim + 2 * vision.mlp_dim)

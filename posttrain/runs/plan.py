@@ -125,9 +125,9 @@ def _pictures(stage: StagePlan) -> Iterator[str]:
     """Line of a stage with images on the tower's share of an update, or of a step where it runs before."""
     phase = next(phase for phase in stage.phases if (phase.role, phase.name) == ("trainer", UPDATE))
     if encode := sum(one.runs * one.flops for one in stage.phases if one.role == "trainer" and ENCODE in one.name):
-        share = encode / (encode + phase.flops)
+        share = encode / (encode + phase.runs * phase.flops)
         yield (
-            f"  images: the frozen vision tower has {share:.0%} of the operations of a step in the first epoch, later "
+            f"  images: the frozen vision tower has {share:.0%} of the operations of updates in the first epoch, later "
             "none for pictures that image_cache_mib holds"
         )
     if phase.tower:

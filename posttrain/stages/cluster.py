@@ -182,7 +182,7 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
         critic_settings(section, section.algorithm),
         mesh=mesh,
     )
-    return Critic(trainer, warmup=settings.warmup)
+    return Critic(trainer, warmup=settings.warmup, own_tower=settings.path is not None)
 
 
 def critic_settings(section: RLSection, algorithm: PPO) -> TrainSettings:
@@ -191,6 +191,7 @@ def critic_settings(section: RLSection, algorithm: PPO) -> TrainSettings:
         max_grad_norm=algorithm.critic.optimizer.max_grad_norm,
         qk_clip=algorithm.critic.optimizer.qk_clip,
         micro_batch_rows=section.pass_rows,
+        image_cache_bytes=section.kept_images_mib * 2**20,
         offload_optimizer=section.placement.critic.offload,
     )
 

@@ -26,7 +26,7 @@ from posttrain.batch import (
     TokenStats,
     TopK,
 )
-from posttrain.config import OfflineSection, TrainSection
+from posttrain.config import TrainSection
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
@@ -116,7 +116,7 @@ class TrainSettings:
             correction_rate=router.correction_rate,
             terms=terms,
             dropout_seed=dropout_seed,
-            image_cache_bytes=section.image_cache_mib * 2**20 if isinstance(section, OfflineSection) else 0,
+            image_cache_bytes=section.kept_images_mib * 2**20,
         )
 
 

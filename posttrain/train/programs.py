@@ -37,6 +37,7 @@ from posttrain.models.config import ModelConfig, check_router
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import TOWER
 from posttrain.models.vision.tower import ImagePatches
+from posttrain.runtime import processes
 from posttrain.runtime.xla import Recent, fast_compile_options, gc_disabled
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective, TrainSettings
@@ -384,6 +385,13 @@ class TrainPrograms:
             lambda batch: self.objective.forward(weights, batch, teacher_weights).stats, micro, count
         )
         return stats
+
+
+def compile_everywhere(program: Any, *arguments: Any) -> None:
+    """Compile a program in all processes: collective operations between CPU processes wait for 30 seconds only, and
+    compilations differ by more."""
+    program.lower(*arguments).compile()
+    processes.wait_for_all("compiled program")
 
 
 def _encode(structure: ModelWeights, weights: Weights, pictures: ImagePatches) -> ImageFeatures:

@@ -39,7 +39,7 @@ from posttrain.runtime.xla import gc_disabled, trim_host_memory
 from posttrain.tracking.console import progress_bar
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import Optimizer
-from posttrain.train.programs import TrainPrograms, on_mesh, placed_shapes, programs_of
+from posttrain.train.programs import TrainPrograms, compile_everywhere, on_mesh, placed_shapes, programs_of
 from posttrain.tree import Metric, concatenated, flatten_micro, replace
 from posttrain.weights.state import ModelWeights, Weights
 
@@ -67,10 +67,8 @@ class FrozenTowers:
         self._programs, self._weights = programs, weights
         self._cache = ImageCache(programs.settings.image_cache_bytes)
         self._met = set[tuple[int, int]]()
-        self.metrics: dict[str, float] = {}
-        """Metrics of the last batch."""
-        self.flops = 0.0
-        """Operations for the last batch."""
+        self._hits = self._encoded = 0
+        self._flops = 0.0
 
     def begin(self, batch: Batch) -> list[Begun]:
         """Start to encode the pictures of host rows that are not kept."""
@@ -80,14 +78,22 @@ class FrozenTowers:
     def finish(self, batch: Batch, begun: Sequence[Begun]) -> Batch:
         """Batch with the features of its pictures, which are kept now."""
         with span("images"):
-            return self._with_features(batch, begun)
+            found = {one.number: self._finish(batch, one) for one in begun}
+            return replace(batch, encoded=tuple(found.get(number) for number in range(len(self._weights))))
 
-    def _with_features(self, batch: Batch, begun: Sequence[Begun]) -> Batch:
-        found = {one.number: self._finish(batch, one) for one in begun}
+    def count(self, begun: Sequence[Begun]) -> None:
+        """Count pictures in the metrics of the next step."""
         hits, encoded = sum(len(one.kept) for one in begun), sum(len(some) for one in begun for some, _ in one.calls)
-        self.metrics = {"images/encoded": float(encoded), "images/hit_rate": hits / max(hits + encoded, 1)}
-        self.flops = sum(one.flops for one in begun)
-        return replace(batch, encoded=tuple(found.get(number) for number in range(len(self._weights))))
+        self._hits, self._encoded = self._hits + hits, self._encoded + encoded
+        self._flops += sum(one.flops for one in begun)
+
+    def counted(self) -> tuple[dict[str, float], float]:
+        """Metrics of the pictures counted since the last call, if any, and operations for them."""
+        hits, encoded, flops = self._hits, self._encoded, self._flops
+        self._hits, self._encoded, self._flops = 0, 0, 0.0
+        if not hits + encoded:
+            return {}, flops
+        return {"images/encoded": float(encoded), "images/hit_rate": hits / (hits + encoded)}, flops
 
     def _begin(self, number: int, batch: Batch, pictures: Sequence[BatchPicture]) -> Begun:
         vision = self._vision(number)
@@ -269,6 +275,7 @@ class Trainer:
             return self._step(batch, update=update)
 
     def _step(self, batch: Batch, *, update: bool) -> Metrics:
+        batch = self.encoded(batch)
         with span("update/inputs"):
             arguments = self._arguments(batch, update=update)
         if not self._stepped:
@@ -289,9 +296,9 @@ class Trainer:
 
     def _flops(self, batch: Batch) -> dict[str, float]:
         """Metrics of the operations of an update on host rows, and of the tower's share with images."""
-        (language, tower), pictures = self._programs.flops(batch), {}
-        if self._towers is not None and batch.patches is not None:
-            tower, pictures = tower + self._towers.flops, self._towers.metrics
+        language, tower = self._programs.flops(batch)
+        pictures, before = ({}, 0.0) if self._towers is None else self._towers.counted()
+        tower += before
         chip, total = chip_of(self.mesh.devices.flat[0]), language + tower
         return {
             **pictures,
@@ -433,21 +440,28 @@ class Trainer:
         for them and returns the batch with its features; None without such towers."""
         return None if self._towers is None else self._begin
 
-    def _begin(self, batch: Batch) -> Callable[[], Batch]:
+    def _begin(self, batch: Batch, *, counts: bool = True) -> Callable[[], Batch]:
         towers = self._towers
         if towers is None or batch.patches is None or batch.encoded is not None:
             return lambda: batch
         with span("images"):
             begun = towers.begin(batch)
-        return lambda: towers.finish(batch, begun)
+
+        def finish() -> Batch:
+            if counts:
+                towers.count(begun)
+            return towers.finish(batch, begun)
+
+        return finish
 
     def encoded(self, batch: Batch) -> Batch:
-        """Batch with the features of its pictures by frozen towers, which run on those that are not kept."""
+        """Batch with the features of its pictures by frozen towers, which run on those that are not kept; both are
+        counted in the metrics of the next step."""
         return self._begin(batch)()
 
     def _micro_batches(self, batch: Batch) -> tuple[Batch, Array]:
         """Micro-batches [M, rows, T] on the mesh, and the number of non-empty ones: the others are never computed."""
-        host = jax.tree.map(np.asarray, self._programs.read_by_the_step(self.encoded(batch)))
+        host = jax.tree.map(np.asarray, self._programs.read_by_the_step(self._begin(batch, counts=False)()))
         total = host.tokens.shape[0]
         rows = self._programs.micro_rows(total)
         padding = -total % rows
@@ -467,13 +481,6 @@ def _rows_on_host(stats: StatsT, batch: Batch) -> StatsT:
     """Statistics [M, rows, T] as host arrays of the batch's rows, without the padding rows of the last micro-batch."""
     arrays: StatsT = jax.tree.map(lambda x: flatten_micro(np.asarray(x))[: batch.shape[0]], processes.on_host(stats))
     return arrays
-
-
-def compile_everywhere(program: Any, *arguments: Any) -> None:
-    """Compile a program in all processes: collective operations between CPU processes wait for 30 seconds only, and
-    compilations differ by more."""
-    program.lower(*arguments).compile()
-    processes.wait_for_all("compiled program")
 
 
 def _place(weights: ModelWeights, mesh: Mesh) -> None:

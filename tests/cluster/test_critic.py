@@ -51,7 +51,7 @@ def value_model(tokenizer: Tokenizer, rate: float) -> Trainer:
 
 def world_with_critic(tokenizer: Tokenizer, *, rate: float, warmup: int = 0, **changes: Any) -> World:
     world = World(tokenizer, algorithm="ppo", reward=by_prompt, **changes)
-    critic = Critic(value_model(tokenizer, rate), warmup=warmup)
+    critic = Critic(value_model(tokenizer, rate), warmup=warmup, own_tower=False)
     world.trainer.companions["critic"] = critic
     world.cluster = Cluster(
         world.trainer, world.cluster.engine, Shared(world.trainer), reference=Reference(world.trainer), critic=critic
@@ -61,7 +61,7 @@ def world_with_critic(tokenizer: Tokenizer, *, rate: float, warmup: int = 0, **c
 
 def test_values_read_the_context_alone(tokenizer: Tokenizer) -> None:
     """Another token t changes the values after it, and neither its own nor one before."""
-    critic = Critic(value_model(tokenizer, 1e-3), warmup=0)
+    critic = Critic(value_model(tokenizer, 1e-3), warmup=0, own_tower=False)
     draw = np.random.default_rng(0)
     tokens = draw.integers(1, 200, (1, 12)).astype(np.int32)
     segments, positions = np.ones_like(tokens), np.arange(12, dtype=np.int32)[None]

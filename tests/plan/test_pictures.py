@@ -70,8 +70,8 @@ def test_pictures_are_counted(tmp_path: Path, pictures: Path) -> None:
     of_step = call.runs * call.flops
     share = of_step / (of_step + phases["kept"].flops)
     assert shown == [
-        f"  images: the frozen vision tower has {share:.0%} of the operations of a "
-        "step in the first epoch, later none for pictures that image_cache_mib holds"
+        f"  images: the frozen vision tower has {share:.0%} of the operations of "
+        "updates in the first epoch, later none for pictures that image_cache_mib holds"
     ]
     assert phases["projector"].tower == pytest.approx((once + 2 * work.projector) / 8)
     assert phases["tower"].tower == pytest.approx((3 * once + 0.5 * work.attention + again) / 8)

@@ -15,6 +15,7 @@ import pytest
 from numpy.testing import assert_allclose
 from PIL import Image
 
+from posttrain.cluster.reference import Reference
 from posttrain.config import ImageSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pictures import PictureError, Pictures
@@ -126,6 +127,23 @@ def test_batches_of_a_step_have_the_pictures(world: World) -> None:
     assert not np.asarray(batch.loss_weight)[np.asarray(batch.images) > 0].any()
     text = assemble(world.groups[2:], ones[:1], ones[:1] > 0, like=world.groups[0][0], row_tokens=ROW, num_rows=6)
     assert not text.has_images
+
+
+def test_kept_features_give_the_same_log_probabilities(world: World) -> None:
+    """To actor and reference, whose programs read no patches; and the frozen tower runs once for each picture."""
+    settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, image_cache_bytes=2**20)
+    model = load_model(world.checkpoint, dtype=jnp.float32, vision="frozen")
+    trainer = Trainer(model, SFTLoss(), optax.sgd(0.1), settings)
+    batch, _ = sample_rows([one for group in world.groups for one in group], row_tokens=ROW, num_rows=6)
+    encoded = trainer.encoded(batch)
+    assert encoded.encoded is not None and trainer._programs.read_by_the_step(encoded).patches is None
+    expected = world.trainer.logps(batch)
+    for one in (encoded, batch):
+        assert_allclose(trainer.logps(one), expected, atol=1e-5)
+        assert_allclose(Reference(trainer).logps(one), expected, atol=1e-5)
+    assert trainer._towers is not None
+    metrics, _ = trainer._towers.counted()
+    assert metrics == {"images/encoded": 2.0, "images/hit_rate": 0.0}
 
 
 @pytest.mark.thorough
