@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 
 from posttrain.batch import Batch
+from posttrain.runtime import processes
 from posttrain.runtime.profiler import span
 
 State = dict[str, Any]
@@ -61,9 +62,10 @@ Begin = Callable[[Batch], Callable[[], Batch]]
 class Prefetch:
     """Prefetch the batches of `stream`, in order, in a thread that starts with the first one.
 
-    `begin` is called in the caller's thread, with each batch before the one before it is returned. `state()` is the
-    stream's state after the last batch taken, regardless of prefetched ones. An error of the stream is raised in place
-    of its batch. `close()` ends the thread.
+    `begin` is called in the caller's thread, with each batch before the one before it is returned if it is there by
+    then, of several processes always, which begin in one order. `more` tells whether a batch will be taken after the
+    one that is returned; none is begun without. `state()` is the stream's state after the last batch taken, regardless
+    of prefetched ones. An error of the stream is raised in place of its batch. `close()` ends the thread.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class Prefetch:
         stream: BatchStream,
         *,
         begin: Begin | None = None,
+        more: Callable[[], bool] = lambda: True,
         max_batches: int = MAX_BATCHES,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._stream, self._max_batches, self._max_bytes = stream, max_batches, max_bytes
-        self._begin = begin
+        self._begin, self._more = begin, more
         self._begun: _Begun | BaseException | None = None
         self._worker: _Worker | None = None
         self._error: BaseException | None = None
@@ -105,8 +108,12 @@ class Prefetch:
             self._error = begun
             raise begun
         batch, self._state = begun.finish(), begun.state
-        self._begun = self._started(self._begin)
+        self._begun = self._started(self._begin) if self._more() and self._is_there() else None
         return batch
+
+    def _is_there(self) -> bool:
+        """True if the next batch can be begun without waiting for it, or has to be."""
+        return processes.count() > 1 or (self._worker is not None and not self._worker.made.empty())
 
     def _take(self) -> _Made:
         """Wait for the next batch. Raises the stream's error in place of one."""

@@ -190,7 +190,12 @@ def run(stage: StageRun, inputs: DistillInputs) -> None:
         if given is not None:
             # Outside teachers are prefetched one batch ahead, while the previous step runs.
             batches = closing.enter_context(
-                Prefetch(given, begin=trainer.begin, max_batches=1 if outside else MAX_BATCHES)
+                Prefetch(
+                    given,
+                    begin=trainer.begin,
+                    more=lambda: trainer.step_number + 1 < section.steps,
+                    max_batches=1 if outside else MAX_BATCHES,
+                )
             )
         samples = None
         if section.on_policy:

@@ -316,7 +316,8 @@ def load_reward_model(stage: StageRun) -> Decoder:
 
 def train_pairs(stage: StageRun, inputs: PairInputs, trainer: Trainer, data: PairData) -> None:
     """Run all steps and evaluations of a stage on pairs or labelled answers, then save its model."""
-    batches = Prefetch(ComparisonBatches(data.units, seed=stage.seed), begin=trainer.begin)
+    given, steps = ComparisonBatches(data.units, seed=stage.seed), inputs.section.steps
+    batches = Prefetch(given, begin=trainer.begin, more=lambda: trainer.step_number + 1 < steps)
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
     held_out = None
     if data.eval_units is not None:

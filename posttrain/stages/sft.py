@@ -231,7 +231,8 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
     section = inputs.section
     settings = train_settings(section, stage.tokenizer.num_ids, dropout_seed=stage.seed)
     trainer = stage.make_trainer(section, stage.load_model(), inputs.loss, settings)
-    with Prefetch(sequences_of(stage, inputs, None), begin=trainer.begin) as batches:
+    given = sequences_of(stage, inputs, None)
+    with Prefetch(given, begin=trainer.begin, more=lambda: trainer.step_number + 1 < section.steps) as batches:
         train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, None))
 
 

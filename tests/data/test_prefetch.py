@@ -87,20 +87,37 @@ def test_what_waits_is_bounded(limits: dict[str, int], waiting: int) -> None:
             assert made(stream, taken + waiting) == taken + waiting
 
 
-def test_a_batch_is_begun_before_the_one_before_it_is_used() -> None:
-    seen: list[str] = []
-
+def begun_in(seen: list[str]) -> Begin:
     def begin(batch: Batch) -> Callable[[], Batch]:
         seen.append(f"begin {number(batch)}")
         return lambda: seen.append(f"finish {number(batch)}") or batch  # type: ignore[func-returns-value]
 
-    with Prefetch(Counting(), begin=begin) as batches:
-        for _ in range(2):
+    return begin
+
+
+def test_a_batch_is_begun_before_the_one_before_it_is_used() -> None:
+    """But for the last, after which none is, and where the batch is not there yet."""
+    seen: list[str] = []
+    stream = Counting()
+    with Prefetch(stream, begin=begun_in(seen), more=lambda: not any("2" in line for line in seen)) as batches:
+        for _ in range(3):
+            batches._worker = batches._worker or batches._start()
+            made(stream, 4)
             seen.append(f"use {number(next(batches))}")
+        assert seen == ["begin 0", "finish 0", "begin 1", "use 0", "finish 1", "begin 2", "use 1", "finish 2", "use 2"]
+        del seen[:]
         batches.restore({"next": 1})
-        next(batches)
-    assert seen[:6] == ["begin 0", "finish 0", "begin 1", "use 0", "finish 1", "begin 2"]
-    assert seen[6:] == ["use 1", "begin 1", "finish 1", "begin 2"]
+        assert number(next(batches)) == 1 and seen[:2] == ["begin 1", "finish 1"]
+
+
+def test_no_batch_is_waited_for_but_the_one_that_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes late is begun when it is asked for; of several processes all begin the same ones."""
+    for processes, begun in ((1, []), (2, ["begin 1"])):
+        seen: list[str] = []
+        monkeypatch.setattr("posttrain.runtime.processes.count", lambda number=processes: number)
+        with Prefetch(Counting(seconds=0.1), begin=begun_in(seen)) as batches:
+            assert number(next(batches)) == 0 and seen == ["begin 0", "finish 0", *begun]
+            assert number(next(batches)) == 1 and seen[2:4] == ["begin 1", "finish 1"]
 
 
 @either
