@@ -17,7 +17,7 @@ from posttrain.cluster.reference import FrozenModel, Scorer
 from posttrain.config import DatasetSection, DistillSection, ModelSection, TeacherSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import Prompts, fingerprint, pictures_of, row_tokenizer, token_fingerprint
-from posttrain.data.prefetch import MAX_BATCHES, MeasuredStream, Prefetch
+from posttrain.data.prefetch import MAX_BATCHES, MeasuredStream
 from posttrain.data.sources import Rows, Sequences
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cache import CacheFolder, TeacherCache
@@ -65,6 +65,7 @@ from posttrain.stages.sft import (
     sequences_of,
     train_batches,
 )
+from posttrain.train.loop import prefetched
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace as changed
 
@@ -189,14 +190,8 @@ def run(stage: StageRun, inputs: DistillInputs) -> None:
         batches: MeasuredStream | None = None
         if given is not None:
             # Outside teachers are prefetched one batch ahead, while the previous step runs.
-            batches = closing.enter_context(
-                Prefetch(
-                    given,
-                    begin=trainer.begin,
-                    more=lambda: trainer.step_number + 1 < section.steps,
-                    max_batches=1 if outside else MAX_BATCHES,
-                )
-            )
+            most = 1 if outside else MAX_BATCHES
+            batches = closing.enter_context(prefetched(given, trainer, section.steps, max_batches=most))
         samples = None
         if section.on_policy:
             samples = Samples(stage, inputs, trainer, targets, _scorers(stage, section, teachers, outside))

@@ -29,7 +29,6 @@ from posttrain.config.other_names import meant_kind
 from posttrain.data.image_rows import bad_image_metrics, bad_image_note, most_patches, picture_note
 from posttrain.data.pair_examples import ComparisonBatches, PairExamples
 from posttrain.data.preference import is_paired, labelled_answers
-from posttrain.data.prefetch import Prefetch
 from posttrain.data.sources import checked_rows, each_row
 from posttrain.data.turns import stop_notes
 from posttrain.errors import ConfigError
@@ -44,6 +43,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.runtime.files import cache_folder
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_and_renderer
+from posttrain.train.loop import prefetched
 from posttrain.train.trainer import Trainer
 from posttrain.weights.scalar_head import add_scalar_head, with_padding
 
@@ -316,8 +316,7 @@ def load_reward_model(stage: StageRun) -> Decoder:
 
 def train_pairs(stage: StageRun, inputs: PairInputs, trainer: Trainer, data: PairData) -> None:
     """Run all steps and evaluations of a stage on pairs or labelled answers, then save its model."""
-    given, steps = ComparisonBatches(data.units, seed=stage.seed), inputs.section.steps
-    batches = Prefetch(given, begin=trainer.begin, more=lambda: trainer.step_number + 1 < steps)
+    batches = prefetched(ComparisonBatches(data.units, seed=stage.seed), trainer, inputs.section.steps)
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
     held_out = None
     if data.eval_units is not None:

@@ -15,7 +15,7 @@ from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import tokenize_example
 from posttrain.data.image_rows import bad_image_metrics, bad_image_note, most_patches, picture_note
 from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer
-from posttrain.data.prefetch import MeasuredStream, Prefetch
+from posttrain.data.prefetch import MeasuredStream
 from posttrain.data.sources import Rows, checked_rows, each_row
 from posttrain.data.turns import stop_notes
 from posttrain.errors import ConfigError
@@ -31,6 +31,7 @@ from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.metrics import Metrics
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_and_renderer
+from posttrain.train.loop import prefetched
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 
@@ -231,8 +232,7 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
     section = inputs.section
     settings = train_settings(section, stage.tokenizer.num_ids, dropout_seed=stage.seed)
     trainer = stage.make_trainer(section, stage.load_model(), inputs.loss, settings)
-    given = sequences_of(stage, inputs, None)
-    with Prefetch(given, begin=trainer.begin, more=lambda: trainer.step_number + 1 < section.steps) as batches:
+    with prefetched(sequences_of(stage, inputs, None), trainer, section.steps) as batches:
         train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, None))
 
 

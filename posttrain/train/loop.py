@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import optax
 
+from posttrain.data.prefetch import MAX_BATCHES, BatchStream, Prefetch
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.metrics import CompileCounter, Timer, device_peak_gib, new_peak, peak_memory_gib, tables, to_host
@@ -150,6 +151,15 @@ def check_origin(where: Path, saved: Mapping[str, str], origin: Origin) -> None:
             f"{where}: the initial model differs: in {origin.name} {', '.join(changed)} since it was written; "
             "use another output, or restore the old model"
         )
+
+
+def prefetched(stream: BatchStream, trainer: Trainer, steps: int, *, max_batches: int = MAX_BATCHES) -> Prefetch:
+    """Batches of so many steps, made ahead, on whose pictures frozen towers begin a step ahead."""
+
+    def more() -> bool:
+        return trainer.step_number + 1 < steps
+
+    return Prefetch(stream, begin=trainer.begin, more=more, max_batches=max_batches)
 
 
 class TrainingLoop:
