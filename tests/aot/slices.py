@@ -53,6 +53,13 @@ QWEN3: Fields = {
 }
 """Qwen3-0.6B."""
 
+QWEN3_4B: Fields = QWEN3 | {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 9728,
+}
+
 QWEN3_8B = QWEN3 | {
     "hidden_size": 4096,
     "num_hidden_layers": 36,

@@ -16,17 +16,11 @@ from posttrain.kernels.platform import CHIPS
 from posttrain.plan.hlo import kernel_names
 from posttrain.plan.lowered import compile_program
 from posttrain.plan.machine import GIB, machine
-from posttrain.plan.report import Phase, StagePlan
+from posttrain.plan.report import DECODE, LAYOUT, Phase, StagePlan
 from posttrain.runs.plan import _mesh, _model_files, _setup, _stage
-from tests.aot.slices import QWEN3, Fields
+from tests.aot.slices import QWEN3, QWEN3_4B, Fields
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-QWEN3_4B: Fields = QWEN3 | {
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "intermediate_size": 9728,
-}
 QWEN3_VL_4B: Fields = {
     "model_type": "qwen3_vl",
     "image_token_id": 151655,
@@ -96,8 +90,9 @@ def check(phase: Phase, number: int) -> None:
     found = compile_program(phase.lower(), number)
     peak = (found.peak + phase.bytes_beside) / GIB
     assert peak <= CHIPS["v5e" if number > 1 else "v6e"].memory / GIB, f"{phase.role}: {phase.name}: {peak:.2f} GiB"
-    kernel = "ragged_paged_attention" if phase.name == "decode" else "splash_mha"
-    assert any(mosaic.startswith(kernel) for mosaic in found.mosaic), (phase.name, found.mosaic)
+    if phase.name != LAYOUT:
+        kernel = "ragged_paged_attention" if phase.name == DECODE else "splash_mha"
+        assert any(mosaic.startswith(kernel) for mosaic in found.mosaic), (phase.name, found.mosaic)
 
 
 def phase_of(plan: StagePlan, name: str) -> Phase:

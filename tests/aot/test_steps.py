@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+import posttrain as pt
 from posttrain.batch import TokenLoss
 from posttrain.config import AdamW, MomentType
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
 from posttrain.plan.lowered import POLICY_ARRAYS, batch_of, compile_program, vocabulary_trips
+from posttrain.plan.machine import machine
+from posttrain.plan.report import DECODE, LAYOUT, PREFILL, STATISTICS, UPDATE
+from posttrain.runs.memory import HEADROOM, _spare, choose_remat
+from posttrain.runs.plan import _mesh, _model_files, _setup
 from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms
 from posttrain.train.transformations import make_optimizer
 from tests.aot.bounds import GIB, HEAD_8B_GIB, MIB, STEPS
-from tests.aot.slices import QWEN3, QWEN3_8B, QWEN3_30B, SMALL, Fields, mesh_of, model
+from tests.aot.slices import QWEN3, QWEN3_4B, QWEN3_8B, QWEN3_30B, SMALL, Fields, mesh_of, model
 
 
 class Step(NamedTuple):
@@ -64,6 +71,36 @@ def test_update(name: str) -> None:
     assert sum(c.wire * c.executions() for c in found.text.collectives if not c.in_dynamic_loop) / MIB <= bound.once_mib
     trips = vocabulary_trips(mesh, case.rows, case.length, vocabulary)
     assert sum(c.wire * c.executions([trips]) for c in loop) / GIB <= HEAD_8B_GIB
+
+
+@pytest.mark.thorough
+def test_grpo_of_4b_leaves_memory(tmp_path: Path) -> None:
+    """In full with a reference, nothing offloaded, on v5e-8; and what `remat: auto` estimates is what the compiler
+    needs."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    config = pt.RL(
+        model={"path": str(tmp_path), "dtype": "bfloat16", "remat": "full"},
+        output=tmp_path / "run",
+        dataset=[{"prompt": "1+1=", "answer": "2"}],
+        rewards=["rewards/gsm8k.py:correct"],
+        algorithm={"kind": "grpo", "kl_coef": 0.001},
+        num_steps=100,
+        prompts_per_step=8,
+        group_size=8,
+        row_tokens=2048,
+        max_prompt_tokens=1024,
+        sampling={"max_tokens": 1024},
+        optimizer={"learning_rate": 1e-6},
+        seed=0,
+    ).config
+    chips = machine("v5e-8")
+    setup = _setup(config.stages[0], config, _model_files(config), _mesh(config, chips), chips)
+    phases = setup.plan("full").phases
+    peaks = {one.name: compile_program(one.lower(), 8).peak + one.bytes_beside for one in phases}
+    assert peaks.keys() == {LAYOUT, PREFILL, DECODE, STATISTICS, UPDATE}
+    assert max(peaks.values()) <= 12 * GIB, peaks
+    estimate = (1 - HEADROOM) * setup.memory - _spare(setup, choose_remat(setup).costs)
+    assert estimate == pytest.approx(peaks[UPDATE], rel=0.03)
 
 
 def test_gradients_are_reduced_once_an_update() -> None:
