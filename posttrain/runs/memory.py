@@ -99,16 +99,18 @@ class StageSetup:
         if not isinstance(section, OnlineSection):
             return Roles()
         rollout, reference, critic = None, None, None
+        sees = None if self.files.config is None else self.files.config.vision
         if self.devices.rollout is not None:
             rollout = engine_mesh(self.outline(remat), self.mesh, self.devices.rollout, section, self.memory)
         if needs_reference(section) and (self.devices.reference is not None or section.reference.path is not None):
             there = self._mesh_of(self.devices.reference)
-            reference = self._other(section.reference.path, there, "none"), there
+            reference = self._other(section.reference.path, there, "none", sees=sees), there
         if isinstance(section, RLSection) and isinstance(section.algorithm, PPO):
             there = self._mesh_of(self.devices.critic)
             whole = self.config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
             without = replace(self, config=self.config.model_copy(update={"model": whole}))
-            scored = without._other(section.algorithm.critic.path, there, remat)
+            seeing = sees if self.config.model.vision == "frozen" else None
+            scored = without._other(section.algorithm.critic.path, there, remat, sees=seeing)
             critic = nnx.eval_shape(lambda made: _with_score(made, self.config.seed), scored), there
         scorers = self._scorers(section.teachers) if isinstance(section, RLSection) else []
         rewards = [self._reward_model(reward.model) for reward in section.rewards if reward.model is not None]

@@ -171,7 +171,7 @@ def _configured(output: Path, name: str, changes: Sequence[str]) -> tuple[RunCon
 def _cluster(stage: StageRun, section: RLSection, trainer: Trainer, algorithm: Algorithm) -> ObservedCluster:
     """Cluster without an engine, of the roles at the start of the stage."""
     reference = make_reference(stage, section, trainer) if algorithm.needs_reference else None
-    critic = None if algorithm.critic is None else make_critic(stage, section, algorithm.critic.loss)
+    critic = None if algorithm.critic is None else make_critic(stage, section, algorithm.critic.loss, trainer.model)
     roles: dict[str, Any] = {"reference": reference, "critic": critic}
     trainer.companions.update({name: role for name, role in roles.items() if role is not None})
     return ObservedCluster(trainer, NoEngine(), Shared(trainer), **roles)

@@ -147,6 +147,7 @@ def make_reference(stage: StageRun, section: OnlineSection, trainer: Trainer) ->
                 f"reference.path={wanted.path}: its vocabulary has {model.config.vocab_size:,} ids, the actor's "
                 f"{trainer.model.config.vocab_size:,}; use a model with the actor's tokenizer"
             )
+        check_tower(f"reference.path={wanted.path}", model, trainer.model)
         return ModelReference(model, mesh, offload=place.offload, **scoring)
     if wanted.model == "base":
         if not has_lora(trainer.model):
@@ -157,7 +158,17 @@ def make_reference(stage: StageRun, section: OnlineSection, trainer: Trainer) ->
     return Reference(trainer, **moving)
 
 
-def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
+def check_tower(what: str, model: Decoder, actor: Decoder) -> None:
+    """ConfigError for another model whose tower reads other patches than the actor's."""
+    own, theirs = actor.config.vision, model.config.vision
+    if own is not None and not own.reads_as(theirs):
+        raise ConfigError(
+            f"{what}: its vision tower reads other patches of pictures than the actor's {own.model_type}; use a "
+            "checkpoint of this family with the same patch size"
+        )
+
+
+def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss, actor: Decoder) -> Critic:
     """Critic of the configuration, with a new scalar head unless its model has one."""
     assert isinstance(section.algorithm, PPO)
     devices, settings = stage.devices.critic, section.algorithm.critic
@@ -174,6 +185,7 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
             f"critic: its model has {rows:,} rows for tokens, and the actor's tokens need more; set critic.path to a "
             "model with the actor's tokenizer"
         )
+    check_tower(f"critic.path={settings.path}", model, actor)
     add_scalar_head(model, seed=stage.seed, mesh=mesh, saved=False)
     trainer = Trainer(
         model,

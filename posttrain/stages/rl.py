@@ -81,7 +81,7 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
             stack.callback(inputs.conversations.close)
         trainer = make_policy_trainer(stage, section, algorithm.loss)
         teachers = _load_teachers(stage, inputs)
-        critic = None if algorithm.critic is None else make_critic(stage, section, algorithm.critic.loss)
+        critic = None if algorithm.critic is None else make_critic(stage, section, algorithm.critic.loss, trainer.model)
         keep_reference = algorithm.needs_reference
         rollouts = open_rollouts(
             stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers, critic=critic

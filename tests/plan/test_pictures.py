@@ -31,9 +31,9 @@ def pictures(shared: Path) -> Path:
     return shared / "goldens" / "vision" / "gemma3"
 
 
-def rl_on_pictures(folder: Path, checkpoint: Path, **stage: Any) -> RunConfig:
+def rl_on_pictures(folder: Path, checkpoint: Path, vision: str = "tower", **stage: Any) -> RunConfig:
     stage = rl_stage(row_tokens=64, dataset={"path": "rows.jsonl"}) | stage
-    return load_config(write_run(folder, stage, model={"path": str(checkpoint), "vision": "tower", "remat": "full"}))
+    return load_config(write_run(folder, stage, model={"path": str(checkpoint), "vision": vision, "remat": "full"}))
 
 
 def run_on_pictures(folder: Path, checkpoint: Path, vision: str, **stage: Any) -> RunConfig:
@@ -98,6 +98,22 @@ def test_pictures_of_an_rl_stage_are_counted(tmp_path: Path, pictures: Path) -> 
     assert encode.runs == 1 and set(encode.beside) == set(by_name["sampler", "prefill"].beside)
     assert update.tower > 3 * by_name["trainer", "statistics"].tower > 0
     assert min(_tower_bytes(setup.section, setup.outline(), 1.0, 1.0)) > 0, "`remat: auto` leaves memory for it"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_frozen_tower_of_an_rl_stage_encodes_before(tmp_path: Path, pictures: Path, kept: bool) -> None:
+    """Each prompt's pictures once for statistics and update, which have no tower; a reference of other files has its
+    own."""
+    changes: dict[str, Any] = {"algorithm": {"kind": "grpo", "kl_coef": 0.1, "old_logps": "trainer"}}
+    changes |= {"reference": {"path": str(pictures)}, "rollout": {"image_cache_mib": 64 * kept}}
+    stage = (setup := setup_of(rl_on_pictures(tmp_path, pictures, "frozen", **changes))).plan()
+    by_name = {(phase.role, phase.name): phase for phase in stage.phases}
+    assert not any("images" in line for line in stage.not_counted) and by_name["reference", "statistics"].tower > 0
+    assert all((by_name["trainer", name].tower > 0) != kept for name in ("statistics", "update"))
+    assert (("trainer", "encode") in by_name) == kept
+    if kept:
+        # 2 prompts of 14 pictures, in a call of 8 on each of 8 devices.
+        assert by_name["trainer", "encode"].runs == 1 and _tower_bytes(setup.section, setup.outline(), 1.0, 1.0)[1] == 0
 
 
 @pytest.mark.thorough

@@ -15,8 +15,9 @@ from numpy.testing import assert_allclose
 
 from posttrain.cluster.cluster import Cluster, Critic
 from posttrain.cluster.reference import ModelReference, Reference
-from posttrain.cluster.sync import Shared
+from posttrain.cluster.sync import Shared, model_on
 from posttrain.config import MeshSection
+from posttrain.errors import ConfigError
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.mesh import make_mesh, single_device_mesh
 from posttrain.metrics import Timer, to_host
@@ -27,6 +28,7 @@ from posttrain.rl.online_dpo import OnlineLoss, PairSettings, online_step
 from posttrain.rl.step import learn
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.event_loop import run_async
+from posttrain.stages.cluster import check_tower
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
@@ -167,6 +169,8 @@ def test_models_with_another_tower_encode_by_theirs(world: World) -> None:
         weights.write({path: 1.5 * w for path, w in weights.read().items() if path.startswith("tower.")})
     reference = ModelReference(others[0], single_device_mesh(), temperature=1.0, rows=2)
     found = reference.logps(encoded)
+    split = ModelReference(model_on(others[0], eight := make_mesh(MeshSection(fsdp=8))), eight, temperature=1.0, rows=8)
+    assert_allclose(split.logps(encoded), found, atol=1e-5)
     assert_allclose(found, reference.logps(part), atol=1e-6)
     assert np.abs(found - trainer.logps(part)).max() > 1e-3
     loss = make_algorithm("ppo", max_tokens=NEW).critic.loss  # type: ignore[union-attr]
@@ -176,3 +180,6 @@ def test_models_with_another_tower_encode_by_theirs(world: World) -> None:
     assert_allclose(critic.values(encoded), critic.values(part), atol=1e-6)
     critic._own_tower = False
     assert np.abs(critic.values(encoded) - critic.values(part)).max() > 1e-3, "the towers differ"
+    stranger = load_model(world.checkpoint.parent / "qwen3_vl", vision="frozen")
+    with pytest.raises(ConfigError, match="reads other patches of pictures than the actor's gemma3"):
+        check_tower("reference.path=other", stranger, trainer.model)

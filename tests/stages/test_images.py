@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from numpy.testing import assert_allclose
 from PIL import Image, ImageDraw
 
 from posttrain.data.tokenizer import load_tokenizer
@@ -15,6 +16,7 @@ from posttrain.weights.load import load_model
 from posttrain.weights.save import save_model
 from posttrain.weights.scalar_head import add_scalar_head
 from tests.models.test_new_tower import INITS
+from tests.runs.test_processes import TIMEOUT_S, launched
 from tests.runs.test_resume import finish, kill_at
 from tests.stages.runs import lines, posttrain, weights, write_run
 
@@ -311,6 +313,42 @@ def test_rows_with_bad_pictures_are_left_out(tmp_path: Path, shared: Path, rows:
     assert "row 5: image (5.png): no file" in said and "row 7: image (7.png) cannot be decoded" in said
     assert "1 of 13 rows of" in said and "discs.jsonl have a picture that cannot be read, and are left out" in said
     assert lines(tmp_path / "out")[-1]["data/bad_images"] == 2
+
+
+def spoiled_run(folder: Path, shared: Path, rows: Path, **model: Any) -> Path:
+    """A mix, either dataset of which has a picture that is gone and one that ends in the middle."""
+    folder.mkdir()
+    others = []
+    for number, row in enumerate(json.loads(line) for line in rows.read_text().splitlines()[:12]):
+        content = (rows.parent / row["image"]).read_bytes()
+        for start in ("", folder.name) if number != 5 else ():
+            (folder / f"{start}{number}.png").write_bytes(content[: -30 if number == 7 else None])
+        others.append({**row, "image": f"{folder.name}{number}.png", "prompt": "And this?"})
+    (folder / "discs.jsonl").write_text(rows.read_text())
+    (folder / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    stage = {"mix": [{"path": str(folder / "others.jsonl"), "weight": 2.0}], "num_steps": 12, "checkpoint_every": 2}
+    return run_file(folder, shared, folder / "discs.jsonl", {"vision": "frozen", **model}, on_bad_image="drop", **stage)
+
+
+@pytest.mark.thorough
+def test_rows_are_left_out_of_a_mix_wherever_it_runs(tmp_path: Path, shared: Path, rows: Path) -> None:
+    """Killed and resumed in the second pass as never stopped, bit for bit; and in two processes as in one."""
+    whole = spoiled_run(tmp_path / "whole", shared, rows)
+    assert "row 5: image (5.png): no file" in " ".join(finish(whole).split())
+    killed = spoiled_run(tmp_path / "killed", shared, rows)
+    kill_at(killed, tmp_path / "killed" / "out", "0-sft", 7)
+    assert "resuming after step" in finish(killed)
+    ends = [weights(tmp_path / name / "out", "0-sft") for name in ("whole", "killed")]
+    assert ends[0] == ends[1]
+    split = spoiled_run(tmp_path / "split", shared, rows)
+    split.write_text(yaml.safe_dump(yaml.safe_load(split.read_text()) | {"mesh": {"fsdp": 2, "data": -1}}))
+    with launched(split) as launcher:
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode == 0, told
+    logged = [lines(tmp_path / name / "out") for name in ("whole", "split")]
+    found = [[line["loss"] for line in one if "loss" in line] for one in logged]
+    assert len(found[0]) == 12 and [one[-1]["data/bad_images"] for one in logged] == [4, 4]
+    assert_allclose(found[1], found[0], atol=2e-3)
 
 
 def test_a_picture_that_is_gone_is_named(tmp_path: Path, shared: Path, rows: Path) -> None:

@@ -14,18 +14,21 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
-from posttrain.config import LoRA, MeshSection
+from posttrain.config import AdamW, LoRA, MeshSection
 from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh, single_device_mesh
+from posttrain.models.config import Compute
 from posttrain.models.hf import config_from_hf
 from posttrain.models.vision.tower import ImageInputs
 from posttrain.train.objective import TrainSettings
+from posttrain.train.optimizers import Optimizer
 from posttrain.train.programs import TrainPrograms
 from posttrain.train.trainer import FrozenTowers, Trainer
+from posttrain.train.transformations import make_optimizer
 from posttrain.tree import replace
 from posttrain.weights.files import read_json
-from posttrain.weights.load import load_model
+from posttrain.weights.load import load_model, random_weights
 from posttrain.weights.quantize import quantizable
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights, active_parameters
@@ -154,6 +157,43 @@ def test_steps_on_kept_features(shared: Path, family: str, limit: int) -> None:
         found.append({path: np.asarray(w) for path, w in trained.params.items()})
     for path, weight in found[0].items():
         assert_allclose(found[1][path], weight, atol=1e-3, err_msg=path)
+
+
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["4 bits", "average", "experts"])
+def test_kept_features_beside_other_features(case: VisionCase, shared: Path, way: str) -> None:
+    """Parameters and their average after steps are those with the tower in the step: of adapters over 4 bits, of an
+    average, and of experts on devices of their own."""
+    found: list[dict[str, np.ndarray]] = []
+    for limit in (0, 2**20):
+        mesh, optimizer, moe = None, Optimizer(transformation=optax.sgd(0.1)), way == "experts"
+        if moe:
+            case = VisionCase(shared / "goldens" / "vision" / "gemma4")
+            fields = read_json(case.folder / "config.json")
+            text = fields["text_config"] | EXPERTS
+            config, dtype = config_from_hf(fields | {"text_config": text}, vision="frozen"), jnp.dtype(jnp.float32)
+            outline, draw = random_weights(config, Compute(dtype=dtype), dtype, "none")
+            model = ModelWeights(outline).bind(draw(jnp.uint32(0))[0])
+            mesh = make_mesh(MeshSection(expert=4, fsdp=2)) if limit else None
+        elif way == "average":
+            model = load_model(case.folder, dtype=jnp.float32, vision="frozen")
+            optimizer = make_optimizer(AdamW(learning_rate=1e-2, ema={"decay": 0.5}), 10)
+        else:
+            lora = LoRA(rank=2)
+            model = load_model(case.folder, dtype=jnp.float32, vision="frozen", lora=lora, quantize="nf4", seed=0)
+        settings = TrainSettings(**PLAIN, image_cache_bytes=limit, micro_batch_rows=8 if moe else 2)
+        trained = Trainer(model, SFTLoss(), optimizer, settings, mesh=mesh)
+        rows = batch_of(case, model, ROWS)
+        for _ in range(2):
+            metrics = trained.step(rows)
+        assert not limit or (metrics["images/encoded"], metrics["images/hit_rate"]) == (0, 1)
+        with trained.averaged():
+            found.append({path: np.asarray(w) for path, w in trained.params.items()})
+    for path, weight in found[0].items():
+        assert_allclose(found[1][path], weight, atol=1e-4, err_msg=path)
 
 
 @pytest.mark.thorough

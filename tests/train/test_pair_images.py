@@ -17,7 +17,7 @@ from PIL import Image
 
 from posttrain.batch import Batch
 from posttrain.cluster.reference_cache import with_reference_of_all
-from posttrain.config import DatasetSection, ImageSection, PreferenceSection
+from posttrain.config import DatasetSection, ImageSection, MeshSection, PreferenceSection
 from posttrain.data.image_rows import Arrays
 from posttrain.data.pair_examples import ComparisonBatches, NumberedRows, PairExamples, all_rows
 from posttrain.data.pipeline import renderer_of
@@ -25,9 +25,13 @@ from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.losses.preference import PreferenceLoss
+from posttrain.losses.reward_model import BradleyTerryLoss
+from posttrain.mesh import make_mesh
+from posttrain.metrics import to_host
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
+from posttrain.weights.scalar_head import add_scalar_head
 from tests.often import often
 
 IMAGE = {"type": "image"}
@@ -146,6 +150,40 @@ def test_pairs_with_bad_pictures_are_left_out(setting: Setting, kind: str, share
     assert sequences(rows) == sequences(expected)
     with pytest.raises(ConfigError, match="row 1: "):
         list(all_rows(setting.units([ROWS[0], *bad], kind=kind)))
+
+
+@pytest.mark.thorough
+def test_scores_without_weight_do_not_see_their_pictures(setting: Setting) -> None:
+    """A reward model learns the same with other pixels in the pictures of a pair that has no part in the loss, on eight
+    devices and on one, with features kept and in the step."""
+    (rows,) = all_rows(replace(setting.units(ROWS, packing=False, batch_rows=8), margins=True))
+    batch = rows.batch
+    there = rows.units == 2
+    masked = replace(
+        batch,
+        loss_weight=np.where(there, 0, batch.loss_weight).astype(np.float32),
+        roles=np.where(there, 0, np.asarray(batch.roles)).astype(np.int32),
+    )
+    pixels = np.array(masked.patches)
+    pixels[there.any(axis=1)] ^= 85
+    other = replace(masked, patches=pixels)
+    found = []
+    for taken, limit, mesh in (
+        (masked, 0, None),
+        (other, 2**20, None),
+        (other, 2**20, make_mesh(MeshSection(fsdp=8))),
+        (batch, 0, None),
+    ):
+        model = load_model(setting.checkpoint, dtype=jnp.float32, vision="frozen")
+        add_scalar_head(model, seed=0)
+        settings = TrainSettings(temperature=1.0, max_grad_norm=1e9, image_cache_bytes=limit)
+        trainer = Trainer(model, BradleyTerryLoss(), optax.sgd(0.1), settings, mesh=mesh)
+        loss = to_host(trainer.step(taken))["loss"]
+        found.append({"loss": np.asarray(loss), **{path: np.asarray(w) for path, w in trainer.params.items()}})
+    for changed in found[1:3]:
+        for path, weight in found[0].items():
+            assert_allclose(changed[path], weight, atol=1e-5, err_msg=path)
+    assert abs(float(found[3]["loss"]) - float(found[0]["loss"])) > 1e-4, "the pair counts where it has weight"
 
 
 def test_swapped_pictures_are_another_prompt(setting: Setting) -> None:
