@@ -9,7 +9,14 @@ from pydantic import Field, PlainValidator, model_validator
 
 from posttrain.config.base import Flag, ListOf, LocalPath, PositiveInt, Section
 from posttrain.config.optimizer import ANY_KIND, OtherOptimizer
-from posttrain.config.rollout import RolloutSection, SamplingSection, answer_tokens, check_sampling, with_lengths
+from posttrain.config.rollout import (
+    RolloutSection,
+    SamplingSection,
+    answer_tokens,
+    check_drafter_stays,
+    check_sampling,
+    with_lengths,
+)
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import RouterSection, SequenceOptimizer, SequenceSection
 
@@ -163,6 +170,7 @@ class DistillSection(SequenceSection):
             yield f"on_policy={self.on_policy} needs sampling: {{max_tokens: ...}}"
             return
         check_sampling(self.sampling, self.row_tokens, self.rollout)
+        check_drafter_stays(self.rollout)
         if self.cache is not None:
             yield ("cache: it holds the teachers' top-k on the dataset, not on samples; remove it or on_policy")
         if self.mix:

@@ -11,7 +11,7 @@ from posttrain.config.base import Flag, PositiveInt
 from posttrain.config.locator import NamedOrSet
 from posttrain.config.optimizer import ANY_KIND, AdamW, OtherOptimizer, Schedule
 from posttrain.config.rl import OnlineSection
-from posttrain.config.rollout import check_sampling
+from posttrain.config.rollout import check_drafter_stays, check_sampling
 from posttrain.config.train import MAX_NEW_TOKENS, OfflineSection
 
 
@@ -115,3 +115,4 @@ class OnlinePreferenceSection(OnlineSection):
                 f"{self.row_tokens}: a row holds two completions, each behind its prompt"
             )
         check_sampling(self.sampling, self.row_tokens, self.rollout, self.eval_sampling)
+        check_drafter_stays(self.rollout)

@@ -21,7 +21,7 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.locator import Locator
-from posttrain.config.optimizer import ANY_KIND, AdamW, OtherOptimizer
+from posttrain.config.optimizer import ANY_KIND, AdamW, AnyOptimizer, OtherOptimizer
 from posttrain.config.train import IMAGE_CACHE_MIB, MAX_NEW_TOKENS
 from posttrain.errors import ConfigError
 
@@ -45,15 +45,31 @@ class ModelDrafts(Section):
     """Number of tokens drafted for each forward pass of the model."""
 
 
+class OnlineDrafterOptimizer(AdamW):
+    """AdamW settings of a block drafter that is trained beside the model."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+
+
 class BlockDrafts(Section):
     """Tokens of a block drafted at once from the model's hidden states, as in DFlash, arXiv:2602.06036."""
 
     kind: Literal["block"] = "block"
     path: Locator
-    """Folder of the drafter, or of the run of kind `drafter` that trained it for this model. It is not trained further:
-    as the model changes, fewer of its tokens are accepted."""
+    """Folder of the drafter, or of the run that trained it for this model. Without `optimizer` it is not trained
+    further: as the model changes, fewer of its tokens are accepted."""
     tokens: Annotated[int, Field(ge=1, le=16)] | None = None
     """Number of tokens drafted for each forward pass of the model; by default all of a block."""
+    optimizer: Annotated[OnlineDrafterOptimizer | OtherOptimizer, Field(discriminator="kind"), ANY_KIND] | None = None
+    """Train the drafter in a stage of kind `rl`, an update on the samples of each of the model's: `{}`, or an optimiser
+    of the kinds of the stage's; its schedule has the stage's steps. Samples stay the same up to rounding. It is saved
+    as `drafter` beside the stage's model."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.optimizer is not None and self.optimizer.ema is not None:
+            yield "optimizer.ema: a drafter drafts with its last weights; remove it"
+        if self.optimizer is not None and self.optimizer.qk_clip is not None:
+            yield "optimizer.qk_clip: a drafter's update changes no attention of the model; remove it"
 
 
 Drafts: TypeAlias = LookupDrafts | ModelDrafts | BlockDrafts
@@ -134,6 +150,11 @@ class RolloutSection(Section):
     engine: Locator | None = None
     """Custom rollout engine: `module:Engine` or `file.py:Engine`, called with (model, tokenizer, this section), with
     the methods of `posttrain.rollout.types.RolloutEngine`. The fields above apply to the built-in engine only."""
+
+    @property
+    def drafter_optimizer(self) -> AnyOptimizer | None:
+        """Optimiser of a block drafter that is trained beside the model; None: none is."""
+        return self.speculative.optimizer if isinstance(self.speculative, BlockDrafts) else None
 
     @property
     def rounds(self) -> str | None:
@@ -233,6 +254,14 @@ def check_sampling(
         raise ValueError(
             f"sampling.max_tokens={sampling.max_tokens} must be less than row_tokens={row_tokens}, "
             "which holds prompt and completion"
+        )
+
+
+def check_drafter_stays(rollout: RolloutSection) -> None:
+    """ValueError for a drafter that is to be trained in a stage without that."""
+    if rollout.drafter_optimizer is not None:
+        raise ValueError(
+            "rollout.speculative.optimizer: drafters are trained in stages of kind rl and drafter; remove it"
         )
 
 

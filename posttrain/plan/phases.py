@@ -307,14 +307,14 @@ def _online_loss(section: RLSection | OnlinePreferenceSection) -> Any:
 
 def _not_counted(section: OnlineSection) -> list[str]:
     """Memory and time that such a stage takes beside its phases."""
+    drafts = section.rollout.speculative
     turns = "the turns of conversations after the first: their prompts, tools and environments"
     every = section.reference.refresh_every if isinstance(section, RLSection) else None
     found = {
         turns: isinstance(section, RLSection) and section.converses,
         f"the second copy of the reference at its refresh, every {every} versions": every is not None,
-        "rollout.speculative: the time that accepted drafts save and a draft model takes": (
-            section.rollout.speculative is not None
-        ),
+        "rollout.speculative: the time that accepted drafts save and a draft model takes": drafts is not None,
+        "rollout.speculative.optimizer: the drafter's update": section.rollout.drafter_optimizer is not None,
     }
     return [name for name, is_met in found.items() if is_met]
 

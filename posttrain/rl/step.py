@@ -377,7 +377,7 @@ def update(
         for number in _order(len(parts), epochs, [seed, cluster.version]):
             part = _aged(parts[number], len(done)) if several else parts[number]
             of_actor = cluster.update_actor(part, update=learns[number] and not cluster.warming_up)
-            done.append({**of_actor, **cluster.update_critic(part)})
+            done.append({**of_actor, **cluster.update_critic(part), **cluster.update_drafter(part)})
             # One read of the device, where other updates would follow.
             if several and len(done) == 1 and bool(sampler_disagrees(of_actor)):
                 break

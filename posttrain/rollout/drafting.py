@@ -26,6 +26,7 @@ from posttrain.rollout.paged import Pool
 from posttrain.rollout.request import HiddenStates, Request
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK, Plan, PromptPiece, Row
 from posttrain.rollout.speculative import BlockRows, SpeculativeRows
+from posttrain.runtime import processes
 from posttrain.tree import replace
 from posttrain.weights.drafter import StoredDrafter, check_drafter, read_drafter
 from posttrain.weights.load import load_model
@@ -74,6 +75,8 @@ class Speculation:
     ) -> Speculation | None:
         """Load what the section names. ConfigError where it cannot draft for the model. `option`: its name there."""
         if isinstance(drafts, BlockDrafts):
+            if drafts.optimizer is not None and option != OPTION:
+                raise ConfigError(f"{option}: optimizer: a drafter is trained in stages of kind rl; remove it here")
             found = find_drafter(drafts, target.config, option)
             return cls(tokens=drafts.tokens or found.config.tokens, block=found, option=option)
         if not isinstance(drafts, ModelDrafts):
@@ -263,6 +266,11 @@ class Drafter:
         self._totals = DraftTotals()
         self._rows = 0
 
+    def update(self, weights: Mapping[str, Array]) -> None:
+        """Draft with copies of these arrays from now on."""
+        cast = {name: x.astype(self._dtype) for name, x in weights.items()}
+        self.weights = processes.copied(cast, {name: x.sharding for name, x in self.weights.items()})
+
     def catch_up(self, plan: Plan) -> list[PromptPiece]:
         """Return the pieces that the draft model has to read before it can draft for the plan's rows."""
         if self.loaded is None:
@@ -414,7 +422,7 @@ def _of_prompt(request: Request) -> tuple[int, bytes]:
     return request.space, np.asarray(request.history[: request.position], np.int32).tobytes()
 
 
-def _placed(block: StoredDrafter, target: Loaded) -> dict[str, Array]:
+def _placed(block: StoredDrafter, target: Loaded) -> dict[str, Any]:
     """Arrays of a block drafter on all devices of the rows, as shapes beside weights that are shapes."""
     dtype, mesh = target.source.model.compute.dtype, target.placement.mesh or devices_of(target.sharding)
     place = target.sharding if mesh is None else replicated(mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +132,6 @@ class NativeEngine:
             decode_steps=section.decode_steps,
             tokenizer_decode=tokenizer.decode,
             tokenizer=tokenizer,
-            version=0,
             record_routing=section.record_routing,
             quantize=section.quantize,
             merge_lora=section.merge_lora,
@@ -245,6 +244,11 @@ class NativeEngine:
         self._scheduler.forget()
         if ModelWeights(model).tower_training[0] != "frozen":
             self._runner.images.kept.forget_features()
+
+    def update_drafter(self, weights: Mapping[str, Array]) -> None:
+        """Draft with copies of these arrays of the block drafter from the next dispatch on."""
+        assert self._runner.drafter is not None
+        self._runner.drafter.update(weights)
 
     def load_adapter(
         self, name: str, adapter: str | Path | SlotArrays, *, text_name: Callable[[str], str | None] | None = None

@@ -30,7 +30,8 @@ MIN_MATCH = 2
 class BlockRows:
     """Rows of a block drafter."""
 
-    weights: dict[str, Array]
+    weights: dict[str, Any]
+    """Its arrays, or their shapes in a plan."""
     hidden: Float[Array, "R W D"]
     """The target's newest hidden states, the latest last, up to that of the token before the newest one."""
     known: Int[Array, " R"]

@@ -125,6 +125,8 @@ def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
     optimizers = {"optimizer": section.optimizer}
     if isinstance(section, RLSection) and isinstance(section.algorithm, PPO):
         optimizers["algorithm.critic.optimizer"] = section.algorithm.critic.optimizer
+    if isinstance(section, OnlineSection) and (drafter := section.rollout.drafter_optimizer) is not None:
+        optimizers["rollout.speculative.optimizer"] = drafter
     yield from ((f"{name}.fn", one.fn.fn) for name, one in optimizers.items() if isinstance(one, UserOptimizer))
     of_algorithm = isinstance(section, RLSection)
     owner: Section = section.algorithm if isinstance(section, RLSection) else section

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from posttrain.cluster.cluster import Cluster, Critic
+from posttrain.cluster.cluster import Cluster, Critic, DrafterLearner
 from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, Scorer, WithoutAdapter
 from posttrain.cluster.sync import ColocatedReplica, PerProcessReplica, Replica, ReshardedReplica, Shared
-from posttrain.config import MeshSection, OnlineSection, RLSection, RolloutSection
+from posttrain.config import BlockDrafts, MeshSection, OnlineSection, RLSection, RolloutSection
 from posttrain.config.algorithm import PPO
+from posttrain.config.optimizer import AnyOptimizer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
+from posttrain.losses.distill import BlockDraftLoss
 from posttrain.losses.value import ValueLoss
 from posttrain.mesh import make_mesh
 from posttrain.models.config import MoEConfig
@@ -24,6 +26,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.rl.agreement import EXACT, ROUNDED, SamplerGate
 from posttrain.rl.sampler import Sampler
 from posttrain.rollout.decode_weights import best_mesh, device_memory
+from posttrain.rollout.drafting import find_drafter
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.trajectory import Example
@@ -34,6 +37,7 @@ from posttrain.stages.prompts import RolloutInputs
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.train.transformations import make_optimizer
+from posttrain.weights.drafter import attach_drafter
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import has_lora
 from posttrain.weights.scalar_head import add_scalar_head
@@ -68,7 +72,11 @@ def make_cluster(
         trainer.companions["reference"] = reference
     if critic is not None:
         trainer.companions["critic"] = critic
-    return Cluster(trainer, engine, replica, reference=reference, teachers=teachers, critic=critic)
+    drafter = make_drafter(stage, section, trainer)
+    if drafter is not None:
+        trainer.companions["drafter"] = drafter
+    roles: dict[str, Any] = {"reference": reference, "critic": critic, "drafter": drafter}
+    return Cluster(trainer, engine, replica, teachers=teachers, **roles)
 
 
 def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection) -> Replica:
@@ -206,6 +214,24 @@ def critic_settings(section: RLSection, algorithm: PPO) -> TrainSettings:
         image_cache_bytes=section.kept_images_mib * 2**20,
         offload_optimizer=section.placement.critic.offload,
     )
+
+
+def make_drafter(stage: StageRun, section: OnlineSection, actor: Trainer) -> DrafterLearner | None:
+    """Block drafter that learns beside the actor, if the section trains one."""
+    drafts, optimizer = section.rollout.speculative, section.rollout.drafter_optimizer
+    if optimizer is None:
+        return None
+    assert isinstance(drafts, BlockDrafts)
+    found, source = find_drafter(drafts, actor.model.config), ModelWeights(actor.model)
+    model = source.bind(source.read())
+    attach_drafter(model, found.config, seed=stage.seed, mesh=actor.mesh, arrays=found.arrays)
+    made = make_optimizer(optimizer, section.steps, stage.seed, model)
+    settings = drafter_settings(section, optimizer)
+    return DrafterLearner(Trainer(model, BlockDraftLoss(), made, settings, mesh=actor.mesh), actor)
+
+
+def drafter_settings(section: OnlineSection, optimizer: AnyOptimizer) -> TrainSettings:
+    return TrainSettings(temperature=1.0, max_grad_norm=optimizer.max_grad_norm, micro_batch_rows=section.pass_rows)
 
 
 def sampler_gate(model: Decoder, section: RolloutSection) -> SamplerGate:

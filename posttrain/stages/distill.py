@@ -110,7 +110,7 @@ def prepare(section: DistillSection, prepared: Prepared) -> tuple[DistillInputs,
     notes += more
     inputs = replace(inputs, aligners=aligners)
     if section.on_policy:
-        prompts, more = prepare_prompts(section, sources(inputs), prepared.tokenizer)
+        prompts, more = prepare_prompts(section, sources(inputs), prepared)
         inputs = replace(inputs, prompts=prompts)
         refuse_blind(teachers, shares_of(section), [*prompts.examples, *prompts.eval_examples])
         notes += more

@@ -180,6 +180,7 @@ def one_process(section: OnlineSection) -> str | None:
         "asynchronous": isinstance(section, RLSection) and section.asynchronous is not None,
         "devices of a role of its own (placement)": own > 0,
         "reference.path": section.reference.path is not None,
+        "rollout.speculative.optimizer": section.rollout.drafter_optimizer is not None,
     }
     names = [name for name, holds in reasons.items() if holds]
     return f"{' and '.join(names)} {'work' if len(names) > 1 else 'works'} in one process only" if names else None

@@ -225,13 +225,14 @@ class PromptInputs:
 
 
 def prepare_prompts(
-    section: DistillSection, sources: Sequence[tuple[DatasetSection, Rows, Renderer]], tokenizer: Tokenizer
+    section: DistillSection, sources: Sequence[tuple[DatasetSection, Rows, Renderer]], prepared: Prepared
 ) -> tuple[PromptInputs, list[str]]:
     """Read the prompts of the training dataset and of the evaluation dataset, which is the last one. Also returns a
     note per dataset with dropped prompts; prompts are never truncated."""
     assert section.sampling is not None
-    check_token_ids({"sampling": section.sampling}, tokenizer)
-    check_drafts(section.rollout.speculative, tokenizer, section.row_tokens)
+    check_token_ids({"sampling": section.sampling}, prepared.tokenizer)
+    target = prepared.files.config
+    check_drafts(section.rollout.speculative, prepared.tokenizer, section.row_tokens, target=target)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
     overlong: Literal["drop", "error"] = "drop" if section.overlong == "drop" else "error"
     examples = [

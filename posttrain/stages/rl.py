@@ -21,6 +21,7 @@ from posttrain.rl.sampler import Curriculum
 from posttrain.rl.step import EntropyControl, StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, refuse_blind, shares_of
 from posttrain.rollout.types import PausableEngine
+from posttrain.runtime import processes
 from posttrain.runtime.event_loop import run_async
 from posttrain.stages.cluster import make_critic
 from posttrain.stages.context import StageRun
@@ -37,6 +38,7 @@ from posttrain.stages.online import (
     open_rollouts,
 )
 from posttrain.stages.prompts import RLInputs, build_rewards, prepare_scored
+from posttrain.weights.drafter import save_drafter
 
 
 def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]]:
@@ -102,6 +104,8 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
                         report(run_async(rl_step(cluster, algorithm, collector, settings, timer)), timer)
                     else:
                         report(ahead.step(timer), timer)
+            if cluster.drafter is not None and processes.writes():
+                save_drafter(cluster.drafter.trainer.model, stage.folder / "drafter")
 
 
 def _collector(rollouts: Rollouts, section: RLSection) -> RolloutCollector:

@@ -50,8 +50,8 @@ from posttrain.weights.state import ModelWeights, Weights, WeightShapes, active_
 CALL_PATCHES, CALL_ROWS = 512, 8
 """Patches of a device in one call of a tower, at least, and pictures, at most."""
 
-_TRAINERS = Recent["TrainPrograms"](2)
-"""Those of actor and critic."""
+_TRAINERS = Recent["TrainPrograms"](3)
+"""Those of actor, critic and block drafter."""
 
 
 def programs_of(

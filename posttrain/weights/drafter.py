@@ -26,6 +26,8 @@ from posttrain.weights.tensor_file import Outline, open_tensors, write_tensors
 
 CONFIG, WEIGHTS = "drafter.json", "drafter.safetensors"
 """Files of a drafter's folder."""
+PLACES = ("model", "drafter")
+"""Folders of stages in which one is: that of a stage of kind `drafter`, and one trained beside a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +46,20 @@ def drafter_config(section: DrafterSection, target: ModelConfig) -> DrafterConfi
     return DrafterConfig(embed_dim=target.embed_dim, vocab_size=target.vocab_size, **sizes)
 
 
-def attach_drafter(model: Decoder, config: DrafterConfig, *, seed: int, mesh: Mesh | None = None) -> None:
-    """Add a new drafter to a model, which is frozen beside it."""
+def attach_drafter(
+    model: Decoder,
+    config: DrafterConfig,
+    *,
+    seed: int,
+    mesh: Mesh | None = None,
+    arrays: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Add a drafter to a model, which is frozen beside it: a new one, or one of these arrays."""
     dtype = model.embed.embedding[...].dtype
     model.drafter = nnx.data(BlockDrafter(config, dtype=dtype, rngs=nnx.Rngs(jax.random.key(seed))))
+    if arrays is not None:
+        for name, weight in model.drafter.weights.items():
+            weight[...] = jnp.asarray(arrays[name], dtype)
     if mesh is not None:
         weights = ModelWeights(model)
         new, dims = weights.read(lambda path: path.startswith(DRAFTER)), weights.dims()
@@ -77,7 +89,7 @@ def read_drafter(path: str | Path) -> StoredDrafter:
     """Read a drafter's folder, or that of the stage or of the run which trained it. ConfigError where there is none, or
     a part is missing."""
     given = Path(path).expanduser()
-    folders = [given, given / "model", *sorted(given.glob("*/model"))]
+    folders = [given, *(folder for name in PLACES for folder in (given / name, *sorted(given.glob(f"*/{name}"))))]
     folder = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
     if folder is None:
         raise ConfigError(f"{path} has no {CONFIG}; give the folder of a drafter, as a stage of kind drafter leaves it")

@@ -15,16 +15,31 @@ import optax
 import pytest
 
 from posttrain.batch import Batch, DraftStats
-from posttrain.config import BlockDrafts, MeshSection
-from posttrain.config.rollout import drafts_of
+from posttrain.cluster.cluster import DrafterLearner
+from posttrain.config import BlockDrafts, MeshSection, RLSection
+from posttrain.config.rollout import OnlineDrafterOptimizer, drafts_of
+from posttrain.config.yaml_file import load_config
+from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.losses.distill import PLACE_DECAY, BlockDraftLoss
 from posttrain.mesh import make_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.models.drafter import SHORTENED, DrafterConfig, block_stats, propose
+from posttrain.rollout.drafting import Speculation
+from posttrain.rollout.engine import NativeEngine
+from posttrain.stages.online import one_process
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
-from posttrain.weights.drafter import attach_drafter, check_drafter, read_drafter, save_drafter
+from posttrain.train.transformations import make_optimizer
+from posttrain.tree import replace
+from posttrain.weights.drafter import (
+    StoredDrafter,
+    attach_drafter,
+    check_drafter,
+    described,
+    read_drafter,
+    save_drafter,
+)
 from posttrain.weights.state import DRAFTER, ModelWeights
 from tests.stages.runs import INIT, lines, posttrain, rl_stage, sft_stage, write_run
 from tests.tiny import tiny_config, tiny_model
@@ -112,12 +127,18 @@ def test_statistics_are_those_of_a_naive_twin() -> None:
     assert 1 < output.metrics["drafter/length"].value() < 1 + TOKENS
 
 
+def trainer_of(model: Decoder) -> Trainer:
+    """Trainer of a drafter, whose program all tests share."""
+    settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=2)
+    optimizer = make_optimizer(OnlineDrafterOptimizer(learning_rate=1e-2), 12, 0, model)
+    return Trainer(model, BlockDraftLoss(), optimizer, settings)
+
+
 def test_the_model_stays_as_it_is_and_the_drafter_learns(tmp_path: Path) -> None:
     """Micro-batches change nothing; the files hold what was trained."""
     model, batch = drafted(), packed(rows=4)
     before = {path: np.asarray(x) for path, x in ModelWeights(model).read().items()}
-    settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=2)
-    trainer = Trainer(model, BlockDraftLoss(), optax.adam(1e-2), settings)
+    trainer = trainer_of(model)
     losses = [float(trainer.step(batch)["loss"].value()) for _ in range(12)]
     assert losses[-1] < 0.7 * losses[0]
     for path, x in ModelWeights(model).read().items():
@@ -126,6 +147,10 @@ def test_the_model_stays_as_it_is_and_the_drafter_learns(tmp_path: Path) -> None
     stored = read_drafter(tmp_path / "drafter")
     assert model.drafter is not None and stored.config == model.drafter.config
     assert all(np.array_equal(x, stored.arrays[name]) for name, x in model.drafter.arrays().items())
+    again = tiny_model(num_layers=1, windows=(None,), vocab_size=16)
+    attach_drafter(again, stored.config, seed=1, arrays=stored.arrays)
+    assert again.drafter is not None and list(again.drafter.arrays()) == list(model.drafter.arrays())
+    assert all(np.array_equal(x, stored.arrays[name]) for name, x in again.drafter.arrays().items())
     check_drafter(stored, model.config, "here")
     for others in ({"num_layers": 2}, {"vocab_size": 32}):
         other = tiny_config(**{"num_layers": 1, "windows": (None,), "vocab_size": 16} | others)
@@ -137,11 +162,64 @@ def test_the_model_stays_as_it_is_and_the_drafter_learns(tmp_path: Path) -> None
         read_drafter(tmp_path / "drafter")
 
 
+def test_beside_an_actor() -> None:
+    """A drafter learns from the actor's weights of now, which stay as they are; the engine drafts with a copy; and a
+    restored drafter goes on as if it had never stopped."""
+    actor, batch = tiny_model(num_layers=1, windows=(None,), vocab_size=16), packed(rows=4)
+    trained = Trainer(actor, BlockDraftLoss(), optax.sgd(0.1), TrainSettings(temperature=1.0, max_grad_norm=1.0))
+    learner = DrafterLearner(trainer_of(drafted()), trained)
+    moved = {path: 1.2 * x for path, x in ModelWeights(actor).read().items()}
+    ModelWeights(actor).write(moved)
+    beside = drafted()
+    ModelWeights(beside).write(moved)
+    found, expected = learner.step(replace(batch, advantages=batch.loss_weight)), trainer_of(beside).step(batch)
+    assert found["drafter/kl"].value() == expected["drafter/kl"].value()
+    assert found.keys() == {f"drafter/{name}" for name in ("kl", "overlap", "length", "grad_norm", "update_skipped")}
+    assert all(np.array_equal(x, moved[path]) for path, x in ModelWeights(actor).read().items())
+
+    config = DrafterConfig(embed_dim=32, vocab_size=16, tokens=TOKENS, window=WINDOW, layers=1)
+    arrays = {name: np.asarray(x) for name, x in learner.weights.items()}
+    stored = StoredDrafter(config=config, target=described(actor.config), arrays=arrays)
+    speculation = Speculation(tokens=TOKENS, block=stored)
+    engine = NativeEngine(actor, slots=2, max_length=16, decode_steps=4, tokenizer_decode=None, speculation=speculation)
+    learner.step(batch)
+    engine.update_drafter(given := {name: jnp.array(x) for name, x in learner.weights.items()})
+    handed = {name: np.asarray(x) for name, x in learner.weights.items()}
+    for x in given.values():
+        x.delete()  # as an update may, to which they are donated
+    state = {name: jax.tree.map(np.asarray, x) for name, x in learner.state().items()}
+    third = learner.step(batch)["drafter/kl"].value()
+    drafting = engine._runner.drafter
+    assert drafting is not None and all(np.array_equal(x, handed[name]) for name, x in drafting.weights.items())
+    resumed = DrafterLearner(trainer_of(drafted()), trained)
+    resumed.restore(jax.tree.map(jnp.asarray, state))
+    assert resumed.trainer.step_number == 2 and resumed.step(batch)["drafter/kl"].value() == third
+
+
 def test_drafts_in_one_word() -> None:
     assert drafts_of("block=some/run") == BlockDrafts(path="some/run")  # type: ignore[arg-type]
     assert drafts_of("block=run:3").tokens == 3
     with pytest.raises(ConfigError, match="drafter.json"):
         read_drafter("/nowhere")
+
+
+def test_a_drafter_is_trained_where_the_model_samples_for_its_updates(tmp_path: Path) -> None:
+    rollout = {"speculative": {"kind": "block", "path": "nowhere", "optimizer": {}}}
+    common = {"dataset": {"path": "rows.jsonl"}, "sampling": {"max_tokens": 6}, "row_tokens": 32, "rollout": rollout}
+    for kind, more in (("online_preference", {"rewards": [{"fn": "a.py:b"}]}), ("distill", {"on_policy": 1.0})):
+        teachers = {"teachers": [{"path": "teacher"}]} if kind == "distill" else {}
+        file = write_run(tmp_path, {"kind": kind, "num_steps": 2, **common, **more, **teachers})
+        with pytest.raises(ConfigError, match="drafters are trained in stages of kind rl"):
+            load_config(file)
+    section = load_config(write_run(tmp_path, rl_stage(rollout=rollout))).stages[0]
+    assert isinstance(section, RLSection) and "speculative.optimizer" in str(one_process(section))
+    drafts = section.rollout.speculative
+    with pytest.raises(ConfigError, match="generate: speculative: optimizer"):
+        Speculation.of(drafts, drafted(), load_tokenizer("bytes"), "generate: speculative")
+    for name in ("ema", "qk_clip"):
+        bad = {"speculative": {**rollout["speculative"], "optimizer": {name: {"decay": 0.9} if name == "ema" else 9.0}}}
+        with pytest.raises(ConfigError, match=f"optimizer.{name}: a drafter"):
+            load_config(write_run(tmp_path, rl_stage(rollout=bad)))
 
 
 @pytest.mark.thorough
@@ -174,6 +252,10 @@ def stage(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def drafts_in(folder: Path) -> dict[str, Any]:
+    return {"kind": "block", "path": str(folder)}
+
+
 @pytest.mark.thorough
 def test_the_stage_resumes_and_drafts_for_its_model(tmp_path: Path) -> None:
     model, trained = tmp_path / "base" / "out" / "0-sft" / "model", tmp_path / "whole" / "out"
@@ -196,11 +278,26 @@ def test_the_stage_resumes_and_drafts_for_its_model(tmp_path: Path) -> None:
     again = posttrain("generate", model, "1 + 1 =", "--max-tokens", "8", "--temperature", "0", *drafts)
     assert plain.code == 0 and again.code == 0, again.error
     assert plain.out == again.out
-    rl = rl_stage(num_steps=2, rollout={"slots": 4, "speculative": {"kind": "block", "path": str(trained)}})
+    rl = rl_stage(num_steps=2, rollout={"slots": 4, "speculative": drafts_in(trained)})
     sampled = write_run(tmp_path / "rl", rl, **source)
     assert posttrain("run", sampled, "stages.0.num_steps=1").code == 0 and posttrain("run", sampled).code == 0
     found = lines(tmp_path / "rl" / "out", "0-rl")
     assert sum(line.get("rollout/speculative/share", 0.0) for line in found) > 0
+    together = rl_stage(num_steps=2, rollout={"slots": 4, "speculative": {**drafts_in(trained), "optimizer": {}}})
+    whole_rl = write_run(tmp_path / "learns", together, **source)
+    assert posttrain("run", whole_rl).code == 0
+    for left, right in zip(found, lines(tmp_path / "learns" / "out", "0-rl"), strict=True):
+        assert all(left[name] == right[name] for name in ("loss", "reward", "grad_norm") if name in left)
+        assert "loss" not in right or right["drafter/length"] > 1
+    halves_rl = write_run(tmp_path / "resumed", together, **source)
+    assert posttrain("run", halves_rl, "stages.0.num_steps=1").code == 0 and posttrain("run", halves_rl).code == 0
+    learned = [tmp_path / name / "out" / "0-rl" / "drafter" / "drafter.safetensors" for name in ("learns", "resumed")]
+    assert learned[0].read_bytes() == learned[1].read_bytes() != files[0].read_bytes()
+    drafts = ("--speculative", f"block={tmp_path / 'resumed' / 'out'}")
+    again = posttrain("generate", model, "1 + 1 =", "--max-tokens", "8", "--temperature", "0", *drafts)
+    assert again.code == 0 and again.out == plain.out
+    planned = posttrain("plan", whole_rl, "--devices", "cpu-1")
+    assert planned.code == 0 and "optimizer: the drafter's update" in planned.out, planned.error
     refused = posttrain("generate", trained, "1 + 1 =")
     assert refused.code == 2 and "trained a drafter" in refused.error
     planned = posttrain("plan", whole, "--devices", "cpu-1")
