@@ -52,7 +52,7 @@ def test_questions_have_their_answers(table: Path, tool: FunctionTool, short: bo
     """A conversation that makes the calls and calculates from them has every reward."""
     rows = food.questions(csv=table, count=60, seed=0, held_out=True, short=short)
     other = food.questions(csv=table, count=200, seed=0, held_out=False, short=short)
-    names = [{call["arguments"]["food"] for row in some for call in row["calls"]} for some in (rows, other)]
+    names = [{one["arguments"]["food"] for row in some for one in row["calls"]} for some in (rows, other)]
     assert not names[0] & names[1], "held-out foods are never trained on"
     for row in rows:
         amounts = [float(call(tool, **given(one)).split()[0]) for one in row["calls"]]
