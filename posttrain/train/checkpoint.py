@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import asyncio
+import functools
 import json
 import logging
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -177,7 +177,8 @@ class Checkpointer:
         import orbax.checkpoint as ocp
 
         # Not the manager's `restore`, in which the other processes would wait for one that cannot read its part.
-        read, folder = ocp.PyTreeCheckpointHandler().restore, self._manager.directory / str(step)
+        read = ocp.PyTreeCheckpointHandler(type_handler_registry=_type_handlers()).restore
+        folder = self._manager.directory / str(step)
         target = {path: _target(leaf) for path, leaf in requested.items()}
         places = ocp.checkpoint_utils.construct_restore_args(target)
         args = ocp.args.PyTreeRestore(target, restore_args=places, partial_restore=partial)
@@ -190,8 +191,7 @@ class Checkpointer:
         """Result of a read in all processes. DamagedCheckpoint in all of them if it fails in one."""
         problem, result = "", None
         try:
-            with _quiet():
-                result = read()
+            result = read()
         except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # Orbax and TensorStore have no class for damaged files
@@ -252,21 +252,33 @@ class Checkpointer:
             )
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress asyncio's messages about reads abandoned by a failed restore, whose error is raised anyway."""
-    logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
-    level = logger.level
-    try:
-        yield
-    except Exception:
-        logger.setLevel(logging.CRITICAL)
-        sys.unraisablehook = lambda _: None
-        gc.collect()
-        raise
-    finally:
-        logger.setLevel(level)
-        sys.unraisablehook = hook
+class _ReadsToTheEnd:
+    """Type handler of Orbax that ends when all its reads have.
+
+    Orbax raises the first error and closes the event loop. TensorStore's threads would report the other reads to it
+    nevertheless, raise, and free there what those held.
+    """
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        others = asyncio.all_tasks()
+        try:
+            return await super().deserialize(infos, args)  # type: ignore[misc]
+        finally:
+            while reads := asyncio.all_tasks() - others:
+                await asyncio.wait(reads)
+
+
+@functools.cache
+def _type_handlers() -> Any:
+    from orbax.checkpoint import type_handlers
+
+    class Arrays(_ReadsToTheEnd, type_handlers.ArrayHandler):
+        pass
+
+    class Values(_ReadsToTheEnd, type_handlers.NumpyHandler):
+        pass
+
+    return type_handlers.create_type_handler_registry((jax.Array, Arrays()), (np.ndarray, Values()))
 
 
 ARRAY = "numpy array"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import random
 import shutil
@@ -24,9 +25,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import posttrain.train.checkpoint as module
 from posttrain.errors import ConfigError, OutsideError
 from posttrain.train.checkpoint import Checkpointer, DamagedCheckpoint
-
-# Reads that a failed restore leaves behind end in threads of TensorStore, at times after the loop that they report to.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 def tree(scale: float = 1.0):
@@ -203,6 +201,31 @@ def test_no_damaged_byte_passes_in_silence(tmp_path: Path, capfd: pytest.Capture
     of_values = [file for file in files if file.parts[0] != "host" and file.parent.name == "d"]
     assert len(refused) > len(of_values) and set(read) < set(files)
     assert capfd.readouterr() == ("", "")
+
+
+def test_no_read_outlives_a_failed_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TensorStore's threads would report it to a closed event loop."""
+    monkeypatch.setattr(module, "FILE_BYTES", 1 << 18)
+    raised: list[Any] = []
+    refused: list[DamagedCheckpoint] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: raised.append(one.exc_value))
+    arrays = {f"a{i}": jax.random.normal(jax.random.key(i), (1 << 12,)) for i in range(60)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, arrays, {})
+        checkpointer.wait()
+        for file in sorted((tmp_path / "1" / "arrays").rglob("d/*"))[:4]:
+            whole = file.read_bytes()
+            file.write_bytes(bytes(len(whole)))
+            try:
+                checkpointer.restore(1, like(arrays))
+            except DamagedCheckpoint as error:
+                refused.append(error)
+            file.write_bytes(whole)
+            gc.collect()
+        assert_same(checkpointer.restore(1, like(arrays))[0], arrays)
+    assert refused and not raised and not caplog.messages
 
 
 def test_a_changed_value_is_told_by_its_leaf(tmp_path: Path) -> None:
