@@ -32,6 +32,15 @@ POSITIVE = frozenset(
 """Fields that must be positive in every family."""
 
 
+WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("transformers_version", "dtype", "torch_dtype", "use_cache"), ()),
+    **dict.fromkeys(("attention_dropout", "embd_pdrop", "resid_pdrop", "router_jitter_noise"), (0.0,)),
+    "output_router_logits": (False,),
+    "pretraining_tp": (1,),
+}
+"""Fields that transformers writes and no family reads -> values without effect here; none for any value."""
+
+
 class Fields:
     """JSON object with typed access. An explicit null counts as absent, except for `optional`."""
 
@@ -46,6 +55,7 @@ class Fields:
         self._values = {key: value for key, value in values.items() if value is not None}
         self._nulls = values.keys() - self._values.keys()
         self._sections: dict[str, Fields] = {}
+        self._idle: set[str] = set()
 
     @property
     def long_context(self) -> bool:
@@ -98,8 +108,21 @@ class Fields:
         if value is not None and value not in allowed:
             raise ConfigError(f"{key}={value!r} is not supported: {why}")
 
+    def without_effect(self, *keys: str) -> None:
+        """Accept fields that a file may have and nothing here depends on."""
+        self._idle.update(keys)
+
     def refuse_unread(self, *, allowed: Iterable[str] = ()) -> None:
-        """Raises ConfigError for a field that was never read and hence would have no effect."""
-        for key in self._values.keys() - self.read.keys() - set(allowed):
+        """Raises ConfigError for a field that was never read and hence would have no effect, unless its value has none
+        in transformers either."""
+        for key in self._values.keys() - self.read.keys() - self._idle - set(allowed):
             where = "" if self.where == "config.json" else f"{self.where}: "
+            value, idle = self._values[key], WITHOUT_EFFECT.get(key)
+            # A loss of the router is added there only where its logits are returned.
+            if key == "router_aux_loss_coef" and self._values.get("output_router_logits") is False:
+                continue
+            if idle is not None:
+                if idle and value not in idle:
+                    raise ConfigError(f"{where}{key}={value!r} is not supported, only {idle[0]!r}; remove it")
+                continue
             raise ConfigError(f"{where}{key}: unknown field{did_you_mean(key, sorted(self.read))}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +16,8 @@ from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.hf import UNSUPPORTED, config_from_hf, config_from_init, config_to_hf
 from posttrain.models.rope import default_frequencies
 from posttrain.weights.load import init_model
+from tests.models.goldens import DENSE, GEMMA, GOLDENS, MIXTURES
+from tests.random_families import FAMILIES, random_fields
 
 pytestmark = pytest.mark.fast
 
@@ -252,3 +257,45 @@ def test_init_keeps_token_ids_and_writes_every_field(model_type: str) -> None:
     assert written["rms_norm_eps"] == config.norm_eps
     assert config_from_hf(written).stages == config.stages
     assert config_from_init(written) == config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_model_is_made_again_from_its_file(family: str) -> None:
+    for seed in range(8):
+        config = config_from_init(random_fields(family, seed))
+        assert config_from_init(config_to_hf(config) | {"torch_dtype": "bfloat16"}).stages == config.stages
+
+
+@pytest.mark.parametrize("name", [*DENSE, *GEMMA, *MIXTURES])
+def test_a_file_of_transformers_can_be_given_to_init(name: str) -> None:
+    """As a loaded model is saved: with fields that no family reads."""
+    config = config_from_hf(json.loads((GOLDENS / name / "config.json").read_text()))
+    again = config_from_init(config_to_hf(config))
+    assert (again.stages, again.max_positions, again.layer_inputs) == (
+        config.stages,
+        config.max_positions,
+        config.layer_inputs,
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4_bidirectional", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_file_with_a_tower_can_be_given_to_init(name: str, shared: Path) -> None:
+    fields = json.loads((shared / "goldens" / "vision" / name / "config.json").read_text())
+    config = config_from_hf(fields, vision="tower")
+    again = config_from_init(config_to_hf(config), vision="tower")
+    assert (again.stages, again.vision) == (config.stages, config.vision)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported, only 0.0; remove it"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported, only 1; remove it"),
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef: unknown field"),
+        ({"output_router_logits": True}, "output_router_logits=True is not supported, only False; remove it"),
+    ],
+)
+def test_init_refuses_what_would_have_an_effect(changes: dict[str, Any], message: str) -> None:
+    config_from_init(LLAMA | {"attention_dropout": 0, "pretraining_tp": 1, "use_cache": False})
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        config_from_init(LLAMA | changes)

@@ -38,6 +38,8 @@ def _attention(hf: Fields) -> LatentAttentionConfig:
     num_heads = hf.get("num_attention_heads", int)
     hf.refuse("num_key_value_heads", num_heads, why="latent attention has keys and values for every head")
     nope_dim, rope_dim = hf.get("qk_nope_head_dim", int, 128), hf.get("qk_rope_head_dim", int, 64)
+    hf.refuse("head_dim", rope_dim, why=f"the rotated part of a head has qk_rope_head_dim={rope_dim}")
+    hf.refuse("qk_head_dim", nope_dim + rope_dim, why="it is qk_nope_head_dim + qk_rope_head_dim")
     return LatentAttentionConfig(
         num_heads=num_heads,
         q_rank=hf.optional("q_lora_rank", int, 1536),

@@ -15,7 +15,8 @@ NAMES = gemma2.NAMES
 def config_from_hf(hf: Fields) -> ModelConfig:
     hf.refuse("use_bidirectional_attention", False, why="attention is causal")
     hf.refuse("attn_logit_softcapping", why="Gemma 3 has no cap in its attention")
-    num_layers, period = hf.get("num_hidden_layers", int), hf.get("sliding_window_pattern", int, 6)
+    pattern = "_sliding_window_pattern" if "_sliding_window_pattern" in hf else "sliding_window_pattern"
+    num_layers, period = hf.get("num_hidden_layers", int), hf.get(pattern, int, 6)
     kinds = layer_types(hf, ["sliding_attention" if i % period else "full_attention" for i in range(1, num_layers + 1)])
     head_dim, bias = hf.get("head_dim", int, 256), hf.get("attention_bias", bool, False)
     attention = {

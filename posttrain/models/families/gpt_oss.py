@@ -31,6 +31,7 @@ NAMES = {
 
 def config_from_hf(hf: Fields) -> ModelConfig:
     hf.refuse("swiglu_alpha", SWIGLU_OAI_ALPHA, why="the activation's gain is fixed")
+    hf.without_effect("hidden_act")  # "silu" in every file, and ignored by transformers
     # Required: plain frequencies would be wrong for a file without RoPE parameters.
     hf.get("rope_parameters" if "rope_parameters" in hf else "rope_scaling", dict)
     layers, head_dim = hf.get("num_hidden_layers", int), hf.get("head_dim", int, 64)
@@ -49,7 +50,6 @@ def config_from_hf(hf: Fields) -> ModelConfig:
     mixture = MoEConfig(
         num_experts=hf.get(key, int, 128),
         top_k=hf.get("num_experts_per_tok", int, 4),
-        # transformers ignores `hidden_act`, which says "silu".
         expert=MLPConfig(dim=hf.get("intermediate_size", int), activation="swiglu_oai", bias=True),
         router=RouterConfig(bias=True),
         swiglu_limit=hf.get("swiglu_limit", float, 7.0),

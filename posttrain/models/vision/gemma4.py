@@ -139,6 +139,7 @@ def with_vision(config: ModelConfig, hf: Fields) -> ModelConfig:
     fields.refuse("hidden_activation", "gelu_pytorch_tanh", why="the encoder's activation is gelu_pytorch_tanh")
     fields.refuse("use_clipped_linears", False, why="clipped linear layers are not supported")
     fields.refuse("attention_bias", False, why="the encoder has no biases")
+    fields.without_effect("max_position_embeddings")
     num_heads = fields.get("num_attention_heads", int)
     fields.refuse("num_key_value_heads", num_heads, why="every head of the encoder has keys of its own")
     vision = Gemma4Vision(

@@ -112,6 +112,7 @@ def with_vision(config: ModelConfig, hf: Fields) -> ModelConfig:
     fields = hf.section("vision_config")
     fields.refuse("model_type", "pixtral", why="the tower is a Pixtral")
     fields.refuse("num_channels", 3, why="images have three channels")
+    fields.without_effect("image_size")  # of training; positions are rotary
     hf.refuse("projector_hidden_act", "gelu", why="the projector's activation is gelu")
     depth, layer = fields.get("num_hidden_layers", int, 24), hf.get("vision_feature_layer", int, -1)
     if not -depth <= layer < 0:

@@ -199,6 +199,7 @@ def qwen_fields(config: ModelConfig, fields: Fields, *, model_type: str) -> dict
     """Sizes that the towers of both generations have. Raises ConfigError."""
     fields.refuse("in_channels", 3, why="images have three channels")
     fields.refuse("in_chans", 3, why="images have three channels")
+    fields.without_effect("tokens_per_second")  # of videos
     fields.refuse("temporal_patch_size", 2, why="patches have two frames")
     fields.refuse(
         "out_hidden_size", config.embed_dim, why=f"features are as wide as the text model, {config.embed_dim}"
