@@ -378,9 +378,9 @@ def with_images(
     return None
 
 
-def bad_image_metrics(datasets: Sequence[Rows]) -> dict[str, float]:
-    """Metric `data/bad_images`: rows left out so far for a picture."""
-    return {"data/bad_images": float(sum(len(rows.bad_images) for rows in datasets))}
+def bad_image_metrics(state: Mapping[str, Any]) -> dict[str, float]:
+    """Metric `data/bad_images`: rows left out for a picture up to a state of the batches."""
+    return {"data/bad_images": float(sum(map(len, state.get("bad_images", ()))))}
 
 
 def bad_image_note(rows: Rows, checked: Sequence[int]) -> list[str]:

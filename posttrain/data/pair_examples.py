@@ -337,7 +337,7 @@ class ComparisonBatches(Stream):
         if units.renderer.tokenizer.has_images:
             identity["pictures"] = units.pictures.fingerprint
         numbers = order(len(units), shuffle=dataset.shuffle, seed=seed)
-        super().__init__(_packed(units, numbers.map(units.as_sequences), window), identity)
+        super().__init__(_packed(units, numbers.map(units.as_sequences), window), identity, [units.rows])
 
     def __iter__(self) -> Iterator[Batch]:
         return self

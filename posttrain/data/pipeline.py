@@ -61,13 +61,17 @@ class RowTargets(Protocol):
 class Stream:
     """Iterator whose state identifies its data, so that it cannot be resumed on other data."""
 
-    def __init__(self, iterator: Any, identity: Mapping[str, Any]) -> None:
+    def __init__(self, iterator: Any, identity: Mapping[str, Any], datasets: Sequence[Rows] = ()) -> None:
         self._iterator = iterator
         self._identity = dict(identity)
+        self._datasets = datasets
 
     def state(self) -> State:
-        """Position of the stream, as JSON types: what was consumed, not what was prefetched."""
-        return {"position": self._iterator.get_state(), "identity": dict(self._identity)}
+        """Position of the stream, as JSON types: what was consumed, not what was prefetched. With the rows of each
+        dataset that were left out so far for a picture, if there are any."""
+        left_out = [sorted(rows.bad_images) for rows in self._datasets]
+        position = {"position": self._iterator.get_state(), "identity": dict(self._identity)}
+        return position | ({"bad_images": left_out} if any(left_out) else {})
 
     def restore(self, state: State) -> None:
         """Resume from `state`. Raises `ConfigError` if data, seed or row layout have changed."""
@@ -79,6 +83,9 @@ class Stream:
                     f"cannot resume: {name} was {before!r} when the checkpoint was written and is {value!r} now; "
                     "restore it, or start a new run with another output folder"
                 )
+        if "bad_images" in state:
+            for rows, left_out in zip(self._datasets, state["bad_images"], strict=True):
+                rows.bad_images.update(left_out)
         self._iterator.set_state(state["position"])
 
 
@@ -128,9 +135,9 @@ class SFTBatches(Stream):
         }
         weights = [dataset.weight for dataset in section.datasets]
         stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
-        epoch = len(rows) + sum(len(others) for others, _ in mixed)
+        epoch = sum(map(len, datasets := [rows, *(others for others, _ in mixed)]))
         images = images_of(section, {number: (one, *source) for number, (one, source) in enumerate(sources)})
-        super().__init__(_packed(section, stream, epoch, window, targets, images), identity)
+        super().__init__(_packed(section, stream, epoch, window, targets, images), identity, datasets)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

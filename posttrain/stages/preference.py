@@ -325,7 +325,7 @@ def train_pairs(stage: StageRun, inputs: PairInputs, trainer: Trainer, data: Pai
     with batches, stage.training(trainer, batches, inputs.section, held_out) as training:
         for _ in training:
             metrics = trainer.step(data.for_step(next(batches)))
-            bad = bad_image_metrics([data.units.rows]) if inputs.section.on_bad_image == "drop" else {}
+            bad = bad_image_metrics(batches.state()) if inputs.section.on_bad_image == "drop" else {}
             training.log({**with_margins(metrics), **dropped, **bad, **batches.metrics()})
 
 

@@ -189,7 +189,6 @@ def train_batches(
     # With overlong=error, a row that does not fit is an error before the first step.
     dropping = section.on_bad_image == "drop"
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if section.overlong != "error" or dropping else {}
-    trained = [inputs.rows, *(rows for rows, _ in inputs.mixed)]
     held_out = None
     if section.eval_dataset is not None:
         held_out = HeldOut(evaluate=evaluate_all, metrics=sequence_metrics, difference=sequence_differences)
@@ -197,7 +196,7 @@ def train_batches(
         for _ in training:
             metrics = trainer.step(next(batches))
             sampled = {} if seen is None else seen(metrics)
-            bad = bad_image_metrics(trained) if dropping else {}
+            bad = bad_image_metrics(batches.state()) if dropping else {}
             training.log({**with_perplexities(metrics), **dropped, **bad, **batches.metrics(), **sampled})
 
 

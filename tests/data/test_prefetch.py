@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from posttrain.batch import Batch
+from posttrain.data.image_rows import bad_image_metrics
+from posttrain.data.pipeline import SFTBatches, make_batches
 from posttrain.data.prefetch import Begin, Prefetch
+from posttrain.data.sources import picked
+from tests.data.test_images import CASES, drawn, png, tokenizer_of
 
 
 class Counting:
@@ -156,3 +162,28 @@ def test_the_wait_for_batches_is_measured() -> None:
         next(batches)
         assert batches.metrics()["timing_s/data"] < 0.05
         assert batches.metrics() == {"timing_s/data": 0.0}
+
+
+def test_rows_left_out_are_counted_up_to_the_batch_that_is_taken() -> None:
+    """Whatever is prefetched, and in a resumed run as in one that was never stopped."""
+    tokenizer = tokenizer_of()
+    messages = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."}]
+    rows: list[dict[str, Any]] = [{"messages": messages} for _ in range(160)]
+    bad = [index for index in range(160) if index not in picked(160)][::12]
+    for index, held in zip(bad, itertools.cycle((b"no picture", png(drawn(0))[:-40])), strict=False):
+        rows[index] = {"messages": CASES["one"], "images": [held]}
+
+    def made() -> Prefetch:
+        sizes: dict[str, Any] = {"row_tokens": 512, "batch_rows": 8, "packing": False}
+        stream = make_batches(copy.deepcopy(rows), tokenizer, seed=3, on_bad_image="drop", **sizes)
+        return Prefetch(cast(SFTBatches, stream))
+
+    def counts(batches: Prefetch, number: int) -> list[float]:
+        return [bad_image_metrics(batches.state())["data/bad_images"] for _ in itertools.islice(batches, number)]
+
+    with made() as whole, made() as stopped, made() as resumed:
+        expected = counts(whole, 24)
+        assert len(set(expected)) > 4 and expected[-1] == len(bad) and expected == sorted(expected)
+        assert counts(stopped, 9) == expected[:9]
+        resumed.restore(json.loads(json.dumps(stopped.state())))
+        assert counts(resumed, 15) == expected[9:]

@@ -340,6 +340,11 @@ def test_rows_are_left_out_of_a_mix_wherever_it_runs(tmp_path: Path, shared: Pat
     assert "resuming after step" in finish(killed)
     ends = [weights(tmp_path / name / "out", "0-sft") for name in ("whole", "killed")]
     assert ends[0] == ends[1]
+    counts = [
+        {line["step"]: line["data/bad_images"] for line in lines(tmp_path / name / "out") if "data/bad_images" in line}
+        for name in ("whole", "killed")
+    ]
+    assert counts[0] == counts[1] and len(counts[0]) == 12
     split = spoiled_run(tmp_path / "split", shared, rows)
     split.write_text(yaml.safe_dump(yaml.safe_load(split.read_text()) | {"mesh": {"fsdp": 2, "data": -1}}))
     with launched(split) as launcher:
