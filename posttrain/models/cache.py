@@ -17,6 +17,7 @@ from posttrain.config import ROW_AXES, CacheDtype
 from posttrain.errors import ConfigError
 from posttrain.kernels.attention.joined import HeadLanes, NewHeads
 from posttrain.kernels.attention.paged import ragged_refusal
+from posttrain.kernels.platform import platform_of
 from posttrain.models.config import AttentionConfig, BlockConfig, LatentAttentionConfig, ModelConfig
 from posttrain.models.quant import packed, unpacked
 from posttrain.tree import pytree, replace, static
@@ -74,9 +75,10 @@ class KVCache:
                 padded = jnp.pad(new, [(0, 0)] * 2 + [(0, self.width - new.shape[2]), (0, 0)]).astype(array.dtype)
                 changed = array.at[repeat].set(padded.swapaxes(2, 3) if last else padded)
             else:
+                new, places = self._places(new, positions)
                 # Row by row: with row numbers among the indices, XLA would gather all rows on every device.
                 place = partial(row, last=last)
-                changed = jax.vmap(place, in_axes=(1, 0, 0), out_axes=1)(array, new.swapaxes(1, 2), positions)
+                changed = jax.vmap(place, in_axes=(1, 0, 0), out_axes=1)(array, new.swapaxes(1, 2), places)
             return (*stored[:slot], changed, *stored[slot + 1 :])
 
         def row(array: Array, new: Array, positions: Array, *, last: bool) -> Array:
@@ -86,6 +88,16 @@ class KVCache:
         if values is None:
             return replace(self, keys=put(self.keys, keys, last=False))
         return replace(self, keys=put(self.keys, keys, last=True), values=put(self.values, values, last=False))
+
+    def _places(
+        self, new: Float[Array, "B K T H"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B K _T H"], Int[Array, "B _T"]]:
+        """Heads and their places. A single one gets a second out of range: XLA:CPU would merge the update of one place
+        with what reads the cache, and copy the cache for each."""
+        if positions.size > 1 or platform_of(None) != "cpu":
+            return new, positions
+        none = jnp.full_like(positions, self.width)
+        return jnp.concatenate([new, new], axis=2), jnp.concatenate([positions, none], axis=1)
 
     def read(
         self, slot: int, repeat: int | Int[Array, ""]

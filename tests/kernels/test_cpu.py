@@ -1,20 +1,26 @@
-"""Matrix products and their gradients, values computed once, and unstacked layers, on CPU and elsewhere."""
+"""Matrix products and their gradients, values computed once, unstacked layers, and caches, on CPU and elsewhere."""
 
 from __future__ import annotations
 
+import math
+import re
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import Array
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import MeshSection
 from posttrain.kernels.platform import computed_once, matmul, unstack_layers
 from posttrain.mesh import make_mesh
+from posttrain.models.cache import KVCache, empty_cache
 from tests.often import often
+from tests.tiny import tiny_model
 
 SIZES = [(16, 24), (24, 16), (16, 16)]
 
@@ -133,3 +139,28 @@ def test_what_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = jax.jit(lambda x, y: program(x, y)).lower(x, y).compile()
     assert "conditional" not in elsewhere.as_text()
     jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-6), found, elsewhere(x, y))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_row_is_decoded_without_a_copy_of_its_cache(tokens: int) -> None:
+    model = tiny_model(num_layers=2).for_decoding()
+    graph, state = nnx.split(model)
+    cache = empty_cache(model.config, 1, 64, jnp.dtype(jnp.float32))
+
+    @partial(jax.jit, donate_argnums=3)
+    def program(state: nnx.State, ids: Array, start: Array, cache: KVCache) -> tuple[Array, KVCache]:
+        positions = start + jnp.arange(tokens, dtype=jnp.int32)[None]
+        hidden, after, _ = nnx.merge(graph, state).forward(ids, positions, jnp.ones_like(ids), cache)
+        assert isinstance(after, KVCache)
+        return hidden, after
+
+    text = program.lower(state, jnp.ones((1, tokens), jnp.int32), jnp.int32(5), cache).compile().as_text()
+    sizes = {x.size for x in jax.tree.leaves(cache)}
+    of_whole = [
+        line
+        for line in text.splitlines()
+        if (found := re.search(r"= f32\[([\d,]+)\]\S* (?:copy|transpose|dynamic-update-slice)\(", line))
+        and math.prod(map(int, found[1].split(","))) in sizes
+    ]
+    assert not of_whole

@@ -195,7 +195,8 @@ def full_attention(
     # Queries of a group are merged into one axis: plain batched products in the layout of the keys.
     q = q.reshape(rows, length, num_kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(rows, num_kv_heads, groups * length, head_dim)
-    products = jnp.einsum("bkth,bksh->bkts", q, k, preferred_element_type=jnp.float32) * scale
+    # The order of a cache's keys, which XLA:CPU would transpose otherwise.
+    products = jnp.einsum("bkth,bkhs->bkts", q, k.swapaxes(2, 3), preferred_element_type=jnp.float32) * scale
     logits, shape = capped(products, soft_cap), (rows, num_kv_heads, groups, length, keys)
     logits = jnp.where(mask[:, None, None], logits.reshape(shape), MASKED)
     per_head = None if sinks is None else sinks.reshape(1, num_kv_heads, groups, 1, 1)
@@ -230,7 +231,7 @@ def single_query(
     groups = num_heads // num_kv_heads
     q = q.reshape(rows, num_kv_heads, groups, head_dim)
     if head_dim == value_dim:
-        logits = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32) * scale
+        logits = jnp.einsum("bkgh,bkhs->bkgs", q, k.swapaxes(2, 3), preferred_element_type=jnp.float32) * scale
     else:
         # Scaled before the transpose: after it, XLA:CPU takes a fifth longer for a whole decoding step.
         logits = jnp.einsum("bksh,bkgh->bksg", k, q, preferred_element_type=jnp.float32) * scale
