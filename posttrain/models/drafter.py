@@ -43,10 +43,16 @@ class DrafterConfig:
         return number, max(1, self.embed_dim // (4 * number))
 
     @property
+    def rank(self) -> int:
+        """Rank of what the token before a place adds to the logits there."""
+        return min(32, max(8, self.embed_dim // 8))
+
+    @property
     def shapes(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
         """Name and size of each parameter's dimensions."""
         embed, heads = ("embed", self.embed_dim), ("latent", math.prod(self.heads))
         inner, hidden = ("latent", self.embed_dim), ("latent", self.embed_dim)
+        rank = ("latent", self.rank)
         of_layer = {
             "attention_norm": (embed,),
             **dict.fromkeys(("q", "k", "v"), (embed, heads)),
@@ -63,6 +69,8 @@ class DrafterConfig:
             "places": (("latent", self.tokens + 1), embed),
             **layers,
             "final_norm": (embed,),
+            "follows_in": (embed, rank),
+            "follows_out": (rank, ("vocab", self.vocab_size)),
         }
 
     @property
@@ -80,6 +88,7 @@ class BlockDrafter(nnx.Module):
             shape = tuple(size for _, size in dims)
             init = Init(0.02 if name in ("ages", "places") else shape[0] ** -0.5, dtype, rngs)
             value = jnp.ones(shape, dtype) if name.endswith("norm") or "_norm_" in name else normal(init, shape)
+            value = jnp.zeros_like(value) if name == "follows_out" else value
             self.weights[name] = param(value, tuple(dim for dim, _ in dims))
 
     def arrays(self) -> dict[str, Array]:
@@ -112,6 +121,16 @@ def propose(
         inputs = _normed(x, own["mlp_norm"])
         x = x + (jax.nn.silu(inputs @ own["gate"]) * (inputs @ own["up"])) @ own["down"]
     return _normed(x[:, 1:], w["final_norm"])
+
+
+def following(weights: Mapping[str, Array], before: Float[Array, "N D"]) -> Float[Array, "N V"]:
+    """What the token before a place, by its embedding, adds to the logits there.
+
+    The states of a block's places do not know which tokens are drafted at those before: low rank, so that the
+    head is read once for all of them.
+    """
+    inner, out = (weights[name].astype(before.dtype) for name in ("follows_in", "follows_out"))
+    return (_normed(before) @ inner) @ out
 
 
 def _normed(x: Float[Array, "*B D"], scale: Float[Array, " D"] | None = None) -> Float[Array, "*B D"]:
@@ -172,13 +191,13 @@ def block_stats(
     drafter: BlockDrafter, batch: Batch, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], logits: Logits
 ) -> DraftStats:
     """Divergence of the drafts from the target at the tokens of rows."""
-    config, (rows, length) = drafter.config, batch.shape
+    config, weights, (rows, length) = drafter.config, drafter.arrays(), batch.shape
     hidden, embedded = jax.lax.stop_gradient((hidden, embedded))
     blocks = Blocks.of(config, batch)
     count = blocks.starts.size
     states = propose(
         config,
-        drafter.arrays(),
+        weights,
         _taken(hidden, blocks.before).reshape(count, config.window, -1),
         blocks.known.reshape(count),
         _taken(embedded, blocks.starts).reshape(count, -1),
@@ -188,7 +207,9 @@ def block_stats(
     def compared(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         """Compare one place of all blocks, so that no more logits are held at once."""
         target = jax.lax.stop_gradient(jax.nn.log_softmax(logits(_taken(hidden, inputs[1]))))
-        draft = jax.nn.log_softmax(logits(inputs[0]))
+        before = _taken(embedded, inputs[1]).reshape(count, -1)
+        follows = following(weights, before).reshape(*inputs[1].shape, -1)
+        draft = jax.nn.log_softmax(logits(inputs[0]) + follows)
         divergence = jnp.sum(jnp.exp(target) * (target - draft), axis=-1)
         return None, (divergence, jnp.sum(jnp.exp(jnp.minimum(target, draft)), axis=-1))
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from posttrain.mesh import by_rows, by_rows_and_vocab, on_each_shard
 from posttrain.models.adapter import choose_slots
 from posttrain.models.decoder import NO_TOKEN, Decoder
-from posttrain.models.drafter import DrafterConfig, propose
+from posttrain.models.drafter import DrafterConfig, following, propose
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decoding import DecodedTokens, DecodeRows, DraftCounts, Progress, recorded
 from posttrain.rollout.paged import Pool
@@ -347,16 +347,22 @@ class Block(NamedTuple):
     mesh: Mesh | None
 
     def propose(self, state: tuple[Array, Int[Array, " R"]], now: Progress) -> tuple[Any, Drafts]:
-        model, count = self.model, now.tokens.shape[0]
-        newest = model.embed(now.tokens[:, None], model.compute.dtype, model.compute.mesh)[:, 0]
-        places = propose(self.config, self.weights, *state, newest)[:, : self.length]
-        logits = model.logits(places)
-        flat = by_rows_and_vocab(logits.reshape(-1, logits.shape[-1]), self.mesh)
-        positions = now.positions[:, None] + 1 + jnp.arange(self.length, dtype=jnp.int32)[None]
-        each = (self.sampling, now.tally, self.window)
-        sampling, tally, window = jax.tree.map(lambda x: jnp.repeat(x, self.length, axis=0), each)
-        tokens = on_each_shard(guess, self.mesh)(flat, positions.reshape(-1), sampling, tally, window)
-        return state, Drafts(tokens.reshape(count, self.length), jnp.ones(count, bool))
+        model, mesh = self.model, self.mesh
+
+        def embedded(tokens: Int[Array, " R"]) -> Float[Array, "R D"]:
+            return model.embed(tokens[:, None], model.compute.dtype, model.compute.mesh)[:, 0]
+
+        def step(newest: Array, place: tuple[Array, Array]) -> tuple[Array, Array]:
+            logits, number = place
+            follows = following(self.weights, embedded(newest)).astype(logits.dtype)
+            flat, position = by_rows_and_vocab(logits + follows, mesh), now.positions + 1 + number
+            drawn = on_each_shard(guess, mesh)(flat, position, self.sampling, now.tally, self.window)
+            return drawn, drawn
+
+        places = propose(self.config, self.weights, *state, embedded(now.tokens))[:, : self.length]
+        inputs = model.logits(places).swapaxes(0, 1), jnp.arange(self.length, dtype=jnp.int32)
+        _, tokens = jax.lax.scan(step, now.tokens, inputs)
+        return state, Drafts(tokens.T, jnp.ones(now.tokens.shape, bool))
 
     def note(
         self, state: tuple[Array, Int[Array, " R"]], now: Progress, judged: Judged, hidden: Float[Array, "R k1 D"]

@@ -18,16 +18,17 @@ from flax import nnx
 from posttrain.config import MeshSection
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
-from posttrain.models.drafter import BlockDrafter, DrafterConfig
+from posttrain.models.drafter import BlockDrafter, DrafterConfig, propose
 from posttrain.rollout import scheduler
 from posttrain.rollout.adapters import AdapterSlots
 from posttrain.rollout.blocks import BLOCK
+from posttrain.rollout.decoding import Progress
 from posttrain.rollout.drafting import FIRST_WAIT, Pace, Speculation, Windows
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.request import HiddenStates, Request
 from posttrain.rollout.sampling import Sampling, Tables, guess, sample
 from posttrain.rollout.scheduler import Row
-from posttrain.rollout.speculative import lookup
+from posttrain.rollout.speculative import Block, lookup
 from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.weights.drafter import StoredDrafter, described
 from tests.mixtures import mixture_config, mixture_model
@@ -55,6 +56,7 @@ def block(model: Decoder, tokens: int = 3, window: int = 4) -> Speculation:
     config = DrafterConfig(tokens=tokens, window=window, layers=1, **sizes)
     drafter = BlockDrafter(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(jax.random.key(0)))
     arrays = {name: np.asarray(x) for name, x in drafter.arrays().items()}
+    arrays["follows_out"] = np.random.default_rng(0).normal(size=arrays["follows_out"].shape).astype(np.float32)
     return Speculation(tokens=tokens, block=StoredDrafter(config=config, target=described(model.config), arrays=arrays))
 
 
@@ -184,6 +186,32 @@ def test_a_block_drafter_reads_the_newest_hidden_states(
     assert len(seen) > 8 and {state.known for _, state in seen} >= {0, 4} and engine.metrics()["rollout/preemptions"]
     for request, one in zip(calls, plain.generate_all(prompts, each), strict=True):
         assert_same(request.future.result(), one)
+
+
+def test_each_draft_of_a_block_follows_the_one_before_it(model: Decoder) -> None:
+    drafts = block(model)
+    assert drafts.block is not None
+    config, arrays = drafts.block.config, {name: jnp.asarray(x) for name, x in drafts.block.arrays.items()}
+    newest, known = jnp.asarray([3, 8], jnp.int32), jnp.asarray([4, 2], jnp.int32)
+    hidden = jax.random.normal(jax.random.key(1), (2, 4, config.embed_dim))
+    greedy, tables = params(3, temperature=0.0), Tables(config.vocab_size)
+    sampling = Sampling.of([greedy] * 2, [[1]] * 2, [1] * 2, max_length=64, tables=tables)
+    source = Block(config, arrays, model, sampling, jnp.zeros(2), 3, None)
+    now = Progress(jnp.ones(2, bool), newest, jnp.asarray([5, 9], jnp.int32), None, None)  # type: ignore[arg-type]
+    _, found = jax.jit(source.propose)((hidden, known), now)
+
+    @jax.jit
+    def embedded(tokens: jax.Array) -> jax.Array:
+        return model.embed(tokens[:, None], jnp.dtype(jnp.float32), None)[:, 0]
+
+    logits = np.asarray(model.logits(propose(config, arrays, hidden, known, embedded(newest))))
+    alone, before = logits.argmax(-1), newest
+    for place in range(3):
+        x = np.asarray(embedded(before))
+        x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+        before = (logits[:, place] + x @ arrays["follows_in"] @ arrays["follows_out"]).argmax(-1)
+        np.testing.assert_array_equal(found.tokens[:, place], before)
+    assert (np.asarray(found.tokens) != alone).any()
 
 
 def test_a_block_drafter_beside_weights_of_a_mesh_of_one_device() -> None:

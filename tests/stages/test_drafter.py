@@ -51,6 +51,9 @@ def drafted(**changes: Any) -> Decoder:
     model = tiny_model(num_layers=1, windows=(None,), vocab_size=16)
     sizes: dict[str, Any] = {"tokens": TOKENS, "window": WINDOW, "layers": 1} | changes
     attach_drafter(model, DrafterConfig(embed_dim=32, vocab_size=16, **sizes), seed=0)
+    assert model.drafter is not None
+    out = model.drafter.weights["follows_out"]
+    out[...] = 0.3 * jax.random.normal(jax.random.key(1), out[...].shape)
     return model
 
 
@@ -84,7 +87,7 @@ def naive(model: Decoder, batch: Batch, hidden: np.ndarray) -> list[dict[str, np
     assert model.drafter is not None
     config, arrays = model.drafter.config, model.drafter.arrays()
     table, found, proposed = np.asarray(model.embed.embedding[...]), [], jax.jit(partial(propose, config))
-    probabilities = jax.jit(lambda x: jax.nn.softmax(model.logits(x)))
+    probabilities, inner = jax.jit(lambda x: jax.nn.softmax(model.logits(x))), np.asarray(arrays["follows_in"])
     for tokens, segments, states in zip(batch.tokens, batch.segments, hidden, strict=True):
         length = len(tokens)
         row = {name: np.zeros(length) for name in ("order", "divergence", "overlap", "reached")}
@@ -99,12 +102,15 @@ def naive(model: Decoder, batch: Batch, hidden: np.ndarray) -> list[dict[str, np
             window[0, config.window - len(before) :] = states[before]
             newest = model.embed.scale * table[tokens[start]][None]
             known = jnp.asarray([len(before)], jnp.int32)
-            drafts, reached = probabilities(proposed(arrays, window, known, newest))[0], 1.0
+            drafts, reached = np.asarray(probabilities(proposed(arrays, window, known, newest))[0]), 1.0
             for place in range(config.tokens):
                 at = start + 1 + place
                 if at >= length or segments[at] != segments[start]:
                     break
-                q, p = np.asarray(drafts[place]), targets[at - 1]
+                last = model.embed.scale * table[tokens[at - 1]]
+                low = last / np.sqrt(np.mean(last**2) + 1e-6) @ inner
+                q, p = drafts[place] * np.exp(low @ np.asarray(arrays["follows_out"])), targets[at - 1]
+                q = q / q.sum()
                 reached *= np.minimum(p, q).sum()
                 row["order"][at], row["divergence"][at] = place + 1, (p * np.log(p / q)).sum()
                 row["overlap"][at], row["reached"][at] = np.minimum(p, q).sum(), reached
