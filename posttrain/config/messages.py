@@ -141,7 +141,7 @@ def _explain(item: Any, key: Key, parents: Sections, inside: Sections) -> str:
     kind, context, given = item["type"], item.get("ctx", {}), item["input"]
     if kind == "missing":
         purpose = next((p.model_fields[str(key[-1])].description for p in parents if key[-1] in p.model_fields), None)
-        return f"required, but missing: {purpose}" if purpose else "required, but missing"
+        return f"required, but missing: {' '.join(purpose.split())}" if purpose else "required, but missing"
     if kind == "union_tag_not_found":
         return f"required, but missing: {_kinds(inside)}"
     if kind == "value_error":

@@ -126,6 +126,14 @@ class RunConfig(Section):
                 f"model.lora.dropout={lora.dropout}: RL has none, nor have online preference and on-policy "
                 "distillation: the trainer would be another model than the sampler; set it to 0"
             )
+        merging = [one.rollout for one in self.stages if trains_on_samples(one) and one.rollout.merge_lora]
+        if merging and lora is None and self.model.adapter is None:
+            yield "rollout.merge_lora: the model has no adapter to merge; set model.lora, or remove it"
+        elif self.model.quantize != "none" and any(rollout.quantize == "none" for rollout in merging):
+            yield (
+                f"rollout.merge_lora: no adapter is merged into matrices of model.quantize={self.model.quantize}; "
+                "set rollout.quantize for a merged copy in 8 bits, or remove merge_lora"
+            )
         for stage in (one for one in self.stages if isinstance(one, OfflineSection)):
             if stage.on_bad_image == "drop" and self.model.vision == "none":
                 yield "on_bad_image=drop has no effect without a vision tower; set model.vision: frozen, or remove it"

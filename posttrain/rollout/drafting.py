@@ -83,15 +83,18 @@ class Speculation:
             return None if drafts is None else cls(tokens=drafts.tokens, option=option)
         check_drafts(drafts, tokenizer, 1, option)
         compute = target.compute
-        model = load_model(
-            drafts.path.resolved,
-            dtype=compute.dtype,
-            compute_dtype=compute.dtype,
-            mesh=compute.mesh,
-            decode_attention=compute.decode_attention,
-            grouped_matmul=compute.grouped_matmul,
-            num_tokens=tokenizer.num_ids,
-        )
+        try:
+            model = load_model(
+                drafts.path.resolved,
+                dtype=compute.dtype,
+                compute_dtype=compute.dtype,
+                mesh=compute.mesh,
+                decode_attention=compute.decode_attention,
+                grouped_matmul=compute.grouped_matmul,
+                num_tokens=tokenizer.num_ids,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{option}.path={drafts.path}: the draft model: {error}") from error
         return cls(tokens=drafts.tokens, model=model, option=option)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,10 @@ from posttrain.config import (
     MESH_AXES,
     ROW_AXES,
     AnyOptimizer,
+    BlockDrafts,
+    DistillSection,
     DrafterSection,
+    ModelDrafts,
     ModelSection,
     Muon,
     OnlineSection,
@@ -24,6 +29,7 @@ from posttrain.config import (
     RLSection,
     RunConfig,
     UserOptimizer,
+    trains_on_samples,
 )
 from posttrain.config.algorithm import PPO
 from posttrain.config.optimizer import WidthScaled
@@ -42,12 +48,15 @@ from posttrain.train.objective import used_once
 from posttrain.train.optimizers import state_bytes
 from posttrain.train.transformations import groups_of, make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
-from posttrain.weights.locate import ModelFiles, unreachable
+from posttrain.weights.locate import ModelFiles, read_model_files, unreachable
 from posttrain.weights.lora import attach_lora, has_lora
 from posttrain.weights.peft_load import adapter_outline
 from posttrain.weights.quantize import quantized_outline
 from posttrain.weights.scalar_head import add_scalar_head
 from posttrain.weights.state import ModelWeights
+
+if TYPE_CHECKING:
+    from posttrain.models.drafter import DrafterConfig
 
 FLOAT32_BYTES = 4
 
@@ -109,6 +118,8 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
             lines.append(
                 f"{name}: evaluates and saves the average of weights, decay {ema.decay:g} from update {ema.start:,}"
             )
+        if trains_on_samples(section):
+            check_sampler_mesh(section, prepared.files, mesh)
         if isinstance(section, OnlineSection):
             lines += describe_roles(name, section, config, prepared.files, mesh)
     return lines + prepared.notes + row_notes(config, shards)
@@ -175,6 +186,31 @@ def describe_groups(name: str, optimizer: AnyOptimizer, config: RunConfig, files
     return lines
 
 
+def check_sampler_mesh(section: OnlineSection | DistillSection, files: ModelFiles, mesh: Mapping[str, int]) -> None:
+    """ConfigError if `mesh` does not divide the draft model, or `rollout.tensor` not its heads or the model's own."""
+    wanted, drafts = section.rollout.tensor, section.rollout.speculative
+    draft = read_model_files(drafts.path.resolved).config if isinstance(drafts, ModelDrafts) else None
+    own = section.placement.rollout.devices if isinstance(section, OnlineSection) else None
+    if draft is not None and own is None:
+        with located("rollout.speculative: the draft model: "):
+            check_mesh(outline_of(draft, Compute.of(jnp.dtype(jnp.float32)), jnp.dtype(jnp.float32)), mesh)
+    count = mesh["tensor"] if wanted == "trained" else wanted
+    for name, config in (("", files.config), (", the draft model of rollout.speculative", draft)):
+        if config is None or count == "auto":
+            continue
+        if (heads := math.gcd(*(block.attention.num_kv_heads for block in config.blocks))) % count:
+            raise ConfigError(f"rollout.tensor={wanted} must divide num_kv_heads={heads} of {config.model_type}{name}")
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Begin the text of a ConfigError with the place of what it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}{error}") from error
+
+
 def describe_roles(
     name: str, section: OnlineSection, config: RunConfig, files: ModelFiles, mesh: Mapping[str, int]
 ) -> list[str]:
@@ -185,9 +221,20 @@ def describe_roles(
     critic = section.algorithm.critic if isinstance(section, RLSection) and isinstance(section.algorithm, PPO) else None
     if critic is not None and critic.path is None and files.config is not None:
         alone = {**dict.fromkeys(mesh, 1), "fsdp": own["critic"] or 1}
-        size = critic_size(critic, config, files, mesh if own["critic"] is None else alone)
+        with located("algorithm.critic."):
+            size = critic_size(critic, config, files, mesh if own["critic"] is None else alone)
         whole = size.weights + size.gradient + size.optimizer
         lines.append(f"{name}: critic: {size.total:,} parameters, {_bytes(whole)} beside the actor's memory")
+    drafts, optimizer = section.rollout.speculative, section.rollout.drafter_optimizer
+    if optimizer is not None and files.config is not None:
+        from posttrain.rollout.drafting import find_drafter
+
+        assert isinstance(drafts, BlockDrafts)
+        sizes = find_drafter(drafts, files.config).config
+        with located("rollout.speculative."):
+            size = training_size(config, _with_drafter(model_outline(config, files), sizes), mesh, optimizer)
+        whole = sizes.num_parameters * jnp.dtype(config.model.dtype).itemsize + size.gradient + size.optimizer
+        lines.append(f"{name}: drafter: {size.trained:,} parameters, {_bytes(whole)} beside the actor's memory")
     return lines
 
 
@@ -248,14 +295,26 @@ def model_outline(config: RunConfig, files: ModelFiles) -> Decoder:
             attach_lora(decoder, lora, seed=0)
         if scored:
             add_scalar_head(decoder, seed=0)
-        if isinstance(drafted, DrafterSection):
-            from posttrain.weights.drafter import attach_drafter, drafter_config
-
-            attach_drafter(decoder, drafter_config(drafted, decoder.config), seed=0)
         return decoder
 
-    changes = lora is not None or scored or isinstance(drafted, DrafterSection)
-    return nnx.eval_shape(changed, outline) if changes else outline
+    if lora is not None or scored:
+        outline = nnx.eval_shape(changed, outline)
+    if isinstance(drafted, DrafterSection):
+        from posttrain.weights.drafter import drafter_config
+
+        return _with_drafter(outline, drafter_config(drafted, outline.config))
+    return outline
+
+
+def _with_drafter(outline: Decoder, sizes: DrafterConfig) -> Decoder:
+    """Model of shapes with a drafter beside it."""
+    from posttrain.weights.drafter import attach_drafter
+
+    def drafted(decoder: Decoder) -> Decoder:
+        attach_drafter(decoder, sizes, seed=0)
+        return decoder
+
+    return nnx.eval_shape(drafted, outline)
 
 
 def _axes(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> list[str]:

@@ -225,7 +225,10 @@ def make_drafter(stage: StageRun, section: OnlineSection, actor: Trainer) -> Dra
     found, source = find_drafter(drafts, actor.model.config), ModelWeights(actor.model)
     model = source.bind(source.read())
     attach_drafter(model, found.config, seed=stage.seed, mesh=actor.mesh, arrays=found.arrays)
-    made = make_optimizer(optimizer, section.steps, stage.seed, model)
+    try:
+        made = make_optimizer(optimizer, section.steps, stage.seed, model)
+    except ConfigError as error:
+        raise ConfigError(f"rollout.speculative.{error}") from error
     settings = drafter_settings(section, optimizer)
     return DrafterLearner(Trainer(model, BlockDraftLoss(), made, settings, mesh=actor.mesh), actor)
 

@@ -30,7 +30,7 @@ from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder, first_layers
 from posttrain.train.muon import BLOCK, Parameter, is_array, parameters_of, scale_by_muon
 from posttrain.train.optimizers import Average, Optimizer, decay_mask
-from posttrain.weights.state import ADAPTER, ModelWeights
+from posttrain.weights.state import ADAPTER, DRAFTER, ModelWeights
 
 BEFORE_LAYERS = ("embed.", "layer_inputs.", "tower.")
 """Starts of the paths of parameters before the layers."""
@@ -213,9 +213,12 @@ def groups_of(section: GroupedOptimizer, model: ModelWeights) -> list[ParameterG
                 f"trained: {', '.join(trained)}"
             )
     if isinstance(section, Muon) and not any(name.startswith("muon") for name in taken):
+        own, why = ("lora_", "those of an adapter are factors of low rank")
+        if model.model.drafter is not None:
+            own, why = DRAFTER, "a drafter has others"
         raise ConfigError(
-            "optimizer: muon takes the matrices between hidden states, and none of them is trained here: those of an "
-            "adapter are factors of low rank; use adamw, or name them: groups: [{match: lora_, kind: muon}]"
+            f"optimizer: muon takes the matrices between hidden states, and none of them is trained here: {why}; use "
+            f"adamw, or name them: groups: [{{match: {own}, kind: muon}}]"
         )
     groups = [ParameterGroup(name, grouping.settings(name), tuple(paths)) for name, paths in taken.items()]
     for group in groups:

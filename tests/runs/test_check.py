@@ -15,6 +15,7 @@ from posttrain.config import DistillSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.losses.sft import SFTLoss
+from posttrain.models.drafter import DrafterConfig
 from posttrain.runs.check import TrainingSize, model_outline, training_size
 from posttrain.runs.finished import tokenizer_of
 from posttrain.runs.prepare import keep_clock, prepare
@@ -22,9 +23,11 @@ from posttrain.stages.distill import describe
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.train.transformations import make_optimizer
+from posttrain.weights.drafter import attach_drafter, read_drafter, save_drafter
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.locate import trained_model_files
 from posttrain.weights.lora import count_parameters
+from posttrain.weights.save import save_model
 from tests.stages.runs import INIT, posttrain, rl_stage, sft_stage, write_run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -112,6 +115,67 @@ def test_roles(tmp_path: Path) -> None:
     assert "0-rl: devices of their own: rollout 2, critic 1\n" in out
     # One number of 16 parameters more than the model; 16 bytes for each.
     assert "0-rl: critic: 6,560 parameters, 102.5 KiB beside the actor's memory\n" in out
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of one head of keys and values, and its drafter."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    model, tokenizer = init_model({**INIT, "vocab_size": 261}, dtype="float32", seed=0), load_tokenizer("bytes")
+    save_model(model, folder / "model", tokenizer=tokenizer)
+    attach_drafter(model, DrafterConfig(embed_dim=16, vocab_size=261, tokens=2, window=3, layers=1), seed=0)
+    save_drafter(model, folder / "drafter")
+    return folder / "model", folder / "drafter"
+
+
+TWO_HEADS = {"tokenizer": "bytes", "init": {**INIT, "num_key_value_heads": 2}}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "changes", "words"),
+    [
+        (
+            {},
+            {"mesh": {"data": 4, "tensor": 2}},
+            "rollout.speculative: the draft model: mesh.tensor=2 must divide num_kv",
+        ),
+        (
+            {"tensor": 2},
+            {"mesh": {"fsdp": 8}},
+            "rollout.tensor=2 must divide num_kv_heads=1 of qwen3, the draft model of",
+        ),
+        ({"tensor": 4, "speculative": None}, {}, "rollout.tensor=4 must divide num_kv_heads=2 of qwen3"),
+        (
+            {"merge_lora": True},
+            {},
+            "rollout.merge_lora: the model has no adapter to merge; set model.lora, or remove it",
+        ),
+        (
+            {"merge_lora": True},
+            {"model": {**TWO_HEADS, "lora": {"rank": 2}, "quantize": "int8"}},
+            "rollout.merge_lora: no adapter is merged into matrices of model.quantize=int8; set rollout.quantize",
+        ),
+    ],
+)
+def test_mistakes_of_samplers(
+    tmp_path: Path, checkpoints: tuple[Path, Path], rollout: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    drafts = {"kind": "draft", "path": str(checkpoints[0])}
+    stage = rl_stage(rollout={"speculative": drafts, **rollout})
+    assert words in posttrain("check", write_run(tmp_path, stage, **{"model": TWO_HEADS, **changes})).error
+
+
+def test_a_drafter_beside_the_actor(tmp_path: Path, checkpoints: tuple[Path, Path]) -> None:
+    """Its parameters, whose bytes are 16 for each; and mistakes of its optimiser, named as its own."""
+    drafts = {"kind": "block", "path": str(checkpoints[1]), "optimizer": {}}
+    file = write_run(tmp_path, rl_stage(rollout={"speculative": drafts}))
+    out, count = posttrain("check", file).out, read_drafter(checkpoints[1]).config.num_parameters
+    assert f"0-rl: drafter: {count:,} parameters, {16 * count / 2**10:.1f} KiB beside the actor's memory\n" in out
+    name = "stages.0.rollout.speculative.optimizer"
+    error = posttrain("check", file, f"{name}={{kind: muon, learning_rate: 0.1}}").error
+    assert error.startswith("rollout.speculative.optimizer: muon takes the matrices") and "match: drafter." in error
+    error = posttrain("check", file, f"{name}={{groups: [{{match: none, learning_rate: 0.1}}]}}").error
+    assert error.startswith("rollout.speculative.optimizer.groups.0: 'none' matches no trained parameter")
 
 
 @pytest.mark.parametrize(

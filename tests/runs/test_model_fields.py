@@ -139,8 +139,6 @@ def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
     assert large["rollout/programs"] == plain["rollout/programs"] == plain["rollout/late_compilations"]
     assert large["rollout/late_compilations"] == 0 < min(line["rollout/compile_s"] for line in first)
     assert large["reward"] == plain["reward"]
-    failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"merge_lora": True})))
-    assert failed.error.startswith("rollout.merge_lora: the model has no adapter")
     failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"tensor": 2})), devices=8)
     assert failed.error.startswith("rollout.tensor=2 must divide num_kv_heads=1 of qwen3")
     small = write_run(tmp_path, rl_stage(rollout={"cache_tokens": 31}))
