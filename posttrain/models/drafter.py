@@ -124,7 +124,7 @@ def propose(
 
 
 def following(weights: Mapping[str, Array], before: Float[Array, "N D"]) -> Float[Array, "N V"]:
-    """What the token before a place, by its embedding, adds to the logits there.
+    """Logits that the token before a place, given by its embedding, adds there.
 
     The states of a block's places do not know which tokens are drafted at those before: low rank, so that the
     head is read once for all of them.
