@@ -60,7 +60,7 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         # Orbax logs every array and phase; its errors are raised as exceptions as well.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self._hook, sys.excepthook = sys.excepthook, self._print_error
+        self._hook, sys.excepthook = sys.excepthook, _without_closed_loops(sys.excepthook)
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
@@ -215,11 +215,6 @@ class Checkpointer:
         finally:
             sys.excepthook = self._hook
 
-    def _print_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Drop what TensorStore's threads print about writes abandoned by a failed save, whose error is raised."""
-        if str(error) != "Event loop is closed":
-            self._hook(kind, error, trace)
-
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -250,6 +245,24 @@ class Checkpointer:
                 f"{self.directory / str(step)}: checkpoint of another model or optimizer: {'; '.join(problems)}. "
                 "Resume with the configuration that wrote it, or use another output folder"
             )
+
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+@functools.cache
+def _without_closed_loops(hook: Hook) -> Hook:
+    """Hook without what TensorStore's threads print about writes abandoned by a failed save, whose error is raised.
+
+    It is kept for good: Python calls a hook without a reference of its own, and a thread that has begun to report an
+    error ends the process if the hook is freed meanwhile.
+    """
+
+    def print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if str(error) != "Event loop is closed":
+            hook(kind, error, trace)
+
+    return print_error
 
 
 class _ReadsToTheEnd:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -226,6 +227,15 @@ def test_no_read_outlives_a_failed_restore(
             gc.collect()
         assert_same(checkpointer.restore(1, like(arrays))[0], arrays)
     assert refused and not raised and not caplog.messages
+
+
+def test_a_hook_that_a_thread_may_be_in_is_not_freed(tmp_path: Path) -> None:
+    before = sys.excepthook
+    with Checkpointer(tmp_path):
+        hook = weakref.ref(sys.excepthook)
+        assert hook() is not before
+    gc.collect()
+    assert sys.excepthook is before and hook() is not None
 
 
 def test_a_changed_value_is_told_by_its_leaf(tmp_path: Path) -> None:
