@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parents[2] / "posttrain" / "models"
-CORE_LINES = 4560
+CORE_LINES = 4620
 FAMILY_LINES = 150
 LONGER = {"gemma4_text"}
 SHARED_RUN = 10
