@@ -53,7 +53,7 @@ from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.sampler import Sampler, Source, collect
 from posttrain.rl.teachers import distances, merged_distances, refuse_blind, shares_of
 from posttrain.runtime.event_loop import run_async
-from posttrain.stages.cluster import make_engine, sampler_gate, warm_up
+from posttrain.stages.cluster import engine_metrics, forget_prompts, make_engine, sampler_gate, warm_up
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import EpochSource, Prepared
 from posttrain.stages.prompts import PromptInputs, check_cache, pictures_of_prompts, prepare_prompts
@@ -337,7 +337,7 @@ class Samples:
         self._sync()
         groups = run_async(collect(self._sampler, self.source.take(self._section.batch_rows, step), 1))
         self._release_cache()
-        self._sample_metrics = sample_metrics(groups, step)
+        self._sample_metrics = {**sample_metrics(groups, step), **engine_metrics(self._engine)}
         rows, length = self._section.batch_rows, self._section.row_tokens
         samples = [group[0] for group in groups]
         batch, where = sample_rows(samples, row_tokens=length, num_rows=rows, shares=self._shares)
@@ -377,6 +377,7 @@ class Samples:
 
         evaluation = run_async(evaluate_prompts(sampler, Rubric([]), self._inputs.eval_examples, distances=measured))
         self._release_cache()
+        forget_prompts(self._engine)
         return {
             name.replace("eval/distill/kl", "eval/distill/reverse_kl"): x for name, x in evaluation.metrics().items()
         }

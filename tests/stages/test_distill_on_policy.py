@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.rollout.engine import NativeEngine
 from posttrain.stages.distill import MixedBatches
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
@@ -171,7 +172,8 @@ def test_some_steps_on_samples_interrupted_and_resumed(
     of_steps = [line for line in lines(tmp_path / "whole" / "out") if "grad_norm" in line]
     for line, sampled in zip(of_steps, seen, strict=True):
         assert min(line["distill/divergence"], line["distill/hidden"]) > 0.01
-        assert ("sampling/logp_difference/mean" in line) == ("completions/mean_length" in line) == sampled
+        told = ("sampling/logp_difference/mean", "completions/mean_length", "rollout/prefix_hit_rate")
+        assert {name in line for name in told} == {sampled}
         assert not sampled or (line["sampling/logp_difference/mean"] < 1e-4 and line["sampling/staleness/mean"] == 0)
     before, after = (line for line in lines(tmp_path / "whole" / "out") if "grad_norm" not in line)
     for line in (before, after):
@@ -180,20 +182,26 @@ def test_some_steps_on_samples_interrupted_and_resumed(
 
 
 @pytest.mark.thorough
-def test_all_steps_on_samples_need_no_completions(tmp_path: Path, teachers: Path) -> None:
-    """Each row by its own teacher. Sampled at a temperature that is not the divergence's, and compared at it."""
+def test_all_steps_on_samples_need_no_completions(
+    tmp_path: Path, teachers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row by its own teacher. Sampled at a temperature that is not the divergence's, and compared at it. What the
+    engine counts in evaluations is in no step."""
+    forgotten, forget = list[NativeEngine](), NativeEngine.forget_prompts
+    monkeypatch.setattr(NativeEngine, "forget_prompts", lambda self: (forgotten.append(self), forget(self)))
     (tmp_path / "rows_of_test.py").write_text(
         "def rows():\n    return [{'prompt': f'{i}+1=', 'who': ('teacher', 'other')[i % 2]} for i in range(24)]\n"
     )
     both = [{"path": str(teachers / name)} for name in ("teacher", "other")]
     rows = {"path": "rows_of_test.py:rows", "chat": False}
     stage = gkd(teachers, on_policy=1.0, num_steps=2, teachers=both, teacher_column="who", dataset=rows)
-    stage["sampling"] = {"max_tokens": 6, "temperature": 0.5}
+    stage |= {"sampling": {"max_tokens": 6, "temperature": 0.5}, "rollout": {"speculative": {"kind": "ngram"}}}
     done = command("run", write_run(tmp_path, {**stage, "eval_dataset": {**rows, "limit": 3}}))
     assert done.code == 0, done.err
     told = lines(tmp_path / "out")
     assert sum("eval/distill/reverse_kl" in line for line in told) == 2
     assert [line["sampling/logp_difference/mean"] < 1e-4 for line in told if "grad_norm" in line] == [True] * 2
+    assert sum("rollout/speculative/share" in line for line in told) == 2 == len(forgotten)
 
 
 def test_what_samples_need(tmp_path: Path, teachers: Path) -> None:
