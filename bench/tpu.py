@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,9 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding, ring_hops
 from posttrain.models import decoder
 from posttrain.models.activations import ATTENTION, attention_flops, saved_names
-from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig
+from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig, RouterConfig
 from posttrain.models.decoder import Decoder
+from posttrain.models.drafter import DrafterConfig
 from posttrain.models.layers import Init
 from posttrain.models.moe import Experts
 from posttrain.plan.hlo import ProgramText, read_program
@@ -42,8 +45,10 @@ from posttrain.plan.sampling import RolloutShapes
 from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms
 from posttrain.train.transformations import make_optimizer
+from posttrain.weights.drafter import CONFIG, WEIGHTS, described
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import active_parameters
+from posttrain.weights.tensor_file import Outline, write_tensors
 
 SMALL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -308,18 +313,23 @@ def token_text(found: Figures, kind: str) -> str:
     return f"estimated {1e3 * cycles / CLOCKS[kind]:.1f} ms a token without kernels; "
 
 
-def drafted(fields: dict[str, Any], tokens: int, slots: int, **axes: int) -> str:
+def drafted(fields: dict[str, Any], kind: str, tokens: int, slots: int, **axes: int) -> str:
     """Bytes that a chip moves for one token of every slot of 1024 positions, and for a round that judges `tokens`
-    drafts: by the compiler's count for two and four layers, without loops, whose bodies it counts once, and from both
-    for all layers."""
+    drafts of n-grams or of a block drafter: by the compiler's count for two and four layers, without loops, whose
+    bodies it counts once, and from both for all layers."""
     decoder.SPLIT_LAYERS["tpu"] = 4
     mesh, counts = mesh_of(**axes), []
     for layers in (2, 4):
         made = model(fields | {"num_hidden_layers": layers}, mesh)
         sizes: dict[str, Any] = {"slots": slots, "max_length": 1024, "steps": 32, "max_tokens": 512}
-        settings: dict[str, Any] = {"speculative": {"kind": "ngram", "tokens": tokens}, "tensor": "trained"}
-        sizes |= {"memory": CHIPS["v5e"].memory, "settings": RolloutSection(**settings)}
-        rollout = RolloutShapes(made, mesh, **sizes)
+        with tempfile.TemporaryDirectory() as folder:
+            speculative: dict[str, Any] = {"kind": kind, "tokens": tokens}
+            if kind == "block":
+                speculative["path"] = folder
+                write_drafter(Path(folder), made.config, tokens)
+            settings: dict[str, Any] = {"speculative": speculative, "tensor": "trained"}
+            sizes |= {"memory": CHIPS["v5e"].memory, "settings": RolloutSection(**settings)}
+            rollout = RolloutShapes(made, mesh, **sizes)
         assert rollout.drafted is not None
         calls = rollout.lower_decode(), rollout.runner.lower(rollout.loaded, rollout.drafted)
         counts.append([call.compile().cost_analysis()["bytes accessed"] / MIB for call in calls])
@@ -329,6 +339,14 @@ def drafted(fields: dict[str, Any], tokens: int, slots: int, **axes: int) -> str
         f"{one:,.0f} MiB a chip for one token of each slot, {judged:,.0f} for a round, {judged / one:.2f} times; of a "
         f"layer {(counts[1][0] - counts[0][0]) / 2:.1f} and {(counts[1][1] - counts[0][1]) / 2:.1f}"
     )
+
+
+def write_drafter(folder: Path, target: ModelConfig, tokens: int) -> None:
+    """Write a block drafter of zeros."""
+    config = DrafterConfig(embed_dim=target.embed_dim, vocab_size=target.vocab_size, tokens=tokens, window=8, layers=1)
+    (folder / CONFIG).write_text(json.dumps({"target": described(target), **dataclasses.asdict(config)}))
+    arrays = {name: np.zeros([size for _, size in dims], np.float32) for name, dims in config.shapes.items()}
+    write_tensors(folder / WEIGHTS, [Outline(name, x.dtype, x.shape) for name, x in arrays.items()], arrays.values())
 
 
 def runs(loops: tuple[int | None, ...]) -> int:
@@ -357,31 +375,6 @@ def decode_case(split: SamplerTensor = "auto", **axes: int) -> tuple[str, Callab
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     shown += "" if split == "auto" else f", rollout.tensor={split}"
     return f"decode, 0.6B, 64 x 1024, {shown}", lambda: decode(split, SMALL, 1024, **axes)
-
-
-def split_case(split: int) -> tuple[str, Callable[[], str]]:
-    title = f"decode, 4B, 64 x 2048, fsdp=8, rollout.tensor={split}"
-    return title, lambda: decode(split, MEDIUM, 2048, fsdp=8)
-
-
-def decode_experts_case(
-    name: str, fields: dict[str, Any], machine: tuple[str, str], slots: int, **axes: int
-) -> tuple[str, Callable[[], str]]:
-    shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-    title = f"decode, {name}, {slots} x 2048, {':'.join(machine)}, {shown}"
-    return title, lambda: decode_experts(fields, machine, slots, **axes)
-
-
-def drafted_case(
-    name: str, fields: dict[str, Any], tokens: int, slots: int, **axes: int
-) -> tuple[str, Callable[[], str]]:
-    shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-    title = f"decode, {name}, {slots} x 1024, {shown}, {tokens} drafts"
-    return title, lambda: drafted(fields, tokens, slots, **axes)
-
-
-def expert_case(size: int) -> tuple[str, Callable[[], str]]:
-    return f"layer of experts, 30B-A3B, 4,096 tokens a chip, v5p:2x2x4, expert={size}", lambda: experts(size)
 
 
 def large_case(length: int, *saved: RematName) -> tuple[str, Callable[[], str]]:
@@ -428,22 +421,29 @@ CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
     "decode": [
         (decode_case(fsdp=8), "decode-fsdp8"),
         (decode_case(2, fsdp=8), None),
-        *[(split_case(split), None) for split in (2, 4, 8)],
+        *[
+            ((f"decode, 4B, 64 x 2048, fsdp=8, rollout.tensor={n}", partial(decode, n, MEDIUM, 2048, fsdp=8)), None)
+            for n in (2, 4, 8)
+        ],
         (decode_case(data=8), None),
         (decode_case(data=2, tensor=4), "decode-tensor4"),
         (decode_case(tensor=8), "decode-tensor8"),
     ],
     "decode-experts": [
-        (decode_experts_case("30B-A3B", EXPERTS_30B, ("v5p", "2x2x2"), 256, expert=8), None),
-        (decode_experts_case("30B-A3B", EXPERTS_30B, ("v6e", "2x4"), 256, expert=2, tensor=4), None),
-        (decode_experts_case("gpt-oss-20b", GPT_OSS_20B, ("v5e", "2x4"), 64, expert=8), None),
-        (decode_experts_case("Moonlight-16B", MOONLIGHT, ("v5e", "2x4"), 64, expert=8), None),
+        ((f"{name}, {slots} x 2048, {':'.join(on)}, {axes}", partial(decode_experts, fields, on, slots, **axes)), None)
+        for name, fields, on, slots, axes in (
+            ("30B-A3B", EXPERTS_30B, ("v5p", "2x2x2"), 256, {"expert": 8}),
+            ("30B-A3B", EXPERTS_30B, ("v6e", "2x4"), 256, {"expert": 2, "tensor": 4}),
+            ("gpt-oss-20b", GPT_OSS_20B, ("v5e", "2x4"), 64, {"expert": 8}),
+            ("Moonlight-16B", MOONLIGHT, ("v5e", "2x4"), 64, {"expert": 8}),
+        )
     ],
     "drafts": [
-        (drafted_case("0.6B", SMALL, 4, 8, data=8), None),
-        (drafted_case("8B", LARGE, 4, 8, tensor=8), None),
+        ((f"decode, {name}, 8 x 1024, {axes}, 4 drafts ({kind})", partial(drafted, fields, kind, 4, 8, **axes)), None)
+        for name, fields, axes in (("0.6B", SMALL, {"data": 8}), ("8B", LARGE, {"tensor": 8}))
+        for kind in ("ngram", "block")
     ],
-    "experts": [(expert_case(size), None) for size in (2, 4, 8, 16)],
+    "experts": [((f"30B-A3B, 4,096 tokens, v5p:2x2x4, expert={n}", partial(experts, n)), None) for n in (2, 4, 8, 16)],
     "grpo": [(("GRPO update, 0.6B, 16 x 2048, fsdp=8", lambda: update(SMALL, 16, 2048, GRPO, POLICY_ARRAYS)), "grpo")],
     "mesh": [
         (mesh_case(kind, shape, **axes), None)
@@ -485,9 +485,7 @@ def main() -> None:
     if unknown := set(given.works) - CASES.keys():
         parser.error(f"no such work: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     begin("bench/tpu.py", "v5e:2x4")
-    print(
-        "| work | posttrain | Tunix |\n|---|---|---|" if given.tunix else "| work | posttrain |\n|---|---|", flush=True
-    )
+    print("| work | posttrain | Tunix |\n|---|---|---|" if given.tunix else "| work | posttrain |\n|---|---|")
     for name in given.works or CASES:
         for (title, case), peer in CASES[name]:
             line = f"| {title} | {case()} |"
