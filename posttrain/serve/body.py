@@ -175,6 +175,8 @@ class ChatAsk:
 
     model: str | None
     messages: list[Message]
+    field: str
+    """Field that they were in."""
     tools: list[dict[str, Any]] | None
     """Tools that the model may call."""
     forced: str | None
@@ -236,6 +238,7 @@ def chat_ask(body: Body) -> ChatAsk:
     return ChatAsk(
         model=body.text("model"),
         messages=messages,
+        field="messages",
         tools=tools,
         forced=forced,
         strict=strict,

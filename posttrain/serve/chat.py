@@ -136,6 +136,7 @@ class ResponseRequest:
         self._ask = ChatAsk(
             model=body.text("model"),
             messages=_messages(body.take("input"), self._instructions),
+            field="input",
             tools=tools,
             forced=forced,
             strict=strict,

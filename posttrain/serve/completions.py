@@ -88,6 +88,7 @@ class CompletionRequest:
             top_logps=self._logprobs or 0,
             grammar=grammar_of(self._body),
             adapter=adapter,
+            field="prompt",
             prompt_logps=scored,
         )
         several = [

@@ -208,12 +208,11 @@ class Served:
             try:
                 await self.engine.decode(images)
             except ConfigError as error:
-                raise Refused(400, "invalid_value", str(error), "messages") from error
+                raise Refused(400, "invalid_value", str(error), ask.field) from error
         top_logps = ask.top_logprobs
         grammar = self._grammar(ask, renderer, prompt, tool_format)
-        params, seed = self.params_of(
-            ask.body, prompt, ask.max_tokens, ask.stop, top_logps=top_logps, grammar=grammar, adapter=adapter
-        )
+        own: dict[str, Any] = {"top_logps": top_logps, "grammar": grammar, "adapter": adapter, "field": ask.field}
+        params, seed = self.params_of(ask.body, prompt, ask.max_tokens, ask.stop, **own)
         samples = self.sample([Call(prompt, one, images=images) for one in samples_of(params, n=ask.n, seed=seed)])
         turns = [TurnStream(renderer, prompt, params, tool_format, parallel=ask.parallel) for _ in range(ask.n)]
         return Turns(
@@ -232,11 +231,11 @@ class Served:
         except ConfigError as error:
             raise Refused(400, "invalid_value", str(error), "tools") from error
         if pictures_in(ask.messages) and not self.tokenizer.sees:
-            raise wrong("messages", f"{self.name} takes no pictures; send text alone")
+            raise wrong(ask.field, f"{self.name} takes no pictures; send text alone")
         try:
             return renderer.prompt_with_images(ask.messages, ask.tools), tool_format
         except ConfigError as error:
-            raise Refused(400, "invalid_value", str(error), "messages") from error
+            raise Refused(400, "invalid_value", str(error), ask.field) from error
 
     def _grammar(
         self, ask: ChatAsk, renderer: Renderer, prompt: Sequence[int], tool_format: Format | None
@@ -276,9 +275,11 @@ class Served:
         top_logps: int,
         grammar: Grammar | None,
         adapter: str | None,
+        field: str,
         prompt_logps: bool = False,
     ) -> tuple[SamplingParams, int]:
-        """Read the sampling settings of a request, the last of its fields; also returns its seed."""
+        """Read the sampling settings of a request, the last of its fields; also returns its seed. `field`: the one that
+        the prompt was in."""
         room = self.engine.max_length - len(prompt)
         if (max_tokens or 1) > room:
             raise Refused(
@@ -286,7 +287,7 @@ class Served:
                 "context_length_exceeded",
                 f"this model's maximum context length is {self.engine.max_length} tokens; the prompt has {len(prompt)}"
                 f"{f', max_tokens is {max_tokens}' if max_tokens else ''}",
-                "max_tokens" if max_tokens and room > 0 else "messages",
+                "max_tokens" if max_tokens and room > 0 else field,
             )
         temperature, top_p, top_k = (
             body.number("temperature", 0.0, 100.0),

@@ -326,6 +326,7 @@ ODD: dict[str, tuple[str, Any, int, str]] = {
     "token": ("completions", {"model": MODEL, "prompt": [9999]}, 400, "token ids must be"),
     "no token": ("completions", {"model": MODEL, "prompt": []}, 400, "prompt"),
     "too long": ("completions", {"model": MODEL, "prompt": "a" * 600}, 400, "maximum context length is 512"),
+    "too long an input": ("responses", {"model": MODEL, "input": "a" * 600}, 400, "maximum context length is 512"),
     "too many": ("completions", {"model": MODEL, "prompt": "a", "max_tokens": 600}, 400, "max_tokens is 600"),
     "temperature": ("completions", {"model": MODEL, "prompt": "a", "temperature": "1"}, 400, "temperature"),
     "top_p": ("completions", {"model": MODEL, "prompt": "a", "top_p": 0}, 400, "top_p"),
@@ -390,6 +391,7 @@ def test_odd_requests_are_refused(url: str, name: str) -> None:
     answer = httpx.post(f"{url}/{path}", content=content)
     error = answer.json()["error"]
     assert (answer.status_code, words in error["message"], "\n" in error["message"]) == (status, True, False), error
+    assert error["param"] in {None, "model", *body}, error
 
 
 def test_models_health_and_metrics(url: str, client: openai.OpenAI) -> None:
