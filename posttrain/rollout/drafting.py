@@ -44,6 +44,9 @@ WINDOW_CALLS = 16
 
 FIRST_RATIOS, RATIOS = 3, 5
 """Ratios of speeds until the faster way is known, and those that are kept."""
+PAYS = 1.1
+"""Ratio above which drafts pay: rows that draft end their texts at different times, and what is left of a batch runs
+with few of them, which the ratio of a call does not show."""
 FIRST_WAIT, LONGEST_WAIT = 32, 512
 """Calls until the slower way is measured again; twice as many each time that it is slower still."""
 TRIES = 4
@@ -196,13 +199,13 @@ class Pace:
         faster = self._drafts_are_faster(rows)
         if len(ratios) >= FIRST_RATIOS and drafts == faster:
             # Back from the slower way: it was measured against the call before, and against this one.
-            slower_still = (ratios[-1] > 1) == (ratios[-2] > 1) == faster
+            slower_still = (ratios[-1] > PAYS) == (ratios[-2] > PAYS) == faster
             wait = 2 * self._waits.get(rows, 0) if slower_still else FIRST_WAIT
             self._waits[rows] = min(max(wait, FIRST_WAIT), LONGEST_WAIT)
 
     def _drafts_are_faster(self, rows: int) -> bool:
         gain = self.gain(rows)
-        return gain is not None and gain > 1
+        return gain is not None and gain > PAYS
 
 
 class Windows:

@@ -364,14 +364,15 @@ def test_a_guess_agrees_more_often_than_a_draw() -> None:
 
 
 def test_drafts_go_where_they_pay() -> None:
-    pace, speeds = Pace(), {(1, True): 300.0, (1, False): 100.0, (8, True): 50.0, (8, False): 100.0}
-    drafted = {1: 0, 8: 0}
+    plain = {(rows, False): 100.0 for rows in (1, 4, 8)}
+    pace, speeds = Pace(), plain | {(1, True): 300.0, (4, True): 105.0, (8, True): 50.0}
+    drafted = {1: 0, 4: 0, 8: 0}
     for _ in range(400):
         for rows in drafted:
             drafted[rows] += (drafts := pace.choose(rows))
             pace.record(rows, drafts, 32.0, 32 / speeds[rows, drafts])
     assert pace.gain(1) == pytest.approx(3) and pace.gain(8) == pytest.approx(0.5)
-    assert drafted[1] > 390 and 2 < drafted[8] < 10
+    assert drafted[1] > 390 and all(2 < drafted[rows] < 10 for rows in (4, 8))
     for _ in range(40 * FIRST_WAIT):  # it pays now
         drafts = pace.choose(8)
         pace.record(8, drafts, 32.0, 0.01 if drafts else 0.32)
