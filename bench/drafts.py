@@ -1,11 +1,12 @@
 """Speed with drafted tokens beside that without, in pairs of batches of the same samples.
 
-    PYTHONPATH=. python bench/drafts.py [--draft KIND] [--rows 1 8 32] [--drafts N] [--temperature T] [--pairs N]
-                                        [--text KIND] [--always] [--parts]
+    PYTHONPATH=. python bench/drafts.py [--model FOLDER] [--larger] [--draft KIND] [--rows 1 8 32] [--drafts N]
+                                        [--temperature T] [--pairs N] [--text KIND] [--always] [--parts]
 
 Without `--draft` a model of one layer and a tenth of the story model's size is distilled from it first, over stories
 that it wrote itself, half of them greedily; `--draft block` trains a block drafter of as many parameters over the same
 stories, and `--draft block=FOLDER` takes one; `--draft ngram` drafts from what prompt and sample have repeated.
+`--larger`: for a model of 17 times the size, trained first over stories that the story model wrote.
 `--text`: openings of stories, or `repeats`, one sentence four times. `--always`: also where drafts do not pay; without
 it the engine chooses, and a warm-up of as many batches as pairs lets it measure both ways.
 
@@ -37,7 +38,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.sampling import Sampling, Tables, sample
-from posttrain.rollout.types import SamplingParams
+from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.weights.drafter import read_drafter
 from posttrain.weights.load import load_model
 
@@ -55,6 +56,18 @@ DRAFT = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "initializer_range": 0.08,
+    "tie_word_embeddings": True,
+}
+LARGER = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 680,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.02,
     "tie_word_embeddings": True,
 }
 TIMES = 100
@@ -83,7 +96,22 @@ class Bench:
         """Stories of the model."""
         prompts = self.prompts(WRITTEN, 100, "stories")
         each = [settings(float(i % 2), 7, i, LENGTH - 1 - len(prompt)) for i, prompt in enumerate(prompts)]
-        written = self.engine(32, None).generate_all(prompts, each)
+        return self.texts(prompts, self.engine(32, None).generate_all(prompts, each))
+
+    def larger(self, folder: Path) -> Path:
+        """Folder of a larger model, trained over stories that this one draws."""
+        engine, rows = self.engine(32, None), []
+        for length in range(2, 7):
+            prompts = [prompt[:length] for prompt in self.prompts(WRITTEN, 100, "stories")]
+            each = [settings(1.0, 1000 + length, i, LENGTH - 1 - length) for i in range(WRITTEN)]
+            rows += self.texts(prompts, engine.generate_all(prompts, each))
+        init = {"tokenizer": str(self.path), "init": LARGER}
+        optimizer = {"learning_rate": 3e-3, "schedule": "cosine", "warmup_steps": 40}
+        sizes = {"overlong": "truncate", "row_tokens": LENGTH, "batch_rows": 16, "num_steps": 450}
+        pt.SFT(init, dataset=rows, output=folder, seed=0, optimizer=optimizer, **sizes).fit()
+        return folder / "0-sft" / "model"
+
+    def texts(self, prompts: Sequence[Sequence[int]], written: Sequence[Completion]) -> list[dict[str, str]]:
         return [
             {"text": self.tokenizer.hf.decode([*prompt[1:], *one.tokens], skip_special_tokens=True)}
             for prompt, one in zip(prompts, written, strict=True)
@@ -213,6 +241,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--draft", help="ngram, block, block=FOLDER, or the folder of a draft model; by default one is trained"
     )
+    parser.add_argument("--larger", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -225,6 +254,8 @@ def main(given: Sequence[str] | None = None) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     bench = Bench(arguments.model, arguments.stories)
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.larger:
+            bench = Bench(bench.larger(Path(folder) / "larger"), arguments.stories)
         speculation = bench.speculation(arguments.draft, arguments.drafts, Path(folder) / "draft")
         print(f"load average {os.getloadavg()[0]:.1f}, temperature {arguments.temperature}, drafts {arguments.drafts}")
         print(" rows  tokens/CPU s  with drafts  times  (pairs)         per pass  accepted  share")

@@ -180,8 +180,10 @@ def test_own_loss_and_filter(folder: Path) -> None:
 def test_importance_sampling(folder: Path) -> None:
     """By default exactly where the sampler's distribution is not the trainer's."""
     assert rl(folder).algorithm.loss.importance is None
-    plain = ("sampling.temperature=0.7", "sampling.stop=[x]", "sampling.ignore_eos=true", "rollout.merge_lora=true")
+    plain = ("sampling.temperature=0.7", "sampling.stop=[x]", "sampling.ignore_eos=true")
     assert rl(folder, *plain).algorithm.loss.importance is None
+    merged = prepared(folder, "model.lora={rank: 2}", "stages.rl.rollout.merge_lora=true").stages[1]
+    assert isinstance(merged, RLInputs) and merged.algorithm.loss.importance is None
     penalties = ("repetition_penalty=1.1", "presence_penalty=0.1", "frequency_penalty=0.1")
     others = ("top_k=3", "top_p=0.9", "min_p=0.1", "logit_bias={5: 1.0}", "allowed_token_ids=[5, 6]")
     changes = (*penalties, *others)
