@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, repeat
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -404,21 +404,24 @@ def test_the_engine_rests_between_steps(world: World) -> None:
     assert_same(params_of(world.trainer), wanted)
 
 
-@pytest.mark.thorough
-def test_latency_of_environments_is_hidden(world: World) -> None:
-    """Environments that answer after 200 ms: new weights in flight double the steps per second, or nearly so."""
-    rates, count = {}, 12
-    for name, way in {
-        "in step": settings(max_staleness=0),
-        "ahead": settings(),
-        "in flight": settings(in_flight=True, in_turns=True),
-    }.items():
-        run = Run(world, way, repeat(0.1))
-        with run.loop:
-            run.loop.step(Timer())
-            started = time.perf_counter()
-            for _ in range(count):
-                run.loop.step(Timer())
-            rates[name] = count / (time.perf_counter() - started)
-    print(rates)
-    assert rates["in flight"] >= 1.5 * rates["in step"], rates
+@dataclass(frozen=True, kw_only=True)
+class Behind(Sampler):
+    """Sampler whose environment answers only when the step before has learned."""
+
+    learned: Sequence[Any]
+
+    async def rollout(self, group: IssuedGroup, sample: int) -> Trajectory:
+        while len(self.learned) < group.number // PER_STEP:
+            await asyncio.sleep(1e-3)
+        return await super().rollout(group, sample)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_latency_of_environments_is_hidden(world: World, monkeypatch: pytest.MonkeyPatch, staleness: int) -> None:
+    """With weights in flight environments wait beside the update before theirs; a run that waited for them stalls."""
+    monkeypatch.setattr("posttrain.runtime.event_loop.WATCH_S", 0.05)
+    way = settings(max_staleness=staleness, in_flight=True, in_turns=True, stall_s=20.0)
+    run = ScriptedRun(world, monkeypatch, way, 64, 0)
+    behind = Behind(**vars(world.sampler) | {"engine": run.engine}, learned=run.learned)
+    run.start(acting(behind, run.collector.rubric))
+    assert len(run.run(6)) == 6

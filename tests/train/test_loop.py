@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_array_less
 
 from posttrain import cli
 from posttrain.batch import Batch
@@ -193,19 +194,23 @@ def test_a_line_waits_for_the_dispatch_of_the_next_step_and_says_the_same(
 @pytest.mark.parametrize("on_host", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_step_that_is_done_is_written_at_once_with_its_own_time(tmp_path: Path, on_host: bool) -> None:
     """On a CPU programs run in the thread that calls them: a line that waited would tell the time of the next step."""
-    loop = Loop(tmp_path)
+    loop, entered, left = Loop(tmp_path), [], []
     on_device = loop.step
 
     def step() -> Mapping[str, Any]:
+        entered.append(time.perf_counter())
         metrics = on_device()
-        time.sleep(1.5 if loop.data.taken == 2 else 0.0)
+        time.sleep(0.3 if loop.data.taken == 2 else 0.0)
+        left.append(time.perf_counter())
         return to_host(metrics) if on_host else metrics
 
     loop.step = step  # type: ignore[method-assign]
     loop.run(4)
     assert loop.sink.taken == [1, 2, 3, 4]
-    _, second, *later = (metrics["step_time"] for _, metrics in loop.sink.lines)
-    assert second > 1.5 > max(later)
+    told = [metrics["step_time"] for _, metrics in loop.sink.lines]
+    latest = np.subtract([*entered[1:], time.perf_counter()], [entered[0] - 1, *left[:-1]])
+    assert_array_less(np.subtract(left, entered), told)
+    assert_array_less(told[1:], latest[1:])
 
 
 def test_what_was_done_before_an_error_is_written(tmp_path: Path) -> None:
