@@ -24,6 +24,19 @@ class ConfigError(OneLine, ValueError):
     """Invalid configuration or call: one line with location, rule, given value and remedy."""
 
 
+class placed:
+    """Begin the text of a block's ConfigError with the place of what it is about."""
+
+    def __init__(self, where: str):
+        self._where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{self._where}{error}") from error
+
+
 class RunError(OneLine, RuntimeError):
     """A run-time failure with a one-line, actionable message."""
 

@@ -14,7 +14,7 @@ from posttrain.data.grammar import Grammar, GrammarError
 from posttrain.data.messages import Message, checked_messages
 from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, placed
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.engine import NativeEngine
@@ -229,10 +229,8 @@ def _conversation(prompt: Any, name: str, tokenizer: Tokenizer) -> list[Message]
         raise ConfigError(
             f"generate: {name} must be a string, or a list of messages with role and content; got {str(prompt)[:60]!r}"
         )
-    try:
+    with placed(f"generate: {name}: "):
         messages = checked_messages(prompt, "messages", tokenizer.picture_reader())
-    except ConfigError as error:
-        raise ConfigError(f"generate: {name}: {error}") from error
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"generate: {name} ends with an assistant message; end before the reply")
     return messages

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from posttrain.config import MESH_AXES, SamplerTensor
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, placed
 from posttrain.kernels.platform import Chip, chip_of, platform_of
 from posttrain.mesh import RULES, devices_of, mesh_of_arrays, num_slices, param_sharding, replicated, row_shards
 from posttrain.models.config import ModelConfig, StageConfig
@@ -80,10 +80,8 @@ def choose_placement(
             least = min(block.attention.num_kv_heads for block in source.model.config.blocks)
             name = source.model.config.model_type
             raise ConfigError(f"rollout.tensor={wanted} must divide num_kv_heads={least} of {name}")
-        try:
+        with placed(f"rollout.tensor={wanted}: "):
             _bytes(source, arrays, mesh)
-        except ConfigError as error:
-            raise ConfigError(f"rollout.tensor={wanted}: {error}") from error
         return unchanged if mesh == trained else Placement(mesh, copied)
     if wanted == "trained" or _sampling_mesh(trained, trained.shape["tensor"]) == trained:
         return unchanged

@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from posttrain.config import BlockDrafts, Drafts, ModelDrafts
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, placed
 from posttrain.mesh import devices_of, replicated
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
@@ -86,7 +86,7 @@ class Speculation:
             return None if drafts is None else cls(tokens=drafts.tokens, option=option)
         check_drafts(drafts, tokenizer, 1, option)
         compute = target.compute
-        try:
+        with placed(f"{option}.path={drafts.path}: the draft model: "):
             model = load_model(
                 drafts.path.resolved,
                 dtype=compute.dtype,
@@ -96,8 +96,6 @@ class Speculation:
                 grouped_matmul=compute.grouped_matmul,
                 num_tokens=tokenizer.num_ids,
             )
-        except ConfigError as error:
-            raise ConfigError(f"{option}.path={drafts.path}: the draft model: {error}") from error
         return cls(tokens=drafts.tokens, model=model, option=option)
 
 
@@ -125,10 +123,8 @@ def check_drafts(
         _check_length(files.config, max_length, option)
     if files.local is None:
         return
-    try:
+    with placed(f"{where}: a draft model needs its tokenizer beside it: "):
         theirs = load_tokenizer(files.local).hf.get_vocab()
-    except ConfigError as error:
-        raise ConfigError(f"{where}: a draft model needs its tokenizer beside it: {error}") from error
     ours = tokenizer.hf.get_vocab()
     other = sorted((index, text) for text, index in ours.items() if theirs.get(text) != index)
     if other:
@@ -141,10 +137,8 @@ def check_drafts(
 
 def find_drafter(drafts: BlockDrafts, target: ModelConfig, option: str = OPTION) -> StoredDrafter:
     """Block drafter of a section. ConfigError where it is none of the model's, or has shorter blocks."""
-    try:
+    with placed(f"{option}.path: "):
         found = read_drafter(drafts.path.resolved)
-    except ConfigError as error:
-        raise ConfigError(f"{option}.path: {error}") from error
     check_drafter(found, target, f"{option}.path={drafts.path}")
     if drafts.tokens is not None and drafts.tokens > found.config.tokens:
         raise ConfigError(
@@ -454,10 +448,8 @@ def _loaded(speculation: Speculation, target: Loaded, max_length: int) -> Loaded
             "draft model; set rollout.tensor, or use another one"
         )
     source = ModelWeights(model)
-    try:
+    with placed(f"{option}: the draft model: "):
         return Loaded.of(source, source.read() if speculation.weights is None else speculation.weights, 0, placement)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: the draft model: {error}") from error
 
 
 def _check_length(config: ModelConfig, max_length: int, option: str) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +33,7 @@ from posttrain.config import (
 from posttrain.config.algorithm import PPO
 from posttrain.config.optimizer import WidthScaled
 from posttrain.config.rollout import CriticSection
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, placed
 from posttrain.mesh import mesh_sizes, split_axes
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
@@ -192,7 +191,7 @@ def check_sampler_mesh(section: OnlineSection | DistillSection, files: ModelFile
     draft = read_model_files(drafts.path.resolved).config if isinstance(drafts, ModelDrafts) else None
     own = section.placement.rollout.devices if isinstance(section, OnlineSection) else None
     if draft is not None and own is None:
-        with located("rollout.speculative: the draft model: "):
+        with placed("rollout.speculative: the draft model: "):
             check_mesh(outline_of(draft, Compute.of(jnp.dtype(jnp.float32)), jnp.dtype(jnp.float32)), mesh)
     count = mesh["tensor"] if wanted == "trained" else wanted
     for name, config in (("", files.config), (", the draft model of rollout.speculative", draft)):
@@ -200,15 +199,6 @@ def check_sampler_mesh(section: OnlineSection | DistillSection, files: ModelFile
             continue
         if (heads := math.gcd(*(block.attention.num_kv_heads for block in config.blocks))) % count:
             raise ConfigError(f"rollout.tensor={wanted} must divide num_kv_heads={heads} of {config.model_type}{name}")
-
-
-@contextmanager
-def located(where: str) -> Iterator[None]:
-    """Begin the text of a ConfigError with the place of what it is about."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{where}{error}") from error
 
 
 def describe_roles(
@@ -221,7 +211,7 @@ def describe_roles(
     critic = section.algorithm.critic if isinstance(section, RLSection) and isinstance(section.algorithm, PPO) else None
     if critic is not None and critic.path is None and files.config is not None:
         alone = {**dict.fromkeys(mesh, 1), "fsdp": own["critic"] or 1}
-        with located("algorithm.critic."):
+        with placed("algorithm.critic."):
             size = critic_size(critic, config, files, mesh if own["critic"] is None else alone)
         whole = size.weights + size.gradient + size.optimizer
         lines.append(f"{name}: critic: {size.total:,} parameters, {_bytes(whole)} beside the actor's memory")
@@ -231,7 +221,7 @@ def describe_roles(
 
         assert isinstance(drafts, BlockDrafts)
         sizes = find_drafter(drafts, files.config).config
-        with located("rollout.speculative."):
+        with placed("rollout.speculative."):
             size = training_size(config, _with_drafter(model_outline(config, files), sizes), mesh, optimizer)
         whole = sizes.num_parameters * jnp.dtype(config.model.dtype).itemsize + size.gradient + size.optimizer
         lines.append(f"{name}: drafter: {size.trained:,} parameters, {_bytes(whole)} beside the actor's memory")

@@ -29,7 +29,7 @@ from posttrain.data.packing import PackedBatches, Window
 from posttrain.data.pipeline import fingerprint, order, token_fingerprint, window_of
 from posttrain.data.sources import Sequences, checked_rows
 from posttrain.data.tokenizer import ADD_ROWS, Tokenizer
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, placed
 from posttrain.kernels import grouped_matmul
 from posttrain.kernels.attention import dispatch
 from posttrain.kernels.attention.call import AttentionCall
@@ -181,7 +181,7 @@ def _check_adapter(prepared: Prepared, base: ModelConfig) -> ModelConfig:
     adapter, wrapper, tokenizer = prepared.config.model.adapter, prepared.files.wrapper, prepared.files.tokenizer
     assert adapter is not None
     reward = all(isinstance(stage, RewardModelSection) for stage in prepared.config.stages)
-    try:
+    with placed("model.adapter: "):
         if unreachable(adapter.resolved):
             prepared.notes.append(f"not checked, no network: model.adapter {adapter}, which run downloads")
             return base
@@ -190,8 +190,6 @@ def _check_adapter(prepared: Prepared, base: ModelConfig) -> ModelConfig:
         if tokenizer is not None and model.resized:
             named = prepared.config.model.tokenizer is not None
             check_added_tokens(tokenizer, adapter.resolved, base.vocab_size, model.vocab_size, named=named)
-    except ConfigError as error:
-        raise ConfigError(f"model.adapter: {error}") from error
     if prepared.config.model.tokenizer is None and own_tokenizer(adapter.resolved) is not None:
         prepared.notes.append(f"model.adapter: the tokenizer is that of {adapter}; for another set model.tokenizer")
     if absent:
@@ -211,10 +209,8 @@ def _context_of(section: ModelSection, model: ModelConfig) -> str:
 def _check_weights(files: ModelFiles) -> None:
     """Check a local model folder. ConfigError if its weights do not match its `config.json`."""
     if files.local is not None:
-        try:
+        with placed("model.path: "):
             check_weights(files.local)
-        except ConfigError as error:
-            raise ConfigError(f"model.path: {error}") from error
 
 
 def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) -> None:

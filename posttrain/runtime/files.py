@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import DISK, ConfigError, OutsideError
+from posttrain.errors import DISK, ConfigError, OutsideError, placed
 
 READ_BYTES = 1 << 18
 """Bytes that a thread reads at once."""
@@ -75,10 +75,8 @@ def _folders(folder: Path) -> Iterator[str]:
 def cache_folder(name: str) -> Path:
     """`$XDG_CACHE_HOME/posttrain/NAME`, by default below `~/.cache`. ConfigError for a URL."""
     base = os.environ.get("XDG_CACHE_HOME")
-    try:
+    with placed("XDG_CACHE_HOME: "):
         return (Path(check_local(base)) if base else Path.home() / ".cache") / "posttrain" / name
-    except ConfigError as error:
-        raise ConfigError(f"XDG_CACHE_HOME: {error}") from error
 
 
 def write_whole(file: Path, content: str | bytes) -> None:

@@ -17,7 +17,7 @@ from posttrain.config import BlockDrafts, MeshSection, OnlineSection, RLSection,
 from posttrain.config.algorithm import PPO
 from posttrain.config.optimizer import AnyOptimizer
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, placed
 from posttrain.losses.distill import BlockDraftLoss
 from posttrain.losses.value import ValueLoss
 from posttrain.mesh import make_mesh
@@ -82,7 +82,7 @@ def make_cluster(
 def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection) -> Replica:
     """The actor's model for the engine: shared, copied beside it where samples go on during updates, copied to the
     engine's own devices, or to those of each process."""
-    try:
+    with placed("placement.rollout: "):
         if processes.count() > 1:
             tensor = choose_tensor(trainer.model, trainer.mesh, jax.local_devices(), section, device_memory(), QUARTER)
             return PerProcessReplica(trainer, tensor)
@@ -90,8 +90,6 @@ def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection)
             return ColocatedReplica(trainer) if section.samples_while_updating else Shared(trainer)
         mesh = engine_mesh(trainer.model, trainer.mesh, devices.rollout, section, device_memory())
         return ReshardedReplica(trainer, mesh)
-    except ConfigError as error:
-        raise ConfigError(f"placement.rollout: {error}") from error
 
 
 def engine_mesh(
@@ -225,10 +223,8 @@ def make_drafter(stage: StageRun, section: OnlineSection, actor: Trainer) -> Dra
     found, source = find_drafter(drafts, actor.model.config), ModelWeights(actor.model)
     model = source.bind(source.read())
     attach_drafter(model, found.config, seed=stage.seed, mesh=actor.mesh, arrays=found.arrays)
-    try:
+    with placed("rollout.speculative."):
         made = make_optimizer(optimizer, section.steps, stage.seed, model)
-    except ConfigError as error:
-        raise ConfigError(f"rollout.speculative.{error}") from error
     settings = drafter_settings(section, optimizer)
     return DrafterLearner(Trainer(model, BlockDraftLoss(), made, settings, mesh=actor.mesh), actor)
 

@@ -27,7 +27,7 @@ from posttrain.config import (
     TrainSection,
 )
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, placed
 from posttrain.evaluation.at_k import Record, paired
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.mesh import mesh_sizes
@@ -476,10 +476,8 @@ def num_training_devices(config: RunConfig, num_devices: int) -> int:
     taught = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
     for teacher in (one for stage in taught for one in stage.teachers):
         if teacher.mesh is not None and teacher.devices == "shared":
-            try:
+            with placed(f"teachers: {teacher.title}: "):
                 mesh_sizes(teacher.mesh, left - taken)
-            except ConfigError as error:
-                raise ConfigError(f"teachers: {teacher.title}: {error}") from error
     return left - taken
 
 

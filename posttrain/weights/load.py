@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat, Upscale, Vision
 from posttrain.data.tokenizer import ADD_ROWS
 from posttrain.data.tokenizer_files import PREPROCESSOR, processor_fields, processor_files
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, placed
 from posttrain.mesh import OPTIONAL, RULES, TILES, param_sharding
 from posttrain.models import hf
 from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig, VisionConfig
@@ -131,12 +131,10 @@ def check_weights(folder: Path) -> None:
 def _described(folder: Path, *, long_context: bool, vision: Vision = "none") -> tuple[ModelConfig, hf.Wrapper | None]:
     """Parse `config.json` into the configuration and the multimodal wrapper, if any."""
     fields = read_json(folder / "config.json")
-    try:
+    with placed(f"{folder / 'config.json'}: "):
         config = hf.config_from_hf(fields, long_context=long_context, vision=vision)
         config = config if config.vision is None else replace(config, vision=with_processor(config.vision, folder))
         return config, hf.text_part(fields)[1]
-    except ConfigError as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _own_names(config: ModelConfig, wrapper: hf.Wrapper | None) -> list[Callable[[str], str | None]]:

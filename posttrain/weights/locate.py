@@ -12,7 +12,7 @@ from posttrain.config import Locator, ModelSection, Upscale, Vision
 from posttrain.data.files import file_kind
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.tokenizer_files import TOKENIZER_FILES, end_ids, model_end_ids, new_names, shipped_templates
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, placed
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
 from posttrain.runtime.files import typed_text
@@ -58,10 +58,8 @@ def read_model_files(path: str, *, long_context: bool = False, vision: Vision = 
     file = _config_file(path)
     if file is None:
         return ModelFiles(path=path, hf_json=None, config=None)
-    try:
+    with placed("model.path: "):
         fields = read_json(file)
-    except ConfigError as error:
-        raise ConfigError(f"model.path: {error}") from error
     try:
         config = hf.config_from_hf(fields, long_context=long_context, vision=vision)
     except hf.NoLongContext as error:
@@ -78,26 +76,20 @@ def trained_model_files(section: ModelSection, tokenizer: Tokenizer | None) -> M
     """
     add_family_file(section)
     if section.path is not None:
-        try:
+        with placed("model.path: "):
             path = section.path.resolved
-        except ConfigError as error:
-            raise ConfigError(f"model.path: {error}") from error
         options: dict[str, Any] = {"long_context": section.long_context, "vision": section.vision}
         files = read_model_files(path, **options)
         if section.upscale is not None and files.config is not None:
-            try:
+            with placed("model."):
                 files = replace(files, config=upscaled_config(files.config, section.upscale))
-            except ConfigError as error:
-                raise ConfigError(f"model.{error}") from error
         if tokenizer is None or files.hf_json is None:
             return replace(files, tokenizer=tokenizer)
         tower = section.vision != "none"
         return replace(files, tokenizer=tokenizer.for_images(files.hf_json, path, section.image, tower=tower))
     assert section.init is not None
-    try:
+    with placed("model.init: "):
         return _new_model_files(section, section.init, tokenizer)
-    except ConfigError as error:
-        raise ConfigError(f"model.init: {error}") from error
 
 
 def _new_model_files(section: ModelSection, init: Mapping[str, Any], tokenizer: Tokenizer | None) -> ModelFiles:
@@ -165,13 +157,11 @@ def tokenizer_name(section: ModelSection) -> str:
     """Absolute folder or hub id of the tokenizer, or `bytes`; the adapter's own, if its folder has one."""
     field, name = ("path", section.path) if section.tokenizer is None else ("tokenizer", section.tokenizer)
     assert name is not None
-    try:
+    with placed(f"model.{field}: "):
         resolved = "bytes" if name == "bytes" else name.resolved
         if section.tokenizer is None and section.adapter is not None:
             field = "adapter"
             return str(own_tokenizer(section.adapter.resolved) or resolved)
-    except ConfigError as error:
-        raise ConfigError(f"model.{field}: {error}") from error
     return resolved
 
 
@@ -202,10 +192,8 @@ def run_tokenizer(name: str | Path, section: ModelSection) -> Tokenizer:
     tokenizer = load_tokenizer(name).with_stop_ids(_end_ids(section))
     if section.chat_template is not None:
         tokenizer = with_template(tokenizer, section.chat_template, "model.chat_template")
-    try:
+    with placed("model."):
         tokenizer = tokenizer.with_template_args(section.chat_template_args)
-    except ConfigError as error:
-        raise ConfigError(f"model.{error}") from error
     return tokenizer.with_stop_tokens(section.stop_tokens)
 
 
@@ -239,10 +227,8 @@ def add_family_file(section: ModelSection) -> None:
     """Register the model's family from `model.family`, if set."""
     if section.family is None:
         return
-    try:
+    with placed("model.family: "):
         hf.add_family(section.family.file)
-    except ConfigError as error:
-        raise ConfigError(f"model.family: {error}") from error
 
 
 def _config_file(name: str) -> Path | None:
