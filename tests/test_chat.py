@@ -89,6 +89,7 @@ def test_an_interrupt_keeps_what_was_said(talk: Chat, expected: Callable[[list[A
     """Red if the slot stayed taken, or the chat went on with a message that nobody answered."""
     talk.begin(None)
     said: list[str] = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
     def stop(text: str) -> None:
         said.append(text)
