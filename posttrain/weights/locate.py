@@ -159,8 +159,8 @@ def tokenizer_name(section: ModelSection) -> str:
     assert name is not None
     with placed(f"model.{field}: "):
         resolved = "bytes" if name == "bytes" else name.resolved
-        if section.tokenizer is None and section.adapter is not None:
-            field = "adapter"
+    if section.tokenizer is None and section.adapter is not None:
+        with placed("model.adapter: "):
             return str(own_tokenizer(section.adapter.resolved) or resolved)
     return resolved
 
