@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -31,10 +32,9 @@ def wait_for(output: Path, stage: str, step: int, process: Child) -> None:
 
 
 def finish(file: Path) -> str:
-    process = fork("run", file)
-    out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, out
-    return out
+    ended = posttrain("run", file)
+    assert ended.code == 0, ended.err
+    return ended.out + ended.err
 
 
 def kill_at(file: Path, output: Path, stage: str, step: int) -> None:
@@ -72,13 +72,21 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 def interrupt_at(file: Path, output: Path, stage: str, step: int) -> int:
     """The last step of a run that is asked to stop: it ends after this one, with a checkpoint."""
-    process = fork("run", file)
-    wait_for(output, stage, step, process)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130, out
-    assert "stopping after this step" in out and "run the same command again to resume" in out
-    assert "Traceback" not in out
+    ended = threading.Event()
+
+    def ask() -> None:
+        while step not in steps(output, stage) and not ended.wait(0.005):
+            pass
+        if not ended.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    stopped = posttrain("run", file)
+    ended.set()
+    asking.join()
+    assert stopped.code == 130, stopped.err
+    assert "run the same command again to resume" in stopped.err
     last = steps(output, stage)[-1]
     assert step <= last < STEPS and (output / stage / "checkpoints" / str(last)).is_dir()
     return last
