@@ -7,11 +7,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 import posttrain as pt
+from posttrain import generation
 from posttrain.config.rollout import drafts_of
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
@@ -25,44 +27,48 @@ from tests.rollout.engines import NaiveEngine, assert_same
 from tests.stages.runs import posttrain, sft_stage, write_run
 from tests.tiny import tiny_model
 
+LENGTH = 48
+"""The model's context: calls of as many samples that name no `max_new_tokens` share their programs."""
+PROMPT = 4
+"""Tokens of "12+", behind that of the beginning."""
+
 
 @pytest.fixture(scope="module")
 def parts() -> tuple[Decoder, Tokenizer]:
     """The last row of the embedding stands for no token."""
-    return tiny_model(vocab_size=262, num_layers=1), pt.load_tokenizer("bytes")
+    return tiny_model(vocab_size=262, num_layers=1, max_positions=LENGTH), pt.load_tokenizer("bytes")
 
 
 @pytest.fixture(scope="module")
 def naive(parts: tuple[Decoder, Tokenizer]) -> NaiveEngine:
     """Over a model that knows how many tokens there are."""
-    model = tiny_model(vocab_size=262, num_layers=1)
+    model = tiny_model(vocab_size=262, num_layers=1, max_positions=LENGTH)
     model.config = replace(model.config, num_tokens=parts[1].num_ids)
-    return NaiveEngine(model, length=32)
+    return NaiveEngine(model, length=LENGTH)
 
 
 def texts(parts: tuple[Decoder, Tokenizer], prompts: tuple[str, ...] = ("12+",), **settings: Any) -> list[str]:
-    model, tokenizer = parts
-    return pt.generate(
-        model, tokenizer, prompts, **{"max_new_tokens": 16, "temperature": 0.0, "chat": False} | settings
-    )
+    return pt.generate(*parts, prompts, **{"temperature": 0.0, "chat": False} | settings)
 
 
 def test_one_prompt_or_several_and_conversations(parts: tuple[Decoder, Tokenizer]) -> None:
     """Greedy without settings; a conversation goes through the template like a string with the same user turn."""
-    model, tokenizer = parts
-    short: dict[str, Any] = {"max_new_tokens": 8}
     user = {"role": "user", "content": "12+"}
     system = [{"role": "system", "content": "Add."}, user]
-    (alone,) = pt.generate(model, tokenizer, "12+", **short)
-    mixed = pt.generate(model, tokenizer, ["12+", [user], system], **short)
-    assert mixed[:2] == [alone, alone] and pt.generate(model, tokenizer, [user], **short) == [alone]
-    (whole,) = pt.complete(model, tokenizer, system, **short)
-    template = Renderer(tokenizer, chat=True).prompt
-    assert list(whole.prompt_tokens) == template([{"role": m["role"], "content": m["content"]} for m in system])
-    assert whole.text == mixed[2]
-    (default,) = pt.complete(model, tokenizer, "12+", ignore_eos=True)
-    assert len(default.completion.tokens) == min(128, model.config.max_positions - len(default.prompt_tokens))
-    assert pt.generate(model, tokenizer, []) == []
+    (string,), (alone,) = pt.complete(*parts, "12+"), pt.complete(*parts, system)
+    mixed = pt.complete(*parts, ["12+", [user], system] * 2)
+    assert pt.generate(*parts, [user]) == [string.text] and [mixed[2].text, mixed[5].text] == [alone.text] * 2
+    for index in (0, 1, 3, 4):
+        tokens = mixed[index].completion.tokens
+        assert tokens == string.completion.tokens[: len(tokens)] and len(tokens) > 8
+    template = Renderer(parts[1], chat=True).prompt
+    assert list(alone.prompt_tokens) == template([{"role": m["role"], "content": m["content"]} for m in system])
+    (default,) = pt.complete(*parts, "12+", ignore_eos=True)
+    assert len(default.prompt_tokens) + len(default.completion.tokens) == LENGTH
+    with patch.object(generation, "NativeEngine", side_effect=RuntimeError) as engine, pytest.raises(RuntimeError):
+        pt.generate(tiny_model(vocab_size=262, num_layers=1), parts[1], "12+", chat=False)
+    assert engine.call_args.kwargs["max_length"] == PROMPT + 128
+    assert pt.generate(*parts, []) == []
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,7 @@ def test_several_samples_of_each_prompt(parts: tuple[Decoder, Tokenizer]) -> Non
     warm = {"temperature": 1.0, "seed": 7}
     several = texts(parts, ("12+", "ab"), n=3, **warm)
     assert len(set(several)) == 6
-    assert several[::3] == texts(parts, ("12+", "ab"), **warm)
+    assert several[::3] == texts(parts, ("12+", "ab", *"cdef"), **warm)[:2]
     with pytest.raises(ConfigError, match="n=0"):
         texts(parts, n=0)
     with pytest.raises(ConfigError, match=r"n=2 at temperature 0 \(greedy\) gives equal completions"):
@@ -98,7 +104,9 @@ def test_several_samples_of_each_prompt(parts: tuple[Decoder, Tokenizer]) -> Non
 def test_penalties(parts: tuple[Decoder, Tokenizer], naive: NaiveEngine) -> None:
     _, tokenizer = parts
     penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": -2.0}
-    params = SamplingParams(max_tokens=16, temperature=0.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0), **penalties)
+    params = SamplingParams(
+        max_tokens=LENGTH - PROMPT, temperature=0.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0), **penalties
+    )
     prompt = Renderer(tokenizer, chat=False).prompt([{"role": "user", "content": "12+"}])
     expected = naive.generate(prompt, params)
     assert texts(parts, **penalties) == [tokenizer.decode(expected.tokens)]
@@ -120,7 +128,7 @@ def test_stops(parts: tuple[Decoder, Tokenizer]) -> None:
 def test_which_tokens_may_come(parts: tuple[Decoder, Tokenizer]) -> None:
     allowed = tuple(ord(c) for c in "abc")
     (text,) = texts(parts, allowed_token_ids=allowed, ignore_eos=True)
-    assert len(text) == 16 and set(text) <= set("abc")
+    assert len(text) == LENGTH - PROMPT and set(text) <= set("abc")
     (other,) = texts(parts, allowed_token_ids=allowed, ignore_eos=True, logit_bias={ord(text[0]): float("-inf")})
     assert text[0] not in other
     (stopped,) = texts(parts, allowed_token_ids=allowed, stop_token_ids=[ord(text[2])])
@@ -150,12 +158,10 @@ def test_structured_output(parts: tuple[Decoder, Tokenizer]) -> None:
 
 def test_log_probabilities(parts: tuple[Decoder, Tokenizer], naive: NaiveEngine) -> None:
     model, tokenizer = parts
-    settings: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "chat": False}
-    (done,) = pt.complete(model, tokenizer, ["12+"], top_logps=2, prompt_logps=True, **settings)
-    assert [done.text] == texts(parts, max_new_tokens=6)
-    params = SamplingParams(
-        max_tokens=6, temperature=0.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0), top_logps=2, prompt_logps=True
-    )
+    (done,) = pt.complete(model, tokenizer, ["12+"], top_logps=2, prompt_logps=True, chat=False)
+    assert [done.text] == texts(parts)
+    asked: dict[str, Any] = {"stop_token_ids": tokenizer.stop_ids, "top_logps": 2, "prompt_logps": True}
+    params = SamplingParams(max_tokens=LENGTH - PROMPT, temperature=0.0, key=(0, 0), **asked)
     expected = naive.generate(done.prompt_tokens, params)
     assert_same(done.completion, expected)
     record = done.record(tokenizer.decode)
