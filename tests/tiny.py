@@ -30,18 +30,20 @@ HF_NAMES = {
 
 def tiny_config(
     *,
-    num_layers: int = 3,
-    windows: tuple[int | None, ...] = (None, WINDOW, None),
+    num_layers: int | None = None,
+    windows: tuple[int | None, ...] = (None, WINDOW),
     qk_norm: bool = True,
     bias: bool = False,
     **changes: Any,
 ) -> ModelConfig:
-    """3 layers, 4 query and 2 key-value heads of 8, embed 32, vocabulary 512; `changes` are fields of `config.json`,
-    some under our names.
+    """4 query and 2 key-value heads of 8, embed 32, vocabulary 512; `changes` are fields of `config.json`, some under
+    our names.
 
-    Layer i has `windows[i % len(windows)]`. With `qk_norm` it is a qwen3, else with `bias` a qwen2, else a llama
-    (which has a form on disk only without windows).
+    Layer i has `windows[i % len(windows)]`: by default there is one of each, or a stack of three that are alike. With
+    `qk_norm` it is a qwen3, else with `bias` a qwen2, else a llama (which has a form on disk only without windows).
     """
+    if num_layers is None:
+        num_layers = 3 if len(windows) == 1 else len(windows)
     model_type = "qwen3" if qk_norm else "qwen2" if bias else "llama"
     kinds = [windows[i % len(windows)] for i in range(num_layers)]
     fields = {

@@ -225,7 +225,7 @@ def test_what_an_adapter_cannot_be(fields: dict[str, Any], message: str) -> None
     assert str(raised.value).startswith(message)
     assert not has_lora(model)
     with pytest.raises(ConfigError) as raised:
-        check_lora(tiny_config(vocab_size=96, tie_embeddings=False), LoRA(rank=2, **fields))
+        check_lora(tiny_config(vocab_size=96, tie_embeddings=False, windows=(None,)), LoRA(rank=2, **fields))
     assert str(raised.value).startswith(message)
 
 
