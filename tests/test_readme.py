@@ -93,12 +93,18 @@ def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int) -> l
 def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
     """The configuration over so many rows of each dataset; a function that draws `count` rows draws no more."""
 
-    def few(section: DatasetSection) -> DatasetSection:
+    def few(section: Any) -> Any:
+        if not isinstance(section, DatasetSection):
+            return tuple(map(few, section))
         drawn = {"count": min(section.args["count"], num_rows)} if "count" in section.args else {}
-        return section.model_copy(update={"limit": num_rows, "args": {**section.args, **drawn}})
+        limit = min(section.limit or num_rows, num_rows)
+        return section.model_copy(update={"limit": limit, "args": {**section.args, **drawn}})
 
-    stages = [stage.model_copy(update={"dataset": few(stage.dataset)}) for stage in config.stages]
-    return config.model_copy(update={"stages": tuple(stages)})
+    def shorter(stage: Any) -> Any:
+        found = {name: getattr(stage, name, None) for name in ("dataset", "eval_dataset", "mix")}
+        return stage.model_copy(update={name: few(section) for name, section in found.items() if section})
+
+    return config.model_copy(update={"stages": tuple(map(shorter, config.stages))})
 
 
 @pytest.mark.parametrize("num_rows", often([NUM_ROWS, 500], NUM_ROWS))
