@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from posttrain.config import MeshSection
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
-from posttrain.models.drafter import BlockDrafter, DrafterConfig, propose
+from posttrain.models.drafter import DrafterConfig, propose
 from posttrain.rollout import scheduler
 from posttrain.rollout.adapters import AdapterSlots
 from posttrain.rollout.blocks import BLOCK
@@ -52,12 +52,14 @@ def make(model: Decoder, speculation: Speculation, *, always: bool = True, **cha
 
 def block(model: Decoder, tokens: int = 3, window: int = 4) -> Speculation:
     """A block drafter with random weights."""
-    sizes = {"embed_dim": model.config.embed_dim, "vocab_size": model.config.vocab_size}
+    sizes, draw = {"embed_dim": model.config.embed_dim, "vocab_size": model.config.vocab_size}, np.random.default_rng(0)
     config = DrafterConfig(tokens=tokens, window=window, layers=1, **sizes)
-    drafter = BlockDrafter(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(jax.random.key(0)))
-    arrays = {name: np.asarray(x) for name, x in drafter.arrays().items()}
-    arrays["follows_out"] = np.random.default_rng(0).normal(size=arrays["follows_out"].shape).astype(np.float32)
-    return Speculation(tokens=tokens, block=StoredDrafter(config=config, target=described(model.config), arrays=arrays))
+    arrays: dict[str, np.ndarray] = {}
+    for name, dims in config.shapes.items():
+        shape = [size for _, size in dims]
+        arrays[name] = np.ones(shape) if "norm" in name else draw.normal(0, shape[0] ** -0.5, shape)
+    stored = {name: array.astype(np.float32) for name, array in arrays.items()}
+    return Speculation(tokens=tokens, block=StoredDrafter(config=config, target=described(model.config), arrays=stored))
 
 
 SMALL: dict[str, Any] = {"num_layers": 1, "windows": (None,)}
@@ -140,14 +142,11 @@ def test_aborted_resumed_cancelled(engine: NativeEngine, plain: NativeEngine) ->
     assert_same(asyncio.run(asyncio.wait_for(run(), 60)), whole)
 
 
-@pytest.mark.few(2)
-def test_a_block_drafter_reads_the_newest_hidden_states(
-    model: Decoder, plain: NativeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@patch.object(scheduler, "PROMPT_CHUNK", 2 * BLOCK)  # of 33 tokens the last one is a piece of its own
+def test_a_block_drafter_reads_the_newest_hidden_states(model: Decoder, plain: NativeEngine) -> None:
     """Of every row those of the tokens before its newest one, after rounds, calls without drafts and preemptions, and
     behind prompts, of which some are read in pieces and others found in the cache; and samples are those without
     drafts."""
-    monkeypatch.setattr(scheduler, "PROMPT_CHUNK", 2 * BLOCK)  # of 33 tokens the last one is a piece of its own
     engine, turns = make(model, block(model), cache_tokens=160), iter(range(10**6))
     drafter = engine._runner.drafter
     assert drafter is not None
@@ -165,8 +164,7 @@ def test_a_block_drafter_reads_the_newest_hidden_states(
         seen.extend(latest)
         return speculate(*arguments)
 
-    monkeypatch.setattr(drafter, "_block_rows", spied)
-    monkeypatch.setattr(engine.programs, "speculate", run)
+    drafter._block_rows, engine.programs.speculate = spied, run  # type: ignore[method-assign]
     prompts, each = requests(7, temperature=1.0)
     prompts[3:5] = [[*range(100, 134)]] * 2
     each = [replace(one, temperature=float(i % 2)) for i, one in enumerate(each)]
@@ -176,8 +174,8 @@ def test_a_block_drafter_reads_the_newest_hidden_states(
     tokens = np.zeros((len(calls), 64), np.int32)
     for i, request in enumerate(calls):
         tokens[i, : len(request.history)] = request.history
-    places = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32)[None], tokens.shape)
-    hidden = np.asarray(model(jnp.asarray(tokens), places, jnp.ones_like(tokens))[0])
+    places = np.broadcast_to(np.arange(64, dtype=np.int32), tokens.shape)
+    hidden = np.asarray(jax.jit(lambda *inputs: model(*inputs)[0])(tokens, places, np.ones_like(tokens)))
     for request, state in seen:
         expected = hidden[calls.index(request), state.position - state.known : state.position]
         np.testing.assert_allclose(state.hidden[4 - state.known :], expected, rtol=1e-3, atol=1e-4)
@@ -191,9 +189,10 @@ def test_a_block_drafter_reads_the_newest_hidden_states(
 def test_each_draft_of_a_block_follows_the_one_before_it(model: Decoder) -> None:
     drafts = block(model)
     assert drafts.block is not None
-    config, arrays = drafts.block.config, {name: jnp.asarray(x) for name, x in drafts.block.arrays.items()}
+    config, follows = drafts.block.config, drafts.block.arrays
+    arrays = jax.device_put(dict(follows))
     newest, known = jnp.asarray([3, 8], jnp.int32), jnp.asarray([4, 2], jnp.int32)
-    hidden = jax.random.normal(jax.random.key(1), (2, 4, config.embed_dim))
+    hidden = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, config.embed_dim)), jnp.float32)
     greedy, tables = params(3, temperature=0.0), Tables(config.vocab_size)
     sampling = Sampling.of([greedy] * 2, [[1]] * 2, [1] * 2, max_length=64, tables=tables)
     source = Block(config, arrays, model, sampling, jnp.zeros(2), 3, None)
@@ -204,12 +203,12 @@ def test_each_draft_of_a_block_follows_the_one_before_it(model: Decoder) -> None
     def embedded(tokens: jax.Array) -> jax.Array:
         return model.embed(tokens[:, None], jnp.dtype(jnp.float32), None)[:, 0]
 
-    logits = np.asarray(model.logits(propose(config, arrays, hidden, known, embedded(newest))))
+    logits = np.asarray(jax.jit(lambda x: model.logits(propose(config, arrays, hidden, known, x)))(embedded(newest)))
     alone, before = logits.argmax(-1), newest
     for place in range(3):
         x = np.asarray(embedded(before))
         x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6)
-        before = (logits[:, place] + x @ arrays["follows_in"] @ arrays["follows_out"]).argmax(-1)
+        before = (logits[:, place] + x @ follows["follows_in"] @ follows["follows_out"]).argmax(-1)
         np.testing.assert_array_equal(found.tokens[:, place], before)
     assert (np.asarray(found.tokens) != alone).any()
 
@@ -341,9 +340,10 @@ def test_the_longest_latest_match_is_continued() -> None:
     history = jnp.asarray(
         [[1, 2, 3, 9, 1, 2, 3, 7, 2, 3, 8, 1, 2, 3], [5, 6, 5, 6, 5, -1, -1, -1, -1, -1, -1, -1, -1, -1]]
     )
-    drafts = lookup(history, jnp.asarray([13, 4]), 4)
+    looked_up = jax.jit(lookup, static_argnums=2)
+    drafts = looked_up(history, jnp.asarray([13, 4]), 4)
     assert drafts.tokens.tolist() == [[7, 2, 3, 8], [6, 5, 6, 5]] and drafts.found.all()
-    none = lookup(jnp.arange(8)[None], jnp.asarray([7]), 2)
+    none = looked_up(jnp.arange(8)[None], jnp.asarray([7]), 2)
     assert not none.found.any()
 
 
