@@ -105,14 +105,19 @@ def random_model(config: ModelConfig, compute: Compute, *, dtype: DTypeLike, see
             return np.full(shape, float(path.endswith("scale")))
         return draw.normal(0, config.initializer_range, shape)
 
-    return weights.bind({path: jnp.asarray(born(path, shape), dtype) for path, _, shape in weights.shapes()})
+    return weights.bind({path: on_device(born(path, shape), dtype) for path, _, shape in weights.shapes()})
+
+
+def on_device(array: np.ndarray, dtype: DTypeLike) -> Array:
+    """Convert before, for which JAX would compile a program of each shape."""
+    return jax.device_put(array.astype(dtype))
 
 
 def shake(model: Decoder, seed: int, stddev: float = 0.1) -> None:
     """Add noise to every parameter, so that biases, norms and adapters count."""
     weights, draw = ModelWeights(model), np.random.default_rng(seed)
     every = sorted(weights.read().items())
-    weights.write({path: jnp.asarray(np.asarray(w) + draw.normal(0, stddev, w.shape), w.dtype) for path, w in every})
+    weights.write({path: on_device(np.asarray(w) + draw.normal(0, stddev, w.shape), w.dtype) for path, w in every})
 
 
 def forward(model: Decoder, tokens: Any, positions: Any = None, segments: Any = None) -> Array:

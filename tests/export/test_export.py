@@ -28,7 +28,7 @@ from posttrain.weights.state import ModelWeights, without_adapter
 from tests.often import often
 from tests.stages.runs import INIT, posttrain, sft_stage, write_run
 from tests.stages.test_preference import preference_stage, write_pairs
-from tests.tiny import shake, tiny_model
+from tests.tiny import on_device, shake, tiny_model
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "models"
 READERS = ["posttrain", pytest.param("transformers", marks=pytest.mark.skipif(
@@ -163,7 +163,9 @@ def test_the_adapter_of_a_reward_model_brings_its_head(tmp_path: Path, reader: R
     add_scalar_head(model, seed=3)
     weights = ModelWeights(model)
     trained = weights.read(weights.trainable().__contains__)
-    weights.write({path: w + jnp.asarray(draw.normal(0, 0.03, w.shape), w.dtype) for path, w in trained.items()})
+    weights.write(
+        {path: on_device(np.asarray(w) + draw.normal(0, 0.03, w.shape), w.dtype) for path, w in trained.items()}
+    )
     save_adapter(model, tmp_path / "out", base=str(GOLDENS / "llama"))
     assert prove(model, tmp_path / "out", None, reader, base=str(GOLDENS / "llama")).scores
 
@@ -204,10 +206,9 @@ def test_a_run_is_exported(run: Path, tmp_path: Path, to: str, again: bool) -> N
     assert (out / ("config.json" if to == "merged" else "adapter_config.json")).is_file()
     assert not out.with_name(f"{out.name}.unproved").exists()
     if to == "merged":
-        ours, theirs = (load_model(folder) for folder in (tmp_path / "exported", run / "0-sft" / "model"))
-        assert jax.tree.all(
-            jax.tree.map(lambda a, b: bool((a == b).all()), ModelWeights(ours).read(), ModelWeights(theirs).read())
-        )
+        folders = (tmp_path / "exported", run / "0-sft" / "model")
+        ours, theirs = (ModelWeights(load_model(folder)).read() for folder in folders)
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_another_reader_of_the_tokenizer_tells_what_differs(tmp_path: Path) -> None:
@@ -270,7 +271,9 @@ def small_adapter(name: str, **fields: Any) -> Decoder:
     model, draw = load_model(GOLDENS / name, lora=LoRA(rank=2, **fields), seed=0), np.random.default_rng(1)
     weights = ModelWeights(model)
     trained = weights.read(weights.trainable().__contains__)
-    weights.write({path: w + jnp.asarray(draw.normal(0, 0.03, w.shape), w.dtype) for path, w in trained.items()})
+    weights.write(
+        {path: on_device(np.asarray(w) + draw.normal(0, 0.03, w.shape), w.dtype) for path, w in trained.items()}
+    )
     return model
 
 
