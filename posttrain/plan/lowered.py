@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from posttrain.batch import Batch, ImageFeatures, TopK
+from posttrain.batch import Batch, DraftLoss, ImageFeatures, ScoreLoss, TokenLoss, TopK
 from posttrain.config import (
     DistillSection,
     ImageSection,
@@ -36,6 +36,7 @@ from posttrain.data.image_rows import largest_bucket, picture_size
 from posttrain.distill.teachers import DEFAULT_TOP_K
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
 from posttrain.kernels.platform import platform_of
+from posttrain.losses.distill import BlockDraftLoss
 from posttrain.losses.pairs import Needs
 from posttrain.losses.value import ValueLoss
 from posttrain.models import hf
@@ -49,8 +50,9 @@ from posttrain.rl.algorithms import needs_reference
 from posttrain.rollout.vision import CALL_PATCHES, PromptFeatures, patches_size
 from posttrain.runtime.files import cache_folder
 from posttrain.runtime.xla import Growth
-from posttrain.stages.cluster import critic_settings
+from posttrain.stages.cluster import critic_settings, drafter_settings
 from posttrain.stages.preference import shares_prompts
+from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms
 from posttrain.train.transformations import make_optimizer
 from posttrain.weights.load import outline_of
@@ -258,6 +260,19 @@ def pictured(batch: Batch, config: ModelConfig, patches: int, image: ImageSectio
     )
 
 
+def train_programs(
+    section: TrainSection,
+    model: Decoder,
+    loss: TokenLoss | ScoreLoss | DraftLoss,
+    settings: TrainSettings,
+    mesh: Mesh,
+    teachers: Sequence[Decoder] = (),
+) -> TrainPrograms:
+    """Programs of a stage's model, with teachers in its step, as shapes."""
+    optimizer = make_optimizer(section.optimizer, section.num_steps or 1000, seed=0, model=model)
+    return TrainPrograms(model, loss, optimizer, settings, mesh=mesh, teachers=teachers)
+
+
 def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainPrograms:
     """Programs of a critic as shapes."""
     algorithm = section.algorithm
@@ -265,6 +280,15 @@ def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainProg
     optimizer = make_optimizer(algorithm.critic.optimizer, section.num_steps, seed=0, model=model)
     loss = ValueLoss(clip=algorithm.value_clip)
     return TrainPrograms(model, loss, optimizer, critic_settings(section, algorithm), mesh=mesh)
+
+
+def drafter_programs(section: OnlineSection, model: Decoder, mesh: Mesh, *, gather_once: bool) -> TrainPrograms:
+    """Programs of a block drafter that learns beside its target, as shapes."""
+    given = section.rollout.drafter_optimizer
+    assert given is not None
+    optimizer = make_optimizer(given, section.steps, seed=0, model=model)
+    settings = drafter_settings(section, given, gather_once=gather_once)
+    return TrainPrograms(model, BlockDraftLoss(), optimizer, settings, mesh=mesh)
 
 
 def with_features(batch: Batch, programs: TrainPrograms) -> Batch:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from posttrain.batch import Batch, DraftLoss, ScoreLoss, TokenLoss
+from posttrain.batch import Batch, DraftLoss, TokenLoss, model_inputs
 from posttrain.config import (
     DistillSection,
     DrafterSection,
@@ -35,11 +35,13 @@ from posttrain.plan.lowered import (
     batch_of,
     bytes_on_device,
     critic_programs,
+    drafter_programs,
     encode_work,
     sampled_batch,
     sizes_of,
     taught_batch,
     tower_flops,
+    train_programs,
     vocabulary_trips,
     with_features,
     with_pairs,
@@ -49,6 +51,8 @@ from posttrain.plan.report import (
     COPY,
     CRITIC,
     CRITIC_OPTIMIZER,
+    DRAFTER,
+    DRAFTER_OPTIMIZER,
     ENCODE,
     EVALUATION,
     OPTIMIZER,
@@ -86,7 +90,6 @@ from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss, train_settings
 from posttrain.train.objective import TrainSettings
 from posttrain.train.programs import TrainPrograms, placed_shapes
-from posttrain.train.transformations import make_optimizer
 from posttrain.weights.state import ModelWeights, active_parameters
 
 
@@ -138,7 +141,7 @@ def _sequences(
     settings: TrainSettings,
     image: ImageSection,
 ) -> StagePlan:
-    programs = _programs(section, model, loss, settings, mesh)
+    programs = train_programs(section, model, loss, settings, mesh)
     pictured = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
     batch = with_features(pictured, programs)
     state = {OPTIMIZER: bytes_on_device(programs.opt_state)}
@@ -167,7 +170,7 @@ def _distill(
         matching=None if features is None else matching_of(features, model.config, teachers[0].config, 0),
         skip_update=None if sampled is None else sampler_gate(model, section.rollout),
     )
-    programs = _programs(section, model, distill_loss(section), settings, mesh, teachers)
+    programs = train_programs(section, model, distill_loss(section), settings, mesh, teachers)
     blind = _blind(model, [*teachers, *(one for one, _ in roles.scorers)])
     limits = None if blind or sampled is not None else image
     pictured = taught_batch(section, model, limits, len(section.teachers) - len(teachers))
@@ -225,7 +228,7 @@ def _pairs(
     terms = Terms(squares=loss.needs.squares)
     settings = TrainSettings.of(section, temperature=1.0, dropout_seed=0, terms=terms)
     settings = dataclasses.replace(settings, gather_once=gather_once)
-    programs = _programs(section, model, loss, settings, mesh)
+    programs = train_programs(section, model, loss, settings, mesh)
     pictured = with_pictures(batch_of(section.batch_rows, section.row_tokens), section, model, image)
     scored = with_pairs(with_features(pictured, programs), section, loss.needs, model, mesh)
     batch = dataclasses.replace(scored, ref_logps=scored.loss_weight) if loss.needs.reference else scored
@@ -256,7 +259,7 @@ def _online(
     settings = TrainSettings.of(section, temperature=section.sampling.temperature, dropout_seed=None, terms=terms)
     gate = sampler_gate(model, section.rollout)
     settings = dataclasses.replace(settings, gather_once=gather_once, skip_update=gate)
-    programs = _programs(section, model, loss, settings, mesh)
+    programs = train_programs(section, model, loss, settings, mesh)
     reference, of_actor = needs_reference(section), False
     updates, per_batch = 1, 1
     if isinstance(section, RLSection):
@@ -271,7 +274,10 @@ def _online(
     critic = None
     if isinstance(section, RLSection) and roles.critic is not None:
         critic = critic_programs(section, *roles.critic)
-    held = list(_held(section, programs, rollout, critic, roles, reference))
+    drafter = None
+    if roles.drafter is not None:
+        drafter = drafter_programs(section, roles.drafter, mesh, gather_once=gather_once)
+    held = list(_held(section, programs, rollout, critic, drafter, roles, reference))
     phases = list(sampling_phases(sampled, rollout, held, WEIGHTS if roles.rollout is None else COPY))
     phases += reward_phases(sampled, roles.rewards, mesh, held)
     asked = asked_batch(section, model, limits)
@@ -286,6 +292,10 @@ def _online(
         phases += [] if critic is None else _of_critic(section, critic, held, limits)
     update = _update(programs, batch, beside(held, mesh, UPDATE, WEIGHTS, OPTIMIZER))
     phases.append(dataclasses.replace(update, runs=per_batch))
+    if drafter is not None:
+        own = {h.name: h.size for h in held if h.name in (WEIGHTS, DRAFTER, DRAFTER_OPTIMIZER)}
+        learning = _update(drafter, model_inputs(batch), beside(held, mesh, UPDATE, *own))
+        phases.append(dataclasses.replace(learning, role="drafter", runs=per_batch, own=own))
     on_trainer = {WEIGHTS, OPTIMIZER, *update.beside}
     return StagePlan(
         phases=phases,
@@ -297,7 +307,7 @@ def _online(
         moves=list(_moves(programs, held, roles, updates)),
         overlaps=isinstance(section, RLSection) and section.samples_ahead and roles.rollout is not None,
         not_counted=[*_not_counted(section), *blind],
-        **_saved(section, programs, critic),
+        **_saved(section, programs, critic, drafter),
     )
 
 
@@ -314,7 +324,6 @@ def _not_counted(section: OnlineSection) -> list[str]:
         turns: isinstance(section, RLSection) and section.converses,
         f"the second copy of the reference at its refresh, every {every} versions": every is not None,
         "rollout.speculative: the time that accepted drafts save and a draft model takes": drafts is not None,
-        "rollout.speculative.optimizer: the drafter's update": section.rollout.drafter_optimizer is not None,
     }
     return [name for name, is_met in found.items() if is_met]
 
@@ -324,6 +333,7 @@ def _held(
     programs: TrainPrograms,
     rollout: RolloutShapes,
     critic: TrainPrograms | None,
+    drafter: TrainPrograms | None,
     roles: Roles,
     reference: bool,
 ) -> Iterator[Held]:
@@ -343,6 +353,9 @@ def _held(
         during = [UPDATE] if place.critic.offload else None
         size = bytes_on_device(critic.opt_state)
         yield Held(name=CRITIC_OPTIMIZER, mesh=critic.mesh, size=size, only_in=during)
+    if drafter is not None:
+        yield Held(name=DRAFTER, mesh=mesh, size=bytes_on_device(drafter.params))
+        yield Held(name=DRAFTER_OPTIMIZER, mesh=mesh, size=bytes_on_device(drafter.opt_state))
     if roles.rollout is not None:
         yield Held(name=COPY, mesh=rollout.mesh, size=bytes_on_device(rollout.base))
     elif section.samples_while_updating:
@@ -391,26 +404,13 @@ def _of_critic(
     yield dataclasses.replace(update, role="critic", runs=section.updates_per_batch, own=own)
 
 
-def _programs(
-    section: TrainSection,
-    model: Decoder,
-    loss: TokenLoss | ScoreLoss | DraftLoss,
-    settings: TrainSettings,
-    mesh: Mesh,
-    teachers: Sequence[Decoder] = (),
-) -> TrainPrograms:
-    optimizer = make_optimizer(section.optimizer, section.num_steps or 1000, seed=0, model=model)
-    return TrainPrograms(model, loss, optimizer, settings, mesh=mesh, teachers=teachers)
-
-
-def _saved(section: TrainSection, programs: TrainPrograms, critic: TrainPrograms | None = None) -> dict[str, Any]:
+def _saved(section: TrainSection, programs: TrainPrograms, *others: TrainPrograms | None) -> dict[str, Any]:
     """Fields of a plan on checkpoints."""
-    saved = jax.tree.leaves((programs.params, programs.opt_state))
-    others = [] if critic is None else jax.tree.leaves((critic.params, critic.opt_state))
-    devices = programs.mesh.size
+    stages = [one for one in (programs, *others) if one is not None]
+    saved = [(jax.tree.leaves((one.params, one.opt_state)), one.mesh.size) for one in stages]
     return {
-        "state": bytes_on_device(saved) + (bytes_on_device(others) * critic.mesh.size // devices if critic else 0),
-        "largest": max(map(bytes_on_device, [*saved, *others])),
+        "state": sum(bytes_on_device(arrays) * devices for arrays, devices in saved) // programs.mesh.size,
+        "largest": max(bytes_on_device(array) for arrays, _ in saved for array in arrays),
         "saves_between": section.checkpoint_every < (section.num_steps or math.inf),
         "rounds_at_once": programs.optimizer.rounds and not programs.optimizer.elementwise,
     }

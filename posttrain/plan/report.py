@@ -26,6 +26,7 @@ OPTIMIZER, REFERENCE, CACHE, COPY = "optimizer state", "reference", "cache", "we
 WEIGHTS, CRITIC, CRITIC_OPTIMIZER = "weights of the actor", "critic", "optimizer state of the critic"
 TEACHERS, QUANTIZED, REWARD_MODELS = "teachers", "weights quantized or merged", "reward models"
 DRAFT, DRAFT_CACHE = "draft model", "cache of the draft model"
+DRAFTER, DRAFTER_OPTIMIZER = "drafter", "optimizer state of the drafter"
 """Names of what roles hold."""
 UPDATE, STATISTICS, VALUES, LAYOUT, PREFILL, DECODE = "update", "statistics", "values", "layout", "prefill", "decode"
 EVALUATION, SYNC, COPYING, DRAFTED = "evaluation", "sync", "copy", "decode with drafts"
@@ -47,6 +48,8 @@ class Roles:
     """Teachers outside of it, on this machine."""
     draft: Decoder | None = None
     """Draft model of the engine."""
+    drafter: Decoder | None = None
+    """Trained model with the block drafter beside it that learns along."""
     rewards: Sequence[Decoder] = ()
     """Reward models, on the trainer's devices."""
 
@@ -302,6 +305,7 @@ def knob_of(name: str) -> str:
         TEACHERS: "teachers.N.quantize, a larger mesh.fsdp",
         REWARD_MODELS: "rewards.N.model, a larger mesh.fsdp",
         DRAFT: "rollout.speculative",
+        DRAFTER_OPTIMIZER: "rollout.speculative.optimizer.moments",
         DRAFT_CACHE: "rollout.speculative, rollout.slots, rollout.cache_tokens",
     }
     return fields.get(name, "a larger mesh.fsdp, model.lora, model.quantize")

@@ -222,7 +222,7 @@ def describe_roles(
         assert isinstance(drafts, BlockDrafts)
         sizes = find_drafter(drafts, files.config).config
         with placed("rollout.speculative."):
-            size = training_size(config, _with_drafter(model_outline(config, files), sizes), mesh, optimizer)
+            size = training_size(config, with_drafter(model_outline(config, files), sizes), mesh, optimizer)
         whole = sizes.num_parameters * jnp.dtype(config.model.dtype).itemsize + size.gradient + size.optimizer
         lines.append(f"{name}: drafter: {size.trained:,} parameters, {_bytes(whole)} beside the actor's memory")
     return lines
@@ -292,11 +292,11 @@ def model_outline(config: RunConfig, files: ModelFiles) -> Decoder:
     if isinstance(drafted, DrafterSection):
         from posttrain.weights.drafter import drafter_config
 
-        return _with_drafter(outline, drafter_config(drafted, outline.config))
+        return with_drafter(outline, drafter_config(drafted, outline.config))
     return outline
 
 
-def _with_drafter(outline: Decoder, sizes: DrafterConfig) -> Decoder:
+def with_drafter(outline: Decoder, sizes: DrafterConfig) -> Decoder:
     """Model of shapes with a drafter beside it."""
     from posttrain.weights.drafter import attach_drafter
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from posttrain.batch import rows_per_pass
 from posttrain.config import (
+    BlockDrafts,
     DistillSection,
     MeshSection,
     ModelDrafts,
@@ -50,7 +51,8 @@ from posttrain.plan.lowered import bytes_on_device
 from posttrain.plan.phases import stage_plan
 from posttrain.plan.report import UPDATE, Phase, Roles, StagePlan, in_units, knob_of
 from posttrain.rl.algorithms import needs_reference
-from posttrain.runs.check import FLOAT32_BYTES, TrainingSize, model_outline, training_size
+from posttrain.rollout.drafting import find_drafter
+from posttrain.runs.check import FLOAT32_BYTES, TrainingSize, model_outline, training_size, with_drafter
 from posttrain.stages.cluster import engine_mesh
 from posttrain.stages.context import RoleDevices, role_devices
 from posttrain.train.programs import placed_shapes
@@ -116,7 +118,14 @@ class StageSetup:
         rewards = [self._reward_model(reward.model) for reward in section.rewards if reward.model is not None]
         draft = self._draft(section.rollout, rollout or self.mesh)
         roles: dict[str, Any] = {"rollout": rollout, "reference": reference, "critic": critic, "draft": draft}
-        return Roles(scorers=scorers, rewards=rewards, **roles)
+        return Roles(scorers=scorers, rewards=rewards, drafter=self._learning_drafter(section.rollout, remat), **roles)
+
+    def _learning_drafter(self, section: RolloutSection, remat: Remat) -> Decoder | None:
+        """Trained model as shapes with the drafter that learns beside it."""
+        drafts, outline = section.speculative, self.outline(remat)
+        if not isinstance(drafts, BlockDrafts) or drafts.optimizer is None:
+            return None
+        return with_drafter(outline, find_drafter(drafts, outline.config).config)
 
     def _draft(self, section: RolloutSection, mesh: Mesh) -> Decoder | None:
         """Draft model of an engine as shapes."""

@@ -225,12 +225,18 @@ def make_drafter(stage: StageRun, section: OnlineSection, actor: Trainer) -> Dra
     attach_drafter(model, found.config, seed=stage.seed, mesh=actor.mesh, arrays=found.arrays)
     with placed("rollout.speculative."):
         made = make_optimizer(optimizer, section.steps, stage.seed, model)
-    settings = drafter_settings(section, optimizer)
+    settings = drafter_settings(section, optimizer, gather_once=stage.gather_once)
     return DrafterLearner(Trainer(model, BlockDraftLoss(), made, settings, mesh=actor.mesh), actor)
 
 
-def drafter_settings(section: OnlineSection, optimizer: AnyOptimizer) -> TrainSettings:
-    return TrainSettings(temperature=1.0, max_grad_norm=optimizer.max_grad_norm, micro_batch_rows=section.pass_rows)
+def drafter_settings(section: OnlineSection, optimizer: AnyOptimizer, *, gather_once: bool) -> TrainSettings:
+    """Settings of a drafter's updates; `gather_once`: the actor's, whose gathered weights are the same."""
+    return TrainSettings(
+        temperature=1.0,
+        max_grad_norm=optimizer.max_grad_norm,
+        micro_batch_rows=section.pass_rows,
+        gather_once=gather_once,
+    )
 
 
 def sampler_gate(model: Decoder, section: RolloutSection) -> SamplerGate:
