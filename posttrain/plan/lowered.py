@@ -282,7 +282,7 @@ def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainProg
     return TrainPrograms(model, loss, optimizer, critic_settings(section, algorithm), mesh=mesh)
 
 
-def drafter_programs(section: OnlineSection, model: Decoder, mesh: Mesh, *, gather_once: bool) -> TrainPrograms:
+def drafter_programs(section: OnlineSection, model: Decoder, mesh: Mesh, gather_once: bool) -> TrainPrograms:
     """Programs of a block drafter that learns beside its target, as shapes."""
     given = section.rollout.drafter_optimizer
     assert given is not None

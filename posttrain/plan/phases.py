@@ -253,9 +253,8 @@ def _online(
     image: ImageSection,
 ) -> StagePlan:
     _refuse(section)
-    sampled, loss, terms = Sampled.of(section), _online_loss(section), PLAIN
-    if isinstance(loss, OnlineLoss):
-        terms = Terms(squares=loss.pairs.needs.squares)
+    sampled, loss = Sampled.of(section), _online_loss(section)
+    terms = Terms(squares=loss.pairs.needs.squares) if isinstance(loss, OnlineLoss) else PLAIN
     settings = TrainSettings.of(section, temperature=section.sampling.temperature, dropout_seed=None, terms=terms)
     gate = sampler_gate(model, section.rollout)
     settings = dataclasses.replace(settings, gather_once=gather_once, skip_update=gate)
@@ -274,9 +273,7 @@ def _online(
     critic = None
     if isinstance(section, RLSection) and roles.critic is not None:
         critic = critic_programs(section, *roles.critic)
-    drafter = None
-    if roles.drafter is not None:
-        drafter = drafter_programs(section, roles.drafter, mesh, gather_once=gather_once)
+    drafter = None if roles.drafter is None else drafter_programs(section, roles.drafter, mesh, gather_once)
     held = list(_held(section, programs, rollout, critic, drafter, roles, reference))
     phases = list(sampling_phases(sampled, rollout, held, WEIGHTS if roles.rollout is None else COPY))
     phases += reward_phases(sampled, roles.rewards, mesh, held)
@@ -292,10 +289,7 @@ def _online(
         phases += [] if critic is None else _of_critic(section, critic, held, limits)
     update = _update(programs, batch, beside(held, mesh, UPDATE, WEIGHTS, OPTIMIZER))
     phases.append(dataclasses.replace(update, runs=per_batch))
-    if drafter is not None:
-        own = {h.name: h.size for h in held if h.name in (WEIGHTS, DRAFTER, DRAFTER_OPTIMIZER)}
-        learning = _update(drafter, model_inputs(batch), beside(held, mesh, UPDATE, *own))
-        phases.append(dataclasses.replace(learning, role="drafter", runs=per_batch, own=own))
+    phases += [] if drafter is None else [_of_drafter(drafter, held, batch, per_batch)]
     on_trainer = {WEIGHTS, OPTIMIZER, *update.beside}
     return StagePlan(
         phases=phases,
@@ -402,6 +396,12 @@ def _of_critic(
     update = _update(critic, batch, beside(held, critic.mesh, UPDATE, CRITIC, CRITIC_OPTIMIZER))
     own = {CRITIC: weights, CRITIC_OPTIMIZER: bytes_on_device(critic.opt_state)}
     yield dataclasses.replace(update, role="critic", runs=section.updates_per_batch, own=own)
+
+
+def _of_drafter(drafter: TrainPrograms, held: Sequence[Held], batch: Batch, runs: int) -> Phase:
+    own = {h.name: h.size for h in held if h.name in (WEIGHTS, DRAFTER, DRAFTER_OPTIMIZER)}
+    update = _update(drafter, model_inputs(batch), beside(held, drafter.mesh, UPDATE, *own))
+    return dataclasses.replace(update, role="drafter", runs=runs, own=own)
 
 
 def _saved(section: TrainSection, programs: TrainPrograms, *others: TrainPrograms | None) -> dict[str, Any]:

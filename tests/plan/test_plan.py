@@ -15,7 +15,6 @@ from posttrain.config import RunConfig
 from posttrain.config.yaml_file import dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.models.activations import shown_remat
-from posttrain.models.drafter import DrafterConfig
 from posttrain.plan import lowered
 from posttrain.plan.lowered import bytes_on_device
 from posttrain.plan.machine import GIB, Machine, machine
@@ -44,8 +43,6 @@ from posttrain.runs.plan import (
 )
 from posttrain.runs.run import _memory_choices
 from posttrain.train.programs import placed_shapes
-from posttrain.weights.drafter import attach_drafter, save_drafter
-from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
 from tests.stages.runs import INIT, posttrain, rl_stage, sft_stage, write_run
@@ -318,28 +315,6 @@ def test_a_critic_is_counted(tmp_path: Path) -> None:
         return choose_remat(setup_of(config, 1 << 30)).spare or 0
 
     assert spare("rloo") - spare("ppo") == sum(of_critic.values())
-
-
-def test_a_drafter_that_learns_is_counted(tmp_path: Path) -> None:
-    """Beside all programs, and in an update of its own on the batch of the policy's, whose weights it reads."""
-    model = init_model({**INIT, "vocab_size": 261}, dtype="float32", seed=0)
-    sizes = DrafterConfig(embed_dim=16, vocab_size=261, tokens=2, window=3, layers=1)
-    attach_drafter(model, sizes, seed=0)
-    save_drafter(model, tmp_path / "drafter")
-    drafts: dict[str, Any] = {"kind": "block", "path": str(tmp_path / "drafter")}
-    plain, stage = (stage_of(tmp_path, rollout={"speculative": drafts | more}) for more in ({}, {"optimizer": {}}))
-    *others, update = stage.phases
-    before, own = beside_of(plain), dict(update.own)
-    assert (update.role, update.name) == ("drafter", "update") and own["weights of the actor"] == weights_on(8)
-    drafter = own["drafter"]
-    assert sizes.num_parameters * 4 / 8 <= drafter <= sizes.num_parameters * 4
-    learned = {"drafter": drafter, "optimizer state of the drafter": 2 * drafter + COUNTERS}
-    assert own == {"weights of the actor": weights_on(8)} | learned and update.own.keys().isdisjoint(update.beside)
-    assert all(dict(one.beside) == before[f"{one.role}: {one.name}"] | learned for one in others)
-    assert stage.state == plain.state + sum(learned.values()) and stage.elsewhere == plain.elsewhere
-    shapes = [x for x in jax.tree.leaves(update.lower().in_avals) if x.dtype == np.float32]
-    assert max(x.size for x in shapes) == 261 * 16 and update.runs == others[-1].runs
-    assert "rollout.speculative.optimizer" not in " ".join(stage.not_counted)
 
 
 def test_what_is_not_counted_is_said_or_refused(tmp_path: Path) -> None:

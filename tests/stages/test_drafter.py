@@ -40,7 +40,9 @@ from posttrain.weights.drafter import (
     read_drafter,
     save_drafter,
 )
+from posttrain.weights.load import init_model
 from posttrain.weights.state import DRAFTER, ModelWeights
+from tests.plan.test_plan import COUNTERS, beside_of, stage_of, weights_on
 from tests.stages.runs import INIT, lines, posttrain, rl_stage, sft_stage, write_run
 from tests.tiny import tiny_config, tiny_model
 
@@ -324,3 +326,25 @@ def test_refusals(tmp_path: Path, stages: list[dict[str, Any]], changes: dict[st
     file = write_run(tmp_path, *stages, model={"init": INIT, "tokenizer": "bytes", **changes})
     outcome = posttrain("check", file)
     assert outcome.code != 0 and re.search(text, outcome.error), outcome.error
+
+
+def test_the_plan_counts_a_drafter_that_learns(tmp_path: Path) -> None:
+    """Beside all programs, and in an update of its own on the batch of the policy's, whose weights it reads."""
+    model = init_model({**INIT, "vocab_size": 261}, dtype="float32", seed=0)
+    sizes = DrafterConfig(embed_dim=16, vocab_size=261, tokens=2, window=3, layers=1)
+    attach_drafter(model, sizes, seed=0)
+    save_drafter(model, tmp_path / "drafter")
+    drafts: dict[str, Any] = {"kind": "block", "path": str(tmp_path / "drafter")}
+    plain, stage = (stage_of(tmp_path, rollout={"speculative": drafts | more}) for more in ({}, {"optimizer": {}}))
+    *others, update = stage.phases
+    before, own = beside_of(plain), dict(update.own)
+    assert (update.role, update.name) == ("drafter", "update") and own["weights of the actor"] == weights_on(8)
+    drafter = own["drafter"]
+    assert sizes.num_parameters * 4 / 8 <= drafter <= sizes.num_parameters * 4
+    learned = {"drafter": drafter, "optimizer state of the drafter": 2 * drafter + COUNTERS}
+    assert own == {"weights of the actor": weights_on(8)} | learned and update.own.keys().isdisjoint(update.beside)
+    assert all(dict(one.beside) == before[f"{one.role}: {one.name}"] | learned for one in others)
+    assert stage.state == plain.state + sum(learned.values()) and stage.elsewhere == plain.elsewhere
+    shapes = [x for x in jax.tree.leaves(update.lower().in_avals) if x.dtype == np.float32]
+    assert max(x.size for x in shapes) == 261 * 16 and update.runs == others[-1].runs
+    assert "rollout.speculative.optimizer" not in " ".join(stage.not_counted)
