@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from unittest import mock
 
 import jax
 import pytest
+import typer
 import yaml
 
 from posttrain import cli
@@ -28,6 +30,9 @@ from posttrain.train.loop import StopRequest
 from tests.stages.children import Child
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# Typer builds all commands anew for each call, which takes as long as most mistakes.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 INIT: dict[str, Any] = {
     "model_type": "qwen3",
