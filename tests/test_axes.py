@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_allclose
 
@@ -22,7 +21,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_init
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
-from tests.tiny import WINDOW, random_model, tiny_model
+from tests.tiny import WINDOW, random_model, sgd, tiny_model
 from tests.weights.adapted import MOE, trained
 
 LENGTH = 24
@@ -69,7 +68,7 @@ def two_updates(model: Decoder, sizes: dict[str, int] | None) -> Update:
     """By SGD, whose steps are the gradients."""
     mesh = None if sizes is None else make_mesh(section(sizes))
     settings = TrainSettings(temperature=0.9, max_grad_norm=1e9, micro_batch_rows=8)
-    trainer = Trainer(model, SFTLoss(), optax.sgd(0.1), settings, mesh=mesh)
+    trainer = Trainer(model, SFTLoss(), sgd(0.1), settings, mesh=mesh)
     before = {path: np.asarray(w) for path, w in trainer.weights.items()}
     told = [to_host(trainer.step(packed(step))) for step in range(2)]
     moved = {path: np.asarray(w) - before[path] for path, w in trainer.weights.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -16,6 +17,8 @@ from posttrain.config import Remat
 from posttrain.models.config import Compute, ModelConfig, stages_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_init
+from posttrain.runtime.xla import Recent
+from posttrain.train.optimizers import Optimizer
 from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
 
@@ -94,6 +97,11 @@ def outline(config: ModelConfig, compute: Compute, dtype: np.dtype) -> ModelWeig
     return ModelWeights(outline_of(config, compute, dtype))
 
 
+def model_of_fields(fields: dict[str, Any]) -> Decoder:
+    """`random_model` in float32 from the fields of a `config.json`."""
+    return random_model(config_from_init(fields), Compute.of(jnp.float32), dtype=jnp.float32, seed=0)
+
+
 def random_model(config: ModelConfig, compute: Compute, *, dtype: DTypeLike, seed: int) -> Decoder:
     """Norms are 1 and biases 0."""
     weights = outline(config, compute, jnp.dtype(dtype))
@@ -120,16 +128,29 @@ def shake(model: Decoder, seed: int, stddev: float = 0.1) -> None:
     weights.write({path: on_device(np.asarray(w) + draw.normal(0, stddev, w.shape), w.dtype) for path, w in every})
 
 
+FORWARDS = Recent[Any](8)
+
+
+def sgd(rate: float) -> Optimizer:
+    """Optimizer whose trainers share their programs; the rate is an argument of the compiled step."""
+    return Optimizer(transformation=optax.inject_hyperparams(optax.sgd)(learning_rate=rate), recipe=("sgd", rate))
+
+
 def forward(model: Decoder, tokens: Any, positions: Any = None, segments: Any = None) -> Array:
-    """Logits of whole rows, compiled; by default each row is one sequence."""
+    """Logits of whole rows, compiled once for equal models; by default each row is one sequence."""
     tokens = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
     segments = jnp.ones_like(tokens) if segments is None else segments
     weights = ModelWeights(model)
 
-    @jax.jit
-    def run(arrays: Any, *inputs: Array) -> Array:
-        bound = weights.bind(arrays)
-        return bound.logits(bound(*inputs)[0])
+    def make() -> Any:
+        shapes = weights.outline()
 
+        def run(arrays: Any, *inputs: Array) -> Array:
+            bound = shapes.bind(arrays)
+            return bound.logits(bound(*inputs)[0])
+
+        return jax.jit(run)
+
+    run = FORWARDS.of((weights.graph, frozenset((p, x.shape, x.dtype) for p, x in weights.structs().items())), make)
     return run(weights.read(), tokens, jnp.asarray(positions, jnp.int32), jnp.asarray(segments, jnp.int32))

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -25,7 +24,7 @@ from posttrain.tree import replace
 from posttrain.weights.scalar_head import add_scalar_head
 from tests.rl.helpers import make_algorithm
 from tests.rl.test_step import NEW, World, params_of
-from tests.tiny import WINDOW, tiny_model
+from tests.tiny import WINDOW, sgd, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def test_the_critic_learns_values(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.thorough
 def test_warm_up_leaves_the_actor_alone_and_a_resumed_run_is_the_same(tokenizer: Tokenizer) -> None:
-    worlds = [world_with_critic(tokenizer, rate=1e-3, warmup=1, optimizer=optax.sgd(0.1)) for _ in range(2)]
+    worlds = [world_with_critic(tokenizer, rate=1e-3, warmup=1, optimizer=sgd(0.1)) for _ in range(2)]
     first, second = worlds
     start = params_of(first.trainer)
     told = to_host(first.step().metrics)

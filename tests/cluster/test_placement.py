@@ -105,7 +105,7 @@ class World:
         return result
 
 
-def run(world: World, steps: int = 5) -> tuple[list[Any], list[float], list[dict[str, float]]]:
+def run(world: World, steps: int = 3) -> tuple[list[Any], list[float], list[dict[str, float]]]:
     results = [world.step() for _ in range(steps)]
     tokens = [[[s.tokens for s in group] for group in result.groups_P] for result in results]
     told = [to_host(result.metrics) for result in results]

@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
 from posttrain.weights.scalar_head import add_scalar_head
 from tests.distill.test_outside_teachers import Server, serving
 from tests.stages.runs import INIT, lines, posttrain, rl_stage, start, write_run
+from tests.tiny import model_of_fields
 
 STORIES = "models/stories260k"
 TEXT = "data/text/tinystories_v2gpt4_train_head.jsonl"
@@ -26,7 +25,7 @@ SAME = ("loss", "grad_norm", "distill/", "eval/")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teacher") / "big"
     fields = {**INIT, "vocab_size": 261, "hidden_size": 32, "initializer_range": 0.5}
-    save_model(init_model(fields, dtype=jnp.float32, seed=0), folder, tokenizer=load_tokenizer("bytes"))
+    save_model(model_of_fields(fields), folder, tokenizer=load_tokenizer("bytes"))
     return folder
 
 
@@ -130,7 +129,7 @@ def test_all_ways_to_a_teacher_of_other_tokens_are_alike(
     and in caches that one in this process and the server filled, up to the rounding of a cache."""
     folder, cache = tmp_path / "big", {"cache": str(tmp_path / "cache")}
     pieces = load_tokenizer(str(shared / STORIES))
-    model = init_model({**INIT, "vocab_size": pieces.num_ids, "initializer_range": 0.5}, dtype=jnp.float32, seed=0)
+    model = model_of_fields({**INIT, "vocab_size": pieces.num_ids, "initializer_range": 0.5})
     save_model(model, folder, tokenizer=pieces)
     here = {"path": str(folder), "tokenizer": tokenizer}
     rows = [{"prompt": f"Say {n}.", "completion": f"Once upon a time there were {n} girls."} for n in range(24)]
@@ -177,7 +176,7 @@ def test_samples_that_the_teacher_never_reads_end_the_run(tmp_path: Path, teache
 
 
 def test_a_reward_model_is_no_teacher(tmp_path: Path) -> None:
-    model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
+    model = model_of_fields({**INIT, "vocab_size": 261})
     add_scalar_head(model, seed=0)
     save_model(model, tmp_path / "judge", tokenizer=load_tokenizer("bytes"))
     for tokenizer in ("same", "gold"):
@@ -239,7 +238,7 @@ def test_what_check_says_and_refuses(tmp_path: Path, teacher: Path, shared: Path
     for changes, text in cases:
         assert text in posttrain("check", write_run(tmp_path, stage(teacher, **changes))).error, text
     bare = tmp_path / "bare"
-    save_model(init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0), bare)
+    save_model(model_of_fields({**INIT, "vocab_size": 261}), bare)
     nameless = write_run(tmp_path, stage(bare))
     assert "align needs the teacher's own tokenizer" in posttrain("check", nameless).error
 
@@ -248,7 +247,7 @@ def test_a_template_that_changes_the_text_is_refused(tmp_path: Path, teacher: Pa
     """The teacher's replaces each answer, so there is nothing of the student's text that it could speak of."""
     own = tmp_path / "own"
     tokenizer = load_tokenizer("bytes")
-    save_model(init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0), own, tokenizer=tokenizer)
+    save_model(model_of_fields({**INIT, "vocab_size": 261}), own, tokenizer=tokenizer)
     changed = str(tokenizer.chat_template).replace(
         "message['content'] + '<|im_end|>' }}\n        {%- endgen", "'No.<|im_end|>' }}\n        {%- endgen"
     )

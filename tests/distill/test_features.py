@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
@@ -17,9 +16,9 @@ from posttrain.errors import ConfigError
 from posttrain.losses.distill import DistillLoss
 from posttrain.models.hf import config_from_init
 from posttrain.train.layer_matching import Matching, Relation
-from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
 from tests.stages.runs import INIT, inside, lines, posttrain, start, write_run
+from tests.tiny import model_of_fields
 
 STORIES = "models/stories260k"
 TEXT = "data/text/tinystories_v2gpt4_train_head.jsonl"
@@ -68,7 +67,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("features")
-    save_model(init_model(TEACHER, dtype=jnp.float32, seed=0), folder / "teacher", tokenizer=load_tokenizer("bytes"))
+    save_model(model_of_fields(TEACHER), folder / "teacher", tokenizer=load_tokenizer("bytes"))
     return folder
 
 

@@ -28,12 +28,12 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, single_device_mesh
 from posttrain.stages.context import training_devices
 from posttrain.stages.distill import describe
-from posttrain.weights.load import init_model
 from posttrain.weights.locate import read_model_files
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
 from tests.stages.runs import INIT, lines, write_run
 from tests.stages.runs import posttrain as command
+from tests.tiny import model_of_fields
 
 VOCAB, ROW = 261, 16
 
@@ -99,14 +99,14 @@ class Handler(BaseHTTPRequestHandler):
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teacher") / "big"
     fields = {**INIT, "vocab_size": VOCAB, "hidden_size": 32, "initializer_range": 0.5}
-    save_model(init_model(fields, dtype=jnp.float32, seed=0), folder, tokenizer=load_tokenizer("bytes"))
+    save_model(model_of_fields(fields), folder, tokenizer=load_tokenizer("bytes"))
     return folder
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     fields = {**INIT, "vocab_size": VOCAB, "hidden_size": 32, "initializer_range": 0.5}
-    return init_model(fields, dtype=jnp.float32, seed=0)
+    return model_of_fields(fields)
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -98,61 +99,71 @@ def problem() -> dict[str, Any]:
     }
 
 
-def packed(problem: dict[str, Any]) -> dict[str, Any]:
-    """The same in two rows: sequences 0 and 1, then 2 and 3."""
+def laid_out(problem: dict[str, Any], layout: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """These sequences in these rows, and empty rows, so that all problems have one shape."""
     made = dict(problem)
     for name, array in problem.items():
         if array.shape[:2] == (len(LENGTHS), LENGTH):
-            rows = np.zeros((2, LENGTH, *array.shape[2:]), array.dtype)
-            for index, length in enumerate(LENGTHS):
-                start = LENGTHS[index - 1] if index % 2 else 0
-                value = array[index, :length] * (1 + index % 2 if name == "segments" else 1)
-                rows[index // 2, start : start + length] = value
-            made[name] = rows
+            made[name] = np.zeros_like(array)
+            for row, numbers in enumerate(layout):
+                start = 0
+                for segment, number in enumerate(numbers, start=1):
+                    place = slice(start, start := start + LENGTHS[number])
+                    made[name][row, place] = array[number, : LENGTHS[number]] * (segment if name == "segments" else 1)
     return made
 
 
-KIND = Divergence(beta=0.3, temperature=1.5)
+KIND, LOSS = Divergence(beta=0.3, temperature=1.5), DistillLoss(cross_entropy=0.25)
 
 
-def distilled(p: dict[str, Any], teachers: Any = None, kind: Divergence = KIND, loss: DistillLoss | None = None) -> Any:
-    """Output of the loss and the gradient of its total by hidden states and head, from live teachers by default."""
-    live = [Teacher(lambda x: x @ p["teacher_head"], jnp.asarray(p[who])) for who in ("teacher", "other")]
-    given = live if teachers is None else teachers
-    zeros = np.zeros_like(p["tokens"])
-    shares = p["shares"] if len(given) == 2 else None
-    batch = Batch(
-        tokens=p["tokens"],
-        positions=zeros,
-        segments=p["segments"],
-        loss_weight=p["loss_weight"],
-        teacher_weights=shares,
-    )
-
-    def total(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, Any]:
-        stats = token_stats(
-            lambda x: x @ head,
-            hidden,
-            batch.tokens,
-            batch.segments,
-            temperature=1.0,
-            vocab_size=VOCAB,
-            only=jnp.asarray(batch.loss_weight) > 0,
-            terms=Terms(divergence=kind),
-            teachers=given,
+@cache
+def program(kind: Divergence, loss: DistillLoss, live: tuple[str, ...]) -> Callable[..., Any]:
+    def run(p: dict[str, Any], said: Sequence[TopK]) -> Any:
+        teachers = [*said, *(Teacher(lambda x: x @ p["teacher_head"], p[who]) for who in live)]
+        shares = p["shares"] if len(teachers) == 2 else None
+        batch = Batch(
+            tokens=p["tokens"],
+            positions=jnp.zeros_like(p["tokens"]),
+            segments=p["segments"],
+            loss_weight=p["loss_weight"],
             teacher_weights=shares,
         )
-        output = (loss or DistillLoss(cross_entropy=0.25))(stats, batch)
-        return jnp.asarray(output.loss.total), output
 
-    (_, output), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(p["student"], p["head"])
-    return output, grads
+        def total(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, Any]:
+            stats = token_stats(
+                lambda x: x @ head,
+                hidden,
+                batch.tokens,
+                batch.segments,
+                temperature=1.0,
+                vocab_size=VOCAB,
+                only=batch.loss_weight > 0,
+                terms=Terms(divergence=kind),
+                teachers=teachers,
+                teacher_weights=shares,
+            )
+            output = loss(stats, batch)
+            return jnp.asarray(output.loss.total), output
+
+        (_, output), grads = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(p["student"], p["head"])
+        return output, grads
+
+    return jax.jit(run)
+
+
+def distilled(p: dict[str, Any], *teachers: str | TopK, kind: Divergence = KIND, loss: DistillLoss = LOSS) -> Any:
+    """Output of the loss and the gradient of its total by hidden states and head; live teachers have names."""
+    live = tuple(one for one in teachers if isinstance(one, str))
+    return program(kind, loss, live)(p, [one for one in teachers if not isinstance(one, str)])
+
+
+BOTH = ("teacher", "other")
 
 
 def test_packed_is_apart(problem: dict[str, Any]) -> None:
     """With two teachers that share every token."""
-    apart, (hidden, head) = distilled(problem)
-    together, (packed_hidden, packed_head) = distilled(packed(problem))
+    apart, (hidden, head) = distilled(problem, *BOTH)
+    together, (packed_hidden, packed_head) = distilled(laid_out(problem, [[0, 1], [2, 3]]), *BOTH)
     assert apart.metrics.keys() == together.metrics.keys() >= {"nll", "distill/kl", "distill/teacher_nll"}
     for a, b in [(apart.loss, together.loss), *((apart.metrics[n], together.metrics[n]) for n in apart.metrics)]:
         np.testing.assert_allclose((a.total, a.weight), (b.total, b.weight), rtol=1e-5)
@@ -165,26 +176,28 @@ def test_packed_is_apart(problem: dict[str, Any]) -> None:
 
 def test_rows_apart_add_up(problem: dict[str, Any]) -> None:
     """Any split into micro-batches is the whole."""
-    whole, (_, head) = distilled(problem)
-    rows = [{n: a[i : i + 1] if a.shape[:1] == (4,) else a for n, a in problem.items()} for i in range(4)]
-    parts = [distilled(row) for row in rows]
+    whole, (_, head) = distilled(problem, *BOTH)
+    parts = [distilled(laid_out(problem, [[number]]), *BOTH) for number in range(4)]
     loss = sum((output.loss for output, _ in parts[1:]), parts[0][0].loss)
     np.testing.assert_allclose((whole.loss.total, whole.loss.weight), (loss.total, loss.weight), rtol=1e-5)
     np.testing.assert_allclose(head, sum(grads[1] for _, grads in parts), rtol=1e-4, atol=1e-5)
 
 
+@partial(jax.jit, static_argnames=("k", "temperature"))
+def best(hidden: Any, head: Any, tokens: Any, only: Any = None, *, k: int, temperature: float) -> TopK:
+    return top_k(lambda x: x @ head, hidden, tokens, k=k, temperature=temperature, vocab_size=VOCAB, only=only)
+
+
 def said_by(p: dict[str, Any], who: str, k: int, temperature: float) -> TopK:
-    head = p["teacher_head"][:, :VOCAB]
-    hidden, tokens = jnp.asarray(p[who]), jnp.asarray(p["tokens"])
-    return top_k(lambda x: x @ head, hidden, tokens, k=k, temperature=temperature, vocab_size=VOCAB)
+    return best(p[who], p["teacher_head"][:, :VOCAB], p["tokens"], k=k, temperature=temperature)
 
 
 def test_all_ids_say_what_the_teacher_says(problem: dict[str, Any]) -> None:
     """Best ids as many as there are tokens but one: what is left is one token, so nothing is lost."""
-    said = [said_by(problem, who, VOCAB - 1, KIND.temperature) for who in ("teacher", "other")]
+    said = [said_by(problem, who, VOCAB - 1, KIND.temperature) for who in BOTH]
     live = {**problem, "teacher_head": problem["teacher_head"][:, :VOCAB]}
-    expected, grads = distilled(live)
-    found, found_grads = distilled(live, said)
+    expected, grads = distilled(live, *BOTH)
+    found, found_grads = distilled(live, *said)
     assert expected.metrics.keys() == found.metrics.keys()
     for name, mean in expected.metrics.items():
         np.testing.assert_allclose(found.metrics[name].total, mean.total, rtol=1e-4, err_msg=name)
@@ -203,12 +216,8 @@ def test_metrics_are_at_temperature_1(problem: dict[str, Any], outside: bool) ->
     divergences = set()
     for temperature in (0.7, 2.0):
         kind = Divergence(beta=1.0, temperature=temperature)
-        taught = (
-            said_by(live, "teacher", VOCAB - 1, temperature)
-            if outside
-            else Teacher(lambda x: x @ live["teacher_head"], jnp.asarray(live["teacher"]))
-        )
-        metrics = distilled(live, [taught], kind=kind)[0].metrics
+        taught = said_by(live, "teacher", VOCAB - 1, temperature) if outside else "teacher"
+        metrics = distilled(live, taught, kind=kind)[0].metrics
         for who, log_p in (("student", student), ("teacher", teacher)):
             nll = -np.sum(weight * np.take_along_axis(log_p, targets, -1)[..., 0])
             np.testing.assert_allclose(metrics[f"distill/{who}_nll"].total, nll, rtol=1e-4, err_msg=who)
@@ -219,15 +228,11 @@ def test_metrics_are_at_temperature_1(problem: dict[str, Any], outside: bool) ->
 
 
 def test_best_ids_are_found_only_where_they_are_wanted(problem: dict[str, Any]) -> None:
-    head, hidden, tokens = problem["teacher_head"], jnp.asarray(problem["teacher"]), jnp.asarray(problem["tokens"])
-    wanted = jnp.asarray(problem["loss_weight"] > 0)
-
-    def found(only: Any) -> TopK:
-        return top_k(lambda x: x @ head, hidden, tokens, k=3, temperature=2.0, vocab_size=VOCAB, only=only)
-
-    for some, whole in zip(jax.tree.leaves(found(wanted)), jax.tree.leaves(found(None)), strict=True):
+    given, wanted = [problem[name] for name in ("teacher", "teacher_head", "tokens")], problem["loss_weight"] > 0
+    found = [jax.tree.leaves(best(*given, only, k=3, temperature=2.0)) for only in (wanted, None)]
+    for some, whole in zip(*found, strict=True):
         np.testing.assert_allclose(some[wanted], whole[wanted], rtol=1e-5)
-        assert not np.asarray(some)[~np.asarray(wanted)].any()
+        assert not np.asarray(some)[~wanted].any()
 
 
 def test_few_ids_bound_from_below(problem: dict[str, Any]) -> None:
@@ -252,14 +257,14 @@ def test_an_id_that_the_student_lacks_is_none(problem: dict[str, Any]) -> None:
         ids=jnp.concatenate([said.ids, none], axis=-1),
         logps=jnp.pad(said.logps, ((0, 0), (0, 0), (0, 3)), constant_values=-1e30),
     )
-    (a, of_a), (b, of_b) = (distilled(problem, [x]) for x in (said, more))
+    (a, of_a), (b, of_b) = (distilled(problem, x) for x in (said, more))
     np.testing.assert_allclose(a.loss.total, b.loss.total, rtol=1e-6)
     np.testing.assert_allclose(of_a[1], of_b[1], rtol=1e-5, atol=1e-6)
 
 
 def test_a_teacher_equal_to_the_student_pulls_nothing(problem: dict[str, Any]) -> None:
-    same = [Teacher(lambda x: x @ problem["head"], jnp.asarray(problem["student"]))]
-    output, grads = distilled(problem, same, loss=DistillLoss(cross_entropy=0.0))
+    same = {**problem, "teacher_head": problem["head"], "teacher": problem["student"]}
+    output, grads = distilled(same, "teacher", loss=DistillLoss(cross_entropy=0.0))
     assert abs(float(output.loss.total)) < 1e-4 and max(float(jnp.abs(g).max()) for g in grads) < 1e-5
     assert abs(output.metrics["distill/kl"].value()) < 1e-5
     np.testing.assert_allclose(output.metrics["nll"].value(), output.metrics["distill/teacher_nll"].value(), 1e-5)
@@ -270,7 +275,7 @@ def test_a_teacher_without_a_share_may_say_anything(problem: dict[str, Any]) -> 
     shares = np.zeros((*problem["tokens"].shape, 2), np.float32)
     shares[:2, :, 0] = 1.0
     broken = {**problem, "shares": shares, "other": np.full_like(problem["other"], np.nan)}
-    output, grads = distilled(broken)
+    output, grads = distilled(broken, *BOTH)
     assert np.isfinite(output.loss.total) and all(np.isfinite(g).all() for g in grads)
     weight = problem["loss_weight"]
     assert output.metrics["distill/kl"].weight == weight[:2].sum() < output.loss.weight == weight.sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.batch import LossOutput
+from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.losses.policy import (
     CISPO,
     DAPO,
@@ -50,6 +50,7 @@ LOSSES = {
     "rejected": replace(DAPO, importance=ImportanceSampling(bound="reject", low=0.4, high=1.8), off_policy_mask=0.1),
 }
 APART = [[0], [1], [2], [3], [4], [5]]
+PACKED, MIXED = [[3, 0], [5, 1, 4], [2]], [[0, 1], [2, 3, 4], [5]]
 FEW = ("grpo", "gspo", "all_terms", "gmpo", "rejected")
 """One of each way to reduce, to bound and to weight."""
 every_loss = pytest.mark.parametrize(
@@ -58,14 +59,24 @@ every_loss = pytest.mark.parametrize(
 )
 
 
-def run(loss: PolicyLoss, rows: Any) -> tuple[LossOutput, np.ndarray]:
-    """The output and the gradient of its total by log-probs."""
+@pytest.fixture(scope="module")
+def rows_of(lay_out: Callable[..., Any]) -> Callable[..., Any]:
+    """Rows of one shape, with empty ones, so that a loss is compiled once."""
+    return lambda sequences, layout: lay_out(sequences, [*layout, *[[]] * (len(APART) - len(layout))], 24)
 
-    def total(logps: jax.Array) -> Any:
-        out = loss(replace(rows.stats, logps=logps), rows.batch)
+
+@cache
+def program(loss: PolicyLoss) -> Callable[..., Any]:
+    def total(logps: jax.Array, stats: TokenStats, batch: Batch) -> Any:
+        out = loss(replace(stats, logps=logps), batch)
         return out.loss.total, out
 
-    grad, out = jax.grad(total, has_aux=True)(rows.stats.logps)
+    return jax.jit(jax.grad(total, has_aux=True))
+
+
+def run(loss: PolicyLoss, rows: Any) -> tuple[LossOutput, np.ndarray]:
+    """The output and the gradient of its total by log-probs."""
+    grad, out = program(loss)(rows.stats.logps, rows.stats, rows.batch)
     return out, np.asarray(grad)
 
 
@@ -85,9 +96,9 @@ def assert_same_gradient(one: tuple[np.ndarray, Any], other: tuple[np.ndarray, A
 
 @pytest.mark.few(3)
 @every_loss
-def test_packed_is_apart(sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss) -> None:
-    apart = lay_out(sequences, APART, 12)
-    packed = lay_out(sequences, [[3, 0], [5, 1, 4], [2]], 24)
+def test_packed_is_apart(sequences: Any, rows_of: Callable[..., Any], loss: PolicyLoss) -> None:
+    apart = rows_of(sequences, APART)
+    packed = rows_of(sequences, PACKED)
     expected, expected_grad = run(loss, apart)
     actual, grad = run(loss, packed)
     assert np.abs(grad).max() > 1e-3
@@ -98,16 +109,15 @@ def test_packed_is_apart(sequences: Any, lay_out: Callable[..., Any], loss: Poli
 @every_loss
 @pytest.mark.parametrize("split", [[2, 4], pytest.param([1] * 6, marks=pytest.mark.thorough)])
 def test_any_split_and_order_of_rows(
-    sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss, split: list[int]
+    sequences: Any, rows_of: Callable[..., Any], loss: PolicyLoss, split: list[int]
 ) -> None:
-    whole = lay_out(sequences, APART, 12)
+    whole = rows_of(sequences, APART)
     expected, expected_grad = run(loss, whole)
     order = [4, 2, 5, 0, 3, 1]
     outputs, starts = [], np.cumsum([0, *split])
     for start, stop in pairwise(starts):
         rows = [[i] for i in order[start:stop]]
-        # Empty rows make it the shape of the whole, whose programs are compiled.
-        part = lay_out(sequences, rows + [[]] * (len(APART) - len(rows)), 12)
+        part = rows_of(sequences, rows)
         out, grad = run(loss, part)
         outputs.append(out)
         assert_same_gradient((grad, part), (expected_grad, whole), order[start:stop])
@@ -116,12 +126,12 @@ def test_any_split_and_order_of_rows(
 
 
 @every_loss
-def test_masked_is_removed(sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss) -> None:
+def test_masked_is_removed(sequences: Any, rows_of: Callable[..., Any], loss: PolicyLoss) -> None:
     masked = [dict(sequence) for sequence in sequences]
     for index in (1, 4):
         masked[index]["loss_weight"] = np.zeros_like(masked[index]["loss_weight"])
-    with_masked = lay_out(masked, [[0, 1], [2, 3, 4], [5]], 24)
-    removed = lay_out(sequences, [[0], [2, 3], [5]], 24)
+    with_masked = rows_of(masked, MIXED)
+    removed = rows_of(sequences, [[0], [2, 3], [5]])
     actual, grad = run(loss, with_masked)
     expected, expected_grad = run(loss, removed)
     assert_same_outputs(actual, expected)
@@ -130,8 +140,8 @@ def test_masked_is_removed(sequences: Any, lay_out: Callable[..., Any], loss: Po
 
 
 @every_loss
-def test_masked_tokens_may_hold_anything(sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss) -> None:
-    rows = lay_out(sequences, [[0, 1], [2, 3, 4], [5]], 24)
+def test_masked_tokens_may_hold_anything(sequences: Any, rows_of: Callable[..., Any], loss: PolicyLoss) -> None:
+    rows = rows_of(sequences, MIXED)
     masked = rows.batch.loss_weight == 0
     poison = np.resize(np.asarray([np.nan, np.inf, -np.inf, 1e38], np.float32), masked.shape)
 
@@ -149,10 +159,10 @@ def test_masked_tokens_may_hold_anything(sequences: Any, lay_out: Callable[..., 
 
 @every_loss
 def test_without_old_logps_the_gradient_is_the_plain_policy_gradient(
-    sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss
+    sequences: Any, rows_of: Callable[..., Any], loss: PolicyLoss
 ) -> None:
     """Bitwise ratio 1 and nothing clipped, however far the sampler's log-probabilities are: rounding in bfloat16."""
-    rows = lay_out(sequences, [[0, 1], [2, 3, 4], [5]], 24)
+    rows = rows_of(sequences, MIXED)
     logps = rows.stats.logps
     plain = replace(loss, entropy_coef=0.0, importance=None, off_policy_mask=None)
     gradients = []
@@ -175,9 +185,9 @@ def test_without_old_logps_the_gradient_is_the_plain_policy_gradient(
         np.testing.assert_allclose(gradients[0][place], expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_sampler_is_compared_with_the_trainer_on_fresh_tokens(sequences: Any, lay_out: Callable[..., Any]) -> None:
+def test_the_sampler_is_compared_with_the_trainer_on_fresh_tokens(sequences: Any, rows_of: Callable[..., Any]) -> None:
     """Whatever the proximal policy is; older tokens have a mean of their own, and no part in the others."""
-    rows = lay_out(sequences, APART, 12)
+    rows = rows_of(sequences, APART)
     assert np.abs(run(DAPO, rows)[1] - run(DAPO, replace(rows, batch=replace(rows.batch, old_logps=None)))[1]).max() > 0
     gap = np.abs(rows.stats.logps - rows.batch.sampler_logps)
     sampled = rows.batch.loss_weight > 0
@@ -194,8 +204,8 @@ def test_the_sampler_is_compared_with_the_trainer_on_fresh_tokens(sequences: Any
             assert old == pytest.approx(gap[sampled & (staleness > 0)].mean(), rel=1e-5)
 
 
-def test_metrics_that_the_batch_cannot_give_are_absent(sequences: Any, lay_out: Callable[..., Any]) -> None:
-    rows = lay_out(sequences, APART, 12)
+def test_metrics_that_the_batch_cannot_give_are_absent(sequences: Any, rows_of: Callable[..., Any]) -> None:
+    rows = rows_of(sequences, APART)
     bare = replace(
         rows,
         stats=replace(rows.stats, entropy=None),
@@ -210,10 +220,10 @@ def test_metrics_that_the_batch_cannot_give_are_absent(sequences: Any, lay_out: 
 @pytest.mark.parametrize("difference", [500.0, -500.0])
 @pytest.mark.parametrize("loss", [GRPO, GSPO, RLOO, CISPO, SAPO, VESPO, GMPO], ids=lambda loss: repr(loss.surrogate))
 def test_extreme_ratios_stay_finite(
-    sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss, difference: float
+    sequences: Any, rows_of: Callable[..., Any], loss: PolicyLoss, difference: float
 ) -> None:
     """Of every sign of the advantage."""
-    rows = lay_out(sequences, APART, 12)
+    rows = rows_of(sequences, APART)
     batch = replace(
         rows.batch,
         old_logps=rows.stats.logps + difference,
@@ -225,8 +235,8 @@ def test_extreme_ratios_stay_finite(
     assert np.isfinite(grad).all()
 
 
-def test_what_is_missing_is_named(sequences: Any, lay_out: Callable[..., Any]) -> None:
-    rows = lay_out(sequences, APART, 12)
+def test_what_is_missing_is_named(sequences: Any, rows_of: Callable[..., Any]) -> None:
+    rows = rows_of(sequences, APART)
     missing = [
         (GRPO, {"ref_logps": None}, r"batch\.ref_logps is None but kl_coef=0\.04 needs it"),
         (DAPO, {"advantages": None}, r"batch\.advantages is None"),
@@ -260,9 +270,9 @@ def test_bad_values(fields: dict[str, Any], message: str) -> None:
         replace(GRPO, **fields)
 
 
-def test_gspo_token_is_gspo_with_a_gradient_per_token(sequences: Any, lay_out: Callable[..., Any]) -> None:
+def test_gspo_token_is_gspo_with_a_gradient_per_token(sequences: Any, rows_of: Callable[..., Any]) -> None:
     """Equal in value; equal in the sum over a sequence of the gradient, where the advantage is the sequence's."""
-    rows = lay_out(sequences, APART, 12)
+    rows = rows_of(sequences, APART)
     loose = {"clip_low": 0.5, "clip_high": 0.5}
     (gspo, grad), (token, by_token) = run(replace(GSPO, **loose), rows), run(replace(GSPO_TOKEN, **loose), rows)
     np.testing.assert_allclose(token.loss.total, gspo.loss.total, rtol=1e-6)
@@ -273,9 +283,9 @@ def test_gspo_token_is_gspo_with_a_gradient_per_token(sequences: Any, lay_out: C
     assert np.abs(by_token - grad).max() > 0.01
 
 
-def test_off_policy_mask(sequences: Any, lay_out: Callable[..., Any]) -> None:
+def test_off_policy_mask(sequences: Any, rows_of: Callable[..., Any]) -> None:
     """Sequences of negative advantage, farther from the sampler than the threshold, have no gradient."""
-    rows = lay_out(sequences, APART, 12)
+    rows = rows_of(sequences, APART)
     mask = rows.batch.loss_weight > 0
     gap = np.where(mask, rows.batch.behaviour_logps - rows.stats.logps, 0.0).sum(axis=1) / mask.sum(axis=1)
     negative = rows.batch.advantages.min(axis=1) < 0

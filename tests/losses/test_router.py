@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -27,7 +26,7 @@ from posttrain.train.transformations import make_optimizer
 from posttrain.tree import Mean
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import MIXTURE, mixture_config, mixture_model
-from tests.tiny import tiny_config, tiny_model
+from tests.tiny import sgd, tiny_config, tiny_model
 
 ROWS, LENGTH = 4, 12
 CORRECTION = "stages.0.blocks.0.mlp.router.correction"
@@ -53,7 +52,7 @@ def rows(seed: int = 0) -> Batch:
 
 def trainer(**changes: Any) -> Trainer:
     model, mesh = changes.pop("model", None) or mixture_model(CONFIG), changes.pop("mesh", None)
-    loss, optimizer = changes.pop("loss", SFTLoss()), changes.pop("optimizer", optax.sgd(1.0))
+    loss, optimizer = changes.pop("loss", SFTLoss()), changes.pop("optimizer", sgd(1.0))
     settings: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1e9, "router_loss": ROUTER_LOSS, **changes}
     return Trainer(model, loss, optimizer, TrainSettings(**settings), mesh=mesh)
 
@@ -213,7 +212,7 @@ def test_only_its_rate_changes_a_correction() -> None:
 
 
 def test_corrections_even_out_the_load() -> None:
-    t = trainer(router_loss=None, optimizer=optax.sgd(0.0), correction_rate=0.02)
+    t = trainer(router_loss=None, optimizer=sgd(0.0), correction_rate=0.02)
     violations = [to_host(t.step(rows()))["moe/max_violation"] for _ in range(40)]
     assert np.mean(violations[-10:]) < 0.5 * violations[0]
 

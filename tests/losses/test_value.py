@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from posttrain.batch import Batch, ScoreStats
@@ -16,7 +15,7 @@ from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.tree import added, replace
 from posttrain.weights.scalar_head import with_scalar_head
-from tests.tiny import tiny_model
+from tests.tiny import sgd, tiny_model
 
 SEGMENTS = np.asarray([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0]], np.int32)
 WEIGHT = np.asarray([[0, 1, 1, 0, 1, 1, 0], [0, 0, 1, 0, 1, 0, 0]], np.float32)
@@ -41,7 +40,7 @@ def test_no_value_reads_its_token() -> None:
     model = tiny_model(num_layers=1, windows=(None,))
     with_scalar_head(model, seed=0)
     trainer = Trainer(
-        model, ValueLoss(), optax.sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=None)
+        model, ValueLoss(), sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=None)
     )
     _, batch = random_batch()
     tokens = np.random.default_rng(0).integers(1, 100, SEGMENTS.shape).astype(np.int32)

@@ -37,7 +37,8 @@ from posttrain.runtime.event_loop import run_async
 from posttrain.train.checkpoint import Checkpointer
 from tests.often import often
 from tests.rl.helpers import InOrder, example
-from tests.rl.test_step import GROUP, ROW, World, params_of, sgd
+from tests.rl.test_step import GROUP, ROW, World, params_of
+from tests.tiny import sgd
 
 PER_STEP = 3
 PROMPTS = [f"{n}+{n % 7}=" for n in range(40)]
@@ -254,8 +255,8 @@ class Run:
     def __init__(self, world: World, way: AsyncSettings, delays: Iterator[float] | None = None):
         self.trainer, self.algorithm, self.settings = world.trainer, world.algorithm, world.settings
         if not hasattr(world, "first"):
-            world.first = jax.tree.map(np.array, world.trainer.state())  # type: ignore[attr-defined]
-        self.trainer.restore(jax.tree.map(jnp.array, world.first), 0)  # type: ignore[attr-defined]
+            world.first = jax.tree.map(jnp.copy, world.trainer.state())  # type: ignore[attr-defined]
+        self.trainer.restore(jax.tree.map(jnp.copy, world.first), 0)  # type: ignore[attr-defined]
         ahead = way.max_staleness > 0 and not way.in_flight
         replica = ColocatedReplica(self.trainer) if ahead else Shared(self.trainer)
         self.cluster = Cluster(self.trainer, world.sampler.engine, replica, reference=Reference(self.trainer))
@@ -312,14 +313,14 @@ def test_every_token_has_the_version_that_sampled_it(world: World) -> None:
     """Before the weights change within a sample, its log-probabilities are those of a forward pass under its version.
     Turned red by: versions stamped when a sample begins; an engine that goes on during the update."""
     run = Run(world, settings(in_flight=True, in_turns=True))
-    weights, changed = [dict(jax.tree.map(np.array, world.trainer.weights))], 0
+    weights, changed = [jax.tree.map(jnp.copy, world.trainer.weights)], 0
     with run.loop:
         for step in range(5):
             result = run.loop.step(Timer())
-            weights.append(dict(jax.tree.map(np.array, world.trainer.weights)))
+            weights.append(jax.tree.map(jnp.copy, world.trainer.weights))
             batch, samples = result.batch, [sample for group in result.groups_P for sample in group]
             inputs = model_inputs(batch)
-            scored = [np.asarray(world.trainer.stats(inputs, jax.tree.map(jnp.array, w)).logps) for w in weights[:-1]]
+            scored = [np.asarray(world.trainer.stats(inputs, w).logps) for w in weights[:-1]]
             for sample in samples:
                 versions = [v for v in sample.versions if v >= 0]
                 assert step - 1 <= min(versions) and versions == sorted(versions) and max(versions) <= step

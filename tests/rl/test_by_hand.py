@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import posttrain as pt
-from tests.rl.helpers import example
+from tests.rl.helpers import example, trajectory
 from tests.tiny import tiny_model
 
 ROWS = [{"question": f"{n}+1", "answer": str(n + 1)} for n in range(4)]
@@ -51,14 +51,7 @@ def test_grpo_by_hand_learns() -> None:
 
 
 def test_samples_without_a_reward_are_dropped() -> None:
-    tokenizer, model = pt.load_tokenizer("bytes"), tiny_model(vocab_size=261)
-    engine = pt.NativeEngine(model, slots=16, max_length=16, decode_steps=4, tokenizer_decode=tokenizer.decode)
-    groups = pt.rl.sample(
-        pt.rl.make_sampler(engine, tokenizer, max_tokens=4),
-        pt.rl.make_examples(ROWS, tokenizer, prompt="{question}=", chat=False),
-        4,
-        0,
-    )
+    groups = [[trajectory(tokens=range(2 + p + g), sample=g) for g in range(4)] for p in range(4)]
     advantages = np.ones((4, 4), np.float32)
     whole = pt.rl.make_batch(groups, advantages, row_tokens=16)
     advantages[1] = np.nan

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_array_equal
 
@@ -38,7 +37,7 @@ from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
 from tests.often import often
 from tests.rl.helpers import collector, example, make_algorithm, step_settings
-from tests.tiny import shake, tiny_model
+from tests.tiny import sgd, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 16, 32
 PROMPTS = ("1+1=", "2*", "a long", "xyz")
@@ -95,7 +94,7 @@ class World:
         self.trainer = Trainer(
             model,
             self._algorithm.loss,
-            optax.sgd(0.1),
+            sgd(0.1),
             TrainSettings(
                 temperature=sampling.temperature,
                 max_grad_norm=1.0,

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_allclose
 from PIL import Image
@@ -43,6 +42,7 @@ from posttrain.view.records import read_pictures, read_rollouts, read_tokens
 from posttrain.weights.load import load_model
 from posttrain.weights.save import save_model
 from posttrain.weights.scalar_head import add_scalar_head
+from tests.tiny import sgd
 
 ROW, NEW = 128, 6
 IMAGE = {"type": "image"}
@@ -66,7 +66,7 @@ class World:
         rows = [*({"prompt": holes, "images": pair} for pair in names), {"prompt": [{"role": "user", "content": "Hi"}]}]
         self.examples = make_examples(rows, self.tokenizer)
         model = load_model(checkpoint, dtype=jnp.float32, vision="frozen")
-        self.trainer = Trainer(model, SFTLoss(), optax.sgd(0.1), TrainSettings(temperature=1.0, max_grad_norm=1.0))
+        self.trainer = Trainer(model, SFTLoss(), sgd(0.1), TrainSettings(temperature=1.0, max_grad_norm=1.0))
         self.groups: list[Group] = [[self.sample(p, g) for g in range(2)] for p in range(3)]
 
     def sample(self, p: int, g: int) -> Trajectory:
@@ -133,7 +133,7 @@ def test_kept_features_give_the_same_log_probabilities(world: World) -> None:
     """To actor and reference, whose programs read no patches; and the frozen tower runs once for each picture."""
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, image_cache_bytes=2**20)
     model = load_model(world.checkpoint, dtype=jnp.float32, vision="frozen")
-    trainer = Trainer(model, SFTLoss(), optax.sgd(0.1), settings)
+    trainer = Trainer(model, SFTLoss(), sgd(0.1), settings)
     batch, _ = sample_rows([one for group in world.groups for one in group], row_tokens=ROW, num_rows=6)
     encoded = trainer.encoded(batch)
     assert encoded.encoded is not None and trainer._programs.read_by_the_step(encoded).patches is None

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_allclose
 
@@ -36,6 +35,7 @@ from posttrain.weights.scalar_head import add_scalar_head
 from posttrain.weights.state import ModelWeights
 from tests.rl.helpers import make_algorithm, step_settings
 from tests.rl.test_images import NEW, ROW, World
+from tests.tiny import sgd
 
 KEPT = 2**20
 
@@ -53,7 +53,7 @@ def trainer_of(world: World, loss: Any, limit: int, *, mesh: Any = None, head: b
     if head:
         add_scalar_head(loaded, seed=0)
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=2, image_cache_bytes=limit)
-    return Trainer(loaded, loss, optax.sgd(0.1), settings, mesh=mesh)
+    return Trainer(loaded, loss, sgd(0.1), settings, mesh=mesh)
 
 
 def cluster_of(world: World, trainer: Trainer, **roles: Any) -> Cluster:
@@ -176,7 +176,7 @@ def test_models_with_another_tower_encode_by_theirs(world: World) -> None:
     loss = make_algorithm("ppo", max_tokens=NEW).critic.loss  # type: ignore[union-attr]
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, image_cache_bytes=KEPT)
     add_scalar_head(others[1], seed=0)
-    critic = Critic(Trainer(others[1], loss, optax.sgd(0.1), settings), warmup=0, own_tower=True)
+    critic = Critic(Trainer(others[1], loss, sgd(0.1), settings), warmup=0, own_tower=True)
     assert_allclose(critic.values(encoded), critic.values(part), atol=1e-6)
     critic._own_tower = False
     assert np.abs(critic.values(encoded) - critic.values(part)).max() > 1e-3, "the towers differ"

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -31,6 +30,7 @@ from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from tests.mixtures import mixture_config, mixture_model
 from tests.rl.helpers import collector, example, make_algorithm, step_settings, trajectory
+from tests.tiny import sgd
 
 GROUP, NEW, ROW = 4, 10, 20
 
@@ -52,7 +52,7 @@ class World:
         model = mixture_model(config)
         algorithm = make_algorithm("grpo", max_tokens=NEW)
         trainer = Trainer(
-            model, algorithm.loss, optax.sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=4)
+            model, algorithm.loss, sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=4)
         )
         engine = NativeEngine(
             mixture_model(config, dtype=dtype),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose
 
 from posttrain.batch import Batch, TokenStats
 from posttrain.cluster.cluster import Cluster
@@ -115,10 +115,8 @@ def test_a_teacher_that_is_the_student_changes_no_advantage(tokenizer: Tokenizer
     world.cluster = Cluster(
         world.trainer, world.cluster.engine, Shared(world.trainer), reference=None, teachers=[frozen]
     )
-    alone = world.step()
     world.settings = replace(world.settings, teaching=TeacherKL(coef=1.0, shares=None))
     both = world.step()
-    assert_array_equal(alone.batch.tokens[0, :4], both.batch.tokens[0, :4])
     metrics = {name: metric for name, metric in both.metrics.items() if name.startswith("distill/")}
     assert abs(metrics["distill/kl"].value()) < 1e-4
     sampled = both.batch.loss_weight > 0

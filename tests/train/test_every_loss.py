@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh
 from numpy.testing import assert_allclose
@@ -30,7 +29,7 @@ from posttrain.tree import replace
 from posttrain.weights.scalar_head import with_scalar_head
 from tests.losses.test_preference import LOSSES as JUDGED
 from tests.losses.test_preference import PROMPTS
-from tests.tiny import tiny_model
+from tests.tiny import sgd, tiny_model
 
 VOCAB, OTHERS, K = 512, 300, 6
 APART, PACKED = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 1, 4, 5), (6, 7, 2, 3))
@@ -179,7 +178,7 @@ def stepped(
     trainer = Trainer(
         model,
         case.loss,
-        optax.sgd(1e3),
+        sgd(1e3),
         TrainSettings(
             temperature=1.3,
             max_grad_norm=1e9,

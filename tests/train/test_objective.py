@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -29,7 +28,7 @@ from posttrain.train.objective import Objective, TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
-from tests.tiny import tiny_config, tiny_model
+from tests.tiny import sgd, tiny_config, tiny_model
 
 ROWS, LENGTH = 4, 12
 LINEAR: dict[str, Any] = {
@@ -100,7 +99,7 @@ def update(
     trainer = Trainer(
         tiny_model(num_layers=1),
         loss,
-        optax.sgd(1.0),
+        sgd(1.0),
         TrainSettings(temperature=1.3, max_grad_norm=1e9, micro_batch_rows=micro, terms=terms),
         teachers=teachers,
     )
@@ -136,7 +135,7 @@ def test_noise_on_embeddings() -> None:
     positions = np.concatenate([np.arange(n) for n in (*lengths, 4)])[None].repeat(2, axis=0).astype(np.int32)
     packed = Batch(tokens=segments + 7, positions=positions, segments=segments, loss_weight=ones)
     given = TrainSettings(temperature=1.0, max_grad_norm=1.0, dropout_seed=0)
-    noisy, plain = (Trainer(model, SFTLoss(), optax.sgd(0.0), replace(given, noise_alpha=x)) for x in (alpha, 0.0))
+    noisy, plain = (Trainer(model, SFTLoss(), sgd(0.0), replace(given, noise_alpha=x)) for x in (alpha, 0.0))
     objective, micro = noisy._objective, jax.tree.map(lambda x: x[None], packed)
     drawn = [objective.keys(jnp.asarray(step), micro).noise for step in (0, 1)]
     assert drawn[0] is not None and drawn[1] is not None
@@ -168,7 +167,7 @@ def test_gradients_of_matrices_have_the_type_of_their_product(kind: str, monkeyp
             weights = ModelWeights(model)
             weights.write(jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights.read()))
         settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=micro)
-        trainer = Trainer(model, SFTLoss(), optax.sgd(1.0), settings)
+        trainer = Trainer(model, SFTLoss(), sgd(1.0), settings)
         objective, (rows, count) = trainer._objective, trainer._micro_batches(batch())
         given = trainer.params, {}, [], jnp.zeros(()), (rows, objective.keys(jnp.uint32(0), rows)), count
         found: dict[str, jax.Array] = jax.jit(objective.gradients)(*given)[0]

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_allclose
 from PIL import Image
@@ -33,6 +32,7 @@ from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
 from posttrain.weights.scalar_head import add_scalar_head
 from tests.often import often
+from tests.tiny import sgd
 
 IMAGE = {"type": "image"}
 
@@ -67,9 +67,7 @@ class Setting:
         self.row_tokens = 512 if checkpoint.name == "gemma4" else 256
         self.tokenizer: Tokenizer = load_tokenizer(str(checkpoint)).for_images(fields, str(checkpoint), small)
         model = load_model(checkpoint, dtype=jnp.float32, vision="frozen")
-        self.trainer = Trainer(
-            model, PreferenceLoss(), optax.sgd(0.1), TrainSettings(temperature=1.0, max_grad_norm=1.0)
-        )
+        self.trainer = Trainer(model, PreferenceLoss(), sgd(0.1), TrainSettings(temperature=1.0, max_grad_norm=1.0))
 
     def units(
         self, rows: Sequence[Mapping[str, Any]], *, kind: Any = "pairs", share: bool = False, **section: Any
@@ -177,7 +175,7 @@ def test_scores_without_weight_do_not_see_their_pictures(setting: Setting) -> No
         model = load_model(setting.checkpoint, dtype=jnp.float32, vision="frozen")
         add_scalar_head(model, seed=0)
         settings = TrainSettings(temperature=1.0, max_grad_norm=1e9, image_cache_bytes=limit)
-        trainer = Trainer(model, BradleyTerryLoss(), optax.sgd(0.1), settings, mesh=mesh)
+        trainer = Trainer(model, BradleyTerryLoss(), sgd(0.1), settings, mesh=mesh)
         loss = to_host(trainer.step(taken))["loss"]
         found.append({"loss": np.asarray(loss), **{path: np.asarray(w) for path, w in trainer.params.items()}})
     for changed in found[1:3]:

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -30,7 +29,7 @@ from posttrain.tree import replace
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights
 from tests.often import often
-from tests.tiny import random_model, tiny_config, tiny_model
+from tests.tiny import random_model, sgd, tiny_config, tiny_model
 from tests.train.test_trainer import rows
 
 pytestmark = pytest.mark.fast
@@ -109,7 +108,7 @@ def test_each_head_is_scaled_to_the_limit(kind: str) -> None:
 def trained(batch: Batch, **changes: Any) -> tuple[dict[str, Any], dict[str, float], dict[str, np.ndarray]]:
     """Parameters after a step, its metrics and its tables."""
     model, mesh = changes.pop("model", None) or model_of("grouped"), changes.pop("mesh", None)
-    optimizer = changes.pop("optimizer", optax.sgd(0.1))
+    optimizer = changes.pop("optimizer", sgd(0.1))
     settings = TrainSettings(**{"temperature": 1.0, "max_grad_norm": 1e9, **changes})
     trainer = Trainer(model, SFTLoss(), optimizer, settings, mesh=mesh)
     metrics = trainer.step(batch)
@@ -137,7 +136,7 @@ def test_the_update_is_scaled_too() -> None:
 def test_a_step_scales_what_it_has_seen() -> None:
     model = model_of("grouped")
     before = jax.device_get(ModelWeights(model).read())
-    found, metrics, by_layer = trained(rows(0), model=model, optimizer=optax.sgd(0.0), qk_clip=LIMIT)
+    found, metrics, by_layer = trained(rows(0), model=model, optimizer=sgd(0.0), qk_clip=LIMIT)
     heads = logits_of("grouped")(ModelWeights(model_of("grouped")).read(), rows(0))
     factors = clip_factors(config_of("grouped"), heads, LIMIT)
     assert len(factors) == 2 and all((np.asarray(factor) < 1).any() for factor in factors.values())

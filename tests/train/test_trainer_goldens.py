@@ -26,7 +26,7 @@ from posttrain.weights.save import hf_tensors
 from posttrain.weights.state import ModelWeights
 from tests.gradients import assert_gradients, gradient_for_weights
 from tests.often import often
-from tests.tiny import forward
+from tests.tiny import forward, sgd
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 LOSSES = {"nll": SFTLoss(), "dft": DFTLoss()}
@@ -118,7 +118,7 @@ def test_sft_of_a_mixture(arrays: dict[str, np.ndarray]) -> None:
     golden = case("sft_moe_aux0.01")
     ids, mask, completion = (arrays[f"in/dpo_{n}"] for n in ("input_ids", "attention_mask", "completion_mask"))
     model = load_model(GOLDENS / "models" / "qwen3_moe", dtype=jnp.float32)
-    trainer = Trainer(model, SFTLoss(), optax.sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1e9))
+    trainer = Trainer(model, SFTLoss(), sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1e9))
     nll = golden["loss"] - golden["args"]["router_aux_loss_coef"] * golden["metrics"]["aux_loss"]
     found = to_host(trainer.evaluate([batch(ids, mask > 0, completion)]))
     np.testing.assert_allclose(found["loss"], nll, rtol=1e-4)

@@ -24,14 +24,14 @@ from posttrain.models.quant import PER_OUTPUT, TYPES, Quantized, dequantized, qu
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.train.transformations import make_optimizer
-from posttrain.weights.load import check_lora, init_model, load_model
+from posttrain.weights.load import check_lora, load_model
 from posttrain.weights.lora import attach_lora, count_parameters, merge_lora, merged_lora
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.quantize import error_rows, quantizable, quantize_model
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
 from tests.often import often
-from tests.tiny import forward, tiny_config, tiny_model
+from tests.tiny import forward, model_of_fields, tiny_config, tiny_model
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "models"
 KINDS: tuple[Quantize, ...] = ("int8", "fp8", "int4", "nf4")
@@ -47,7 +47,7 @@ def mixture(expert_size: int = 32) -> Decoder:
     sizes |= {"shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     fields = {"model_type": "qwen2_moe", "num_hidden_layers": 2, "mlp_only_layers": [0], "initializer_range": 0.2}
-    return init_model(fields | sizes | heads, dtype=jnp.float32, seed=0)
+    return model_of_fields(fields | sizes | heads)
 
 
 def matrix(*shape: int) -> jax.Array:

@@ -28,14 +28,14 @@ from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
 from tests.models.checkpoints import GOLDENS, LLAMA, assert_same
 from tests.often import often
-from tests.tiny import forward, shake, tiny_model
+from tests.tiny import forward, model_of_fields, shake, tiny_model
 
 GOLDEN = GOLDENS / "qwen3"
 
 
 def built(name: str) -> Decoder:
     if name == "llama":
-        model = init_model(LLAMA, dtype=jnp.float32, seed=0)
+        model = model_of_fields(LLAMA)
     elif name == "qwen2":
         model = tiny_model(qk_norm=False, bias=True, tie_embeddings=False)
     else:
@@ -88,7 +88,7 @@ def written(model: Decoder, target: Path, tokenizer: Tokenizer | None) -> tuple[
 
 
 def test_generation_config_names_where_to_stop(tmp_path: Path) -> None:
-    model = init_model(LLAMA, dtype=jnp.float32, seed=0)
+    model = model_of_fields(LLAMA)
 
     def ends(tokenizer: Tokenizer | None) -> tuple[Any, Any]:
         generation, config = written(model, tmp_path / "out", tokenizer)
