@@ -96,6 +96,7 @@ def test_a_run_generates_as_its_data_was_rendered(done: tuple[pt.RunResult, Any]
 def test_a_run_is_evaluated_as_it_was(done: tuple[pt.RunResult, Any]) -> None:
     """Of the run's own prompts and rewards the means are those that its last evaluation had."""
     result, after = done[0], done[0].results[0]["after"]
+    assert len(after["samples"]) == len(done[0].results[0]["before"]["samples"]) == 3
     again = pt.evaluate(result, rewards=[low])
     assert list(again.values) == ["low"] and again.values["low"].tolist() == pytest.approx(after["values"]["reward"])
     interval = again.intervals["low"]

@@ -55,7 +55,6 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.thorough
 def test_metrics_of_each_dataset_in_each_evaluation(evaluated: Path) -> None:
     found = [line for line in lines(evaluated, "0-rl") if "eval/reward" in line]
     assert [line["step"] for line in found] == [0, 1, 2]

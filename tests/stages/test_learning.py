@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,13 @@ def test_reward_rises(tmp_path: Path, algorithm: str) -> None:
 
 @pytest.mark.fast
 def test_loss_falls(tmp_path: Path) -> None:
-    assert posttrain("run", write_run(tmp_path, sft_stage(num_steps=25))).code == 0
-    nll = [line["nll"] for line in lines(tmp_path / "out")]
+    stage = sft_stage(num_steps=25, eval_dataset={"path": "rows.jsonl", "chat": False, "limit": 5})
+    assert posttrain("run", write_run(tmp_path, stage)).code == 0
+    nll = [line["nll"] for line in lines(tmp_path / "out") if "grad_norm" in line]
     assert nll[-1] < nll[0] / 2
     check_data_wait(tmp_path / "out")
+    result = json.loads((tmp_path / "out" / "0-sft" / "result.json").read_text())
+    assert result["after"]["eval/nll"] < result["before"]["eval/nll"]
 
 
 @pytest.mark.thorough
