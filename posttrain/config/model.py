@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
@@ -220,7 +220,7 @@ class ModelSection(Section):
                 yield f"upscale copies layers of the text part alone; set vision to none, not {self.vision}"
         if self.vision == "none" and self.image != ImageSection():
             yield "image has no effect without a vision tower; set vision: frozen, or remove image"
-        yield from self._new_tower_mistakes()
+        yield from self._init_mistakes()
         if self.adapter is not None and self.lora is not None:
             yield "adapter continues an existing adapter, lora starts a new one; set one of them"
         if self.adapter is not None and self.path is None:
@@ -228,9 +228,13 @@ class ModelSection(Section):
         if self.quantize != "none" and self.lora is None and self.adapter is None:
             yield f"quantize={self.quantize} needs lora or adapter: quantized weights cannot be trained"
 
-    def _new_tower_mistakes(self) -> Iterator[str]:
+    def _init_mistakes(self) -> Iterator[str]:
         if self.init is None:
             return
+        for place, fields in (("init", self.init), ("init.text_config", self.init.get("text_config"))):
+            for key in ("dtype", "torch_dtype"):
+                if isinstance(fields, Mapping) and fields.get(key) not in (None, self.dtype):
+                    yield f"{place}.{key}={fields[key]}: the weights have dtype={self.dtype}; set that, or remove this"
         given = "vision_config" in self.init
         if given and self.vision != "tower":
             yield f"vision={self.vision}: a tower with random weights learns with the model; set vision to tower"

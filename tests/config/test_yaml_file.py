@@ -202,6 +202,8 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
          "run.yaml:13: stages.1: sampling.max_tokens=64 must be less than row_tokens=64, "
          "which holds prompt and completion"),
         ("  tokenizer: bytes\n", "", "run.yaml:3: model: init needs tokenizer: a folder, a hub id or bytes"),
+        ("rope_theta: 1e4}", "torch_dtype: bfloat16}",
+         "run.yaml:3: model: init.torch_dtype=bfloat16: the weights have dtype=float32; set that, or remove this"),
         ("seed: 0", "seed: 0\noutput: y", "run.yaml:3: not YAML: output is given twice, first in line 1; keep one"),
         ("max_tokens: 32", "max_tokens: 32, max_tokens: 3",
          "run.yaml:22: not YAML: stages.1.sampling.max_tokens is given twice, first in line 22; keep one"),
