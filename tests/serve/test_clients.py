@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,11 @@ def weather(request: pytest.FixtureRequest) -> Weather:
     return Weather(request.param)
 
 
+def needs(package: str, module: str) -> pytest.MarkDecorator:
+    """Skip before a model is trained for nothing."""
+    return pytest.mark.skipif(find_spec(module) is None, reason=f"needs {package}")
+
+
 def check(weather: Weather, answer: Any) -> None:
     assert weather.asked == ["Lima"] and answer == f"It is {weather.sky} in Lima."
 
@@ -153,9 +159,11 @@ def test_openai(url: str, weather: Weather) -> None:
     check(weather, message.content)
 
 
+@needs("openai-agents", "agents")
 @pytest.mark.parametrize("api", ["responses", "chat"])
 def test_openai_agents(url: str, weather: Weather, api: str) -> None:
-    agents = pytest.importorskip("agents", reason="needs openai-agents")
+    import agents
+
     agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0)
     kinds = {"responses": agents.OpenAIResponsesModel, "chat": agents.OpenAIChatCompletionsModel}
@@ -174,9 +182,10 @@ def test_openai_agents(url: str, weather: Weather, api: str) -> None:
     check(weather, asyncio.run(agents.Runner.run(agent, QUESTION, max_turns=4)).final_output)
 
 
+@needs("smolagents", "smolagents")
 @pytest.mark.parametrize("stream", [False, True])
 def test_smolagents(url: str, weather: Weather, stream: bool) -> None:
-    smolagents = pytest.importorskip("smolagents", reason="needs smolagents")
+    import smolagents
 
     class GetWeather(smolagents.Tool):
         name, description, output_type = "get_weather", "Tell the weather.", "string"
@@ -192,15 +201,17 @@ def test_smolagents(url: str, weather: Weather, stream: bool) -> None:
     check(weather, agent.run(QUESTION))
 
 
+@needs("langgraph", "langgraph")
+@needs("langchain-openai", "langchain_openai")
 @pytest.mark.parametrize("stream", [False, True])
 def test_langgraph(url: str, weather: Weather, stream: bool) -> None:
-    prebuilt = pytest.importorskip("langgraph.prebuilt", reason="needs langgraph")
-    chat = pytest.importorskip("langchain_openai", reason="needs langchain-openai").ChatOpenAI
+    from langchain_openai import ChatOpenAI
+    from langgraph import prebuilt
 
     def get_weather(city: str) -> str:
         """Tell the weather."""
         return weather(city)
 
-    model = chat(model="m", base_url=url, api_key="x", max_retries=0, temperature=0.0, streaming=stream)
+    model = ChatOpenAI(model="m", base_url=url, api_key="x", max_retries=0, temperature=0.0, streaming=stream)
     agent = prebuilt.create_react_agent(model, [get_weather], prompt="Help.")
     check(weather, agent.invoke({"messages": [("user", QUESTION)]})["messages"][-1].content)
