@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -70,6 +73,11 @@ JUDGED: dict[str, tuple[np.ndarray, int, bool]] = {
 """Differences of the tokens, their staleness, and whether the update is refused."""
 
 
+@jax.jit
+def judged(batch: Batch, logps: Any, sampled: Any) -> Any:
+    return sampler_disagrees(sampler_gap(TokenStats(logps=logps), batch, sampled))
+
+
 @pytest.mark.parametrize("case", JUDGED)
 def test_small_lies_are_told_from_rounding(case: str) -> None:
     difference, staleness, refused = JUDGED[case]
@@ -86,8 +94,7 @@ def test_small_lies_are_told_from_rounding(case: str) -> None:
         sampler_logps=sampler_logps,
         staleness=ones * staleness,
     )
-    found = sampler_gap(TokenStats(logps=jnp.asarray(zeros)), batch, jnp.asarray(sampled))
-    assert bool(sampler_disagrees(found)) == refused
+    assert bool(judged(batch, zeros, sampled)) == refused
 
 
 def test_the_gate_remembers_the_first_gap() -> None:
@@ -112,17 +119,19 @@ def test_the_gate_remembers_the_first_gap() -> None:
     assert bool(exact({}, jnp.float32(1e-7))[0]) is False and exact({}, jnp.float32(1e-7))[2] == {}
 
 
+quantile = jax.jit(partial(Quantile.of, share=0.99))
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e-2, 3.0])
 def test_the_quantile_is_within_a_bucket_and_exact_over_parts(scale: float) -> None:
     values = np.abs(np.random.default_rng(0).normal(0, scale, 5000)).astype(np.float32)
     counts = np.arange(5000) % 7 > 0
-    whole = Quantile.of(jnp.asarray(values[None]), jnp.asarray(counts[None]), share=0.99)
+    whole = quantile(values[None], counts[None])
     exact = np.quantile(values[counts], 0.99)
     assert whole.value() == pytest.approx(exact, rel=0.05)
-    parts = [
-        Quantile.of(jnp.asarray(values[None, part]), jnp.asarray(counts[None, part]), share=0.99)
-        for part in (slice(0, 17), slice(17, 3000), slice(3000, None))
-    ]
+    # Of one shape: elsewhere nothing counts.
+    places, starts = np.arange(5000), (0, 17, 3000, 5000)
+    parts = [quantile(values[None], (counts & (a <= places) & (places < b))[None]) for a, b in pairwise(starts)]
     assert (
         added(added(parts[0], parts[1]), parts[2]).value() == whole.value() == (parts[0] + parts[1] + parts[2]).value()
     )

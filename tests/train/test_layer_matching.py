@@ -180,7 +180,7 @@ def test_the_naive_twin(update: tuple[Any, dict[str, float]], tapped: list[Any])
     assert_allclose(metrics["loss"], metrics["distill/divergence"] + 0.5 * hidden + 2 * attention, rtol=1e-4)
     batch, squares = apart(), matching(kind="mse", relations=())
     projections = jax.tree.map(jnp.asarray, squares.projections())
-    found = squares(*tapped, projections, jnp.asarray(batch.segments), jnp.asarray(batch.loss_weight > 0))
+    found = jax.jit(squares)(*tapped, projections, batch.segments, batch.loss_weight > 0)
     assert found.keys() == {"hidden_distance"} and not found["hidden_distance"][batch.loss_weight == 0].any()
     mean = np.average(found["hidden_distance"], weights=batch.loss_weight)
     assert_allclose(mean, naive(tapped, "mse")[0], rtol=1e-4)
@@ -236,7 +236,7 @@ def test_what_learns_and_what_does_not(whole: Trainer, update: Any) -> None:
 def test_equal_features_are_at_no_distance(tapped: list[Any]) -> None:
     match = Matching(hidden=((0, 0), (1, 1)), relations=(Relation(0, 0, "q", 2),), seed=0, kind="mse")
     ones = jnp.ones((len(LENGTHS), LENGTH), jnp.int32)
-    found = match(tapped[0], tapped[0], {}, ones, ones > 0)
+    found = jax.jit(match)(tapped[0], tapped[0], {}, ones, ones > 0)
     for values in found.values():
         assert_allclose(values, 0.0, atol=1e-6)
 

@@ -200,7 +200,7 @@ def test_a_frozen_head() -> None:
     assert_same(program("own", mesh, (0,))(on_mesh(inputs(vocab), mesh)), of_one_device("own", vocab, (0,)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parts", [2, 16])
 @pytest.mark.parametrize("name", ["fsdp", "both"])
 def test_best_ids(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
