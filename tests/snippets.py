@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import posttrain as pt
+from posttrain import generation
 from posttrain.results.result import RunResult
 from posttrain.runs.check import check
 
@@ -20,6 +22,9 @@ ROWS = [
     | {"chosen": str(n + 1), "rejected": str(n)}
     for n in range(8)
 ]
+
+ENGINE = {"slots": 8, "max_length": 64, "decode_steps": 16}
+"""Sizes of the page on engines, with which all text is generated: one program."""
 
 
 @dataclass
@@ -67,8 +72,12 @@ def run_python(text: str, folder: Path, name: str = "block") -> dict[str, Any]:
         (folder / "runs" / "quickstart" / "0-sft" / "result.json").write_text(json.dumps(result))
         return RunResult(output=folder / "runs" / "quickstart", stages=["0-sft"], trained=["0-sft"])
 
+    def engine(model: pt.Decoder, **settings: Any) -> pt.NativeEngine:
+        return pt.NativeEngine(model, **{**settings, **ENGINE})
+
     # A module of its own, where dataclasses look for the names of their annotations.
     module = sys.modules["document"] = ModuleType("document")
     vars(module)["_fit"] = fit
-    exec(compile(tree, name, "exec", dont_inherit=True), vars(module))
+    with patch.multiple(generation, NativeEngine=engine, DEFAULT_NEW_TOKENS=8):
+        exec(compile(tree, name, "exec", dont_inherit=True), vars(module))
     return vars(module)

@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import typer
@@ -70,12 +71,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def offline() -> Iterator[None]:
     """As on a machine without network: what only the hub knows becomes a note of the check."""
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with patch.object(constants, "HF_HUB_OFFLINE", True):
+        yield
 
 
 @functools.cache
