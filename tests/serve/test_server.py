@@ -42,7 +42,7 @@ def tokenizer() -> Tokenizer:
 
 def make(tokenizer: Tokenizer, **changes: Any) -> Served:
     return Served.of(
-        without_padding(tiny_model(max_positions=LENGTH), tokenizer),
+        without_padding(tiny_model(num_layers=1, windows=(None,), max_positions=LENGTH), tokenizer),
         tokenizer,
         name=MODEL,
         slots=4,
@@ -73,7 +73,7 @@ def adapter(tmp_path: Path) -> Path:
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["down_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    prefix = "base_model.model.model.layers.1.mlp.down_proj.lora_"
+    prefix = "base_model.model.model.layers.0.mlp.down_proj.lora_"
     sizes = {"A.weight": (2, 48), "B.weight": (32, 2)}
     tensors = {f"{prefix}{name}": draw.normal(size=size).astype(np.float32) for name, size in sizes.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
