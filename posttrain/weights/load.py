@@ -302,6 +302,12 @@ def with_tokens(config: ModelConfig, num_tokens: int | None) -> ModelConfig:
 
 def outline_of(config: ModelConfig, compute: Compute, dtype: np.dtype) -> Decoder:
     """Abstract decoder: shapes instead of arrays."""
+    return nnx.clone(_outline(config, compute, dtype))
+
+
+@functools.lru_cache(maxsize=16)
+def _outline(config: ModelConfig, compute: Compute, dtype: np.dtype) -> Decoder:
+    """Original of the copies: a check and a run ask for the same one several times, and to trace it takes long."""
     return nnx.eval_shape(lambda: Decoder(config, compute, dtype=dtype, rngs=nnx.Rngs(0)))
 
 

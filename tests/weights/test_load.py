@@ -22,14 +22,15 @@ from posttrain.config import LoRA, MeshSection
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.mesh import make_mesh
+from posttrain.models.config import Compute
 from posttrain.rollout.sampling import Sampling, sample
 from posttrain.weights import pieces
 from posttrain.weights.files import HUB_FILES, HUB_OTHERS, find_folder
-from posttrain.weights.load import init_model, load_model
+from posttrain.weights.load import init_model, load_model, outline_of
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
 from tests.models.checkpoints import GOLDENS, LLAMA, assert_same, edit, weights_of
-from tests.tiny import tiny_model
+from tests.tiny import tiny_config, tiny_model
 
 GOLDEN = GOLDENS / "qwen3"
 
@@ -119,6 +120,14 @@ def test_loading_onto_a_mesh_and_saving_from_it(tmp_path: Path) -> None:
     assert kernel.kernel[...].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
     save_model(spread, tmp_path / "two")
     assert_same(model, load_model(tmp_path / "two"))
+
+
+def test_a_changed_outline_changes_no_other() -> None:
+    config, compute = tiny_config(), Compute.of(jnp.float32)
+    first = outline_of(config, compute, jnp.dtype(jnp.float32))
+    first.unroll, first.stages[0].blocks[0].mlp.up.shape = True, (1, 1)
+    second = outline_of(config, compute, jnp.dtype(jnp.float32))
+    assert not second.unroll and second.stages[0].blocks[0].mlp.up.shape == (32, 48)
 
 
 def test_same_seed_same_model() -> None:
