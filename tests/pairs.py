@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
+from posttrain.models.drafter import DrafterConfig
 from posttrain.runs.prepare import prepare
+from posttrain.weights.drafter import attach_drafter, save_drafter
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
 from tests.stages.runs import INIT, ROOT, write_run
@@ -142,7 +144,7 @@ RL = {
     "update_epochs": Feature({"update_epochs": 2}),
     "lora": Feature({}, LORA),
     "rollout.quantize": Feature({"rollout": {"quantize": "int8"}}),
-    "speculative": Feature({"rollout": {"speculative": {"kind": "ngram", "tokens": 2}}}),
+    "speculative": Feature({"rollout": {"speculative": {"kind": "block", "optimizer": {"learning_rate": 1e-2}}}}),
     "cache_dtype": Feature({"rollout": {"cache_dtype": "int8"}}),
     "placement": Feature({"placement": {"rollout": {"devices": 1}}}, devices=2),
 }
@@ -238,6 +240,8 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
         stage["teachers"] = [{"path": str(teacher), "name": f"t{n}"} for n in range(len(stage["teachers"]))]
         if len(stage["teachers"]) == 1:
             del stage["teachers"][0]["name"]
+    if "speculative" in (a, b):
+        stage = merged(stage, {"rollout": {"speculative": {"path": str(teacher / "drafter")}}})
     init = INIT | {"max_position_embeddings": LENGTH}
     model = {"init": init, "tokenizer": "bytes", "chat_template": "short.jinja"}
     file = write_run(folder, stage, model=merged(model, one.model, other.model))
@@ -276,9 +280,13 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
 
 
 def write_teacher(folder: Path) -> Path:
-    """Write a model with random weights and the tokenizer of the runs."""
+    """Write a model with random weights, the tokenizer of the runs, and a block drafter."""
     fields = {**INIT, "vocab_size": 261, "max_position_embeddings": LENGTH}
-    save_model(init_model(fields, dtype=jnp.float32, seed=1), folder, tokenizer=load_tokenizer("bytes"))
+    model = init_model(fields, dtype=jnp.float32, seed=1)
+    save_model(model, folder, tokenizer=load_tokenizer("bytes"))
+    sizes = DrafterConfig(embed_dim=INIT["hidden_size"], vocab_size=261, tokens=2, window=3, layers=1)
+    attach_drafter(model, sizes, seed=0)
+    save_drafter(model, folder / "drafter")
     return folder
 
 
