@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import re
 import time
 
 import pytest
@@ -293,7 +294,7 @@ def test_progress_of_short_work_is_silent_and_long_work_closes_with_one_line(cap
             time.sleep(0.02)
             advance(500)
     (line,) = text_of(output).splitlines()
-    assert line.startswith("Reading [x]: 2,000 in 0.")
+    assert re.match(r"Reading \[x\]: 2,000 in \d", line)
     output = capture()
     with pytest.raises(KeyError), progress_bar("Reading", delay_s=0.0, output=output):
         raise KeyError
@@ -306,10 +307,10 @@ def test_a_log_gets_a_line_now_and_then():
         advance(3)
         time.sleep(0.4)
     told = text_of(output).splitlines()
-    assert len(told) >= 2 and set(told) == {"Reading: 3 of 10 after 0 s"}
+    assert len(told) >= 2 and all(re.fullmatch(r"Reading: 3 of 10 after \d+ s", line) for line in told)
     with progress_bar("Waiting", delay_s=0.0, every_s=0.05, closing=False, output=output):
         time.sleep(0.15)
-    assert text_of(output).splitlines()[-1] == "Waiting: 0 s"
+    assert re.fullmatch(r"Waiting: \d+ s", text_of(output).splitlines()[-1])
 
 
 def test_a_step_says_what_went_wrong_in_it():
