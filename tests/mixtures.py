@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from posttrain.mesh import param_sharding
 from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig, RouterConfig, stages_of
 from posttrain.models.decoder import Decoder
-from tests.tiny import outline, tiny_config
+from tests.tiny import WINDOW, outline, tiny_config
 
 MIXTURE = MoEConfig(
     num_experts=8,
@@ -27,8 +27,8 @@ MIXTURE = MoEConfig(
 
 
 def mixture_config(mixture: MoEConfig = MIXTURE, *, num_dense: int = 1, **changes: Any) -> ModelConfig:
-    """`tiny_config(**changes)` whose layers from `num_dense` on have the mixture."""
-    config = tiny_config(**changes)
+    """`tiny_config(**changes)` whose layers from `num_dense` on have the mixture: by default two of three."""
+    config = tiny_config(**{"windows": (None, WINDOW, None)} | changes)
     blocks = [replace(b, mlp=mixture) if i >= num_dense else b for i, b in enumerate(config.blocks)]
     return replace(config, stages=stages_of(tuple(blocks)))
 
