@@ -1,4 +1,4 @@
-"""The size ratchet: no file over 500 lines, no function over 60 lines of code."""
+"""Backstops of size, not goals: a file over 800 lines or a function over 80 lines of code is read by nobody at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("posttrain", "rewards", "bench", "notebooks", "tests")
-FILE_LINES = 500
-FUNCTION_LINES = 60
+FILE_LINES = 800
+FUNCTION_LINES = 80
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
