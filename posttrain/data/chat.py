@@ -5,12 +5,14 @@ inside a turn (thinking marks), except begin and stop tokens. Plain text and pla
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.data.messages import (
+    THINKING,
     Message,
     Remarks,
     TemplateForm,
@@ -21,15 +23,20 @@ from posttrain.data.messages import (
     pictures_in,
     plain_text,
     replaced,
+    squeezed,
     strings_in,
     text_of,
 )
 from posttrain.data.templates import (
     STAND_IN_TEXT,
+    THINK,
+    THINK_END,
     after_turn,
     end_at_stop,
     marks_generation,
+    opened_thought,
     render,
+    split_thought,
     stand_in_turn,
 )
 from posttrain.data.tokenizer import Tokenizer
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 STAND_INS = range(0x100000, 0x10FFFE)
 """Private-use characters for control tokens in contents, and for images, while the template runs."""
+EMPTY_THOUGHT = re.compile(rf"\s*({THINK})?\s*{THINK_END}")
 LITERAL = (
     "control tokens in messages are ordinary characters to the model; if rows are ready-formatted texts, set "
     "dataset.chat to false"
@@ -158,6 +166,14 @@ class Renderer:
         before = whole[len(begin) : whole.find(STAND_IN_TEXT)] if whole.startswith(begin) else ""
         return before if before.isspace() else ""
 
+    @cached_property
+    def opens_thought(self) -> bool:
+        """Whether the prompt after a user message ends with an open thought, which the turn goes on with."""
+        try:
+            return self.chat and bool(opened_thought(self.rendered([{"role": "user", "content": "?"}], reply=True)))
+        except ConfigError:  # a template of other conversations
+            return False
+
     def between(
         self,
         before: Sequence[Message],
@@ -219,10 +235,11 @@ class Renderer:
         """Tokens of all messages, with loss on assistant turns from message `first` on, each up to its end-of-turn
         token.
 
-        Assistant turns are the spans that the template marks with `{% generation %}`; without marks, the text that a
-        rendering adds to the prompt before the turn. A stop token behind a turn without one ends it: behind the marks,
-        or at the beginning of the next message, whose stop token is added to a last turn. Raises `TurnsRewritten` if
-        no rendering is a prefix of another, and `ConfigError` if no token or every token has loss.
+        Assistant turns are the spans that the template marks with `{% generation %}`; without marks, and where prompts
+        open the thought of a turn, the text that a rendering adds to the prompt before the turn. A stop token behind a
+        turn without one ends it: behind the marks, or at the beginning of the next message, whose stop token is added
+        to a last turn. Raises `TurnsRewritten` if no rendering is a prefix of another, and `ConfigError` if no token or
+        every token has loss.
         """
         if not self.chat:
             why = "dataset.chat is off for" if self.tokenizer.chat_template else "there is none in the tokenizer"
@@ -234,7 +251,7 @@ class Renderer:
         self._form(conversation.tools).check_written(conversation.messages[: turns[-1]] if turns else [])
         text, marked = self._render(conversation, len(messages), generation_prompt=False)
         check_tools_written(conversation.tools, text, self.tokenizer.name)
-        derived = not marks_generation(self._template(conversation.tools))
+        derived = self.opens_thought or not marks_generation(self._template(conversation.tools))
         if derived:
             text, spans = self._derive_spans(conversation, text, first)
         else:
@@ -267,9 +284,11 @@ class Renderer:
         try:
             return [self.conversation(messages, first=first, tools=tools)]
         except TurnsRewritten:
-            turns = [n for n, one in enumerate(messages) if one["role"] == "assistant" and one.get("weight", 1) != 0]
-            turns = [number for number in turns if number >= first]
+            turns = [n for n, one in enumerate(messages) if one["role"] == "assistant" and n >= first]
             if turns in ([], [len(messages) - 1]):
+                raise
+            turns = [number for number in turns if messages[number].get("weight", 1) != 0]
+            if not turns:
                 raise
         return [self.conversation(messages[: turn + 1], first=turn, tools=tools) for turn in turns]
 
@@ -386,6 +405,13 @@ class Renderer:
         for index in turns:
             before = self._prefix(conversation, text, index, generation_prompt=True)
             turn = text if index == last else self._prefix(conversation, text, index + 1, generation_prompt=False)
+            thought, _ = split_thought(conversation.messages[index])
+            if opened_thought(before) and not squeezed(turn[len(before) :]).startswith(squeezed(thought)):
+                raise TurnsRewritten(
+                    f"chat template of {self.tokenizer.name} opens a thought before message {index}, and leaves that "
+                    "of the message out, so that turns are not parts of one sequence; give the last turn as the "
+                    "answer and the others as prompt, or set model.chat_template to one that keeps thoughts"
+                )
             spans.append((len(before), len(turn)))
         return text, spans
 
@@ -397,6 +423,8 @@ class Renderer:
         """
         *before, asked, _ = [{"content": ""}, *conversation.messages]
         prompt, _ = self._render(conversation, len(before), generation_prompt=True)
+        if opened := opened_thought(prompt):
+            return prompt, self._thought_and_answer(conversation, text, prompt, opened)
         if text.startswith(prompt):
             return prompt, text[len(prompt) :]
         content = text_of(asked).strip() if asked.get("content") is not None else ""
@@ -404,10 +432,50 @@ class Renderer:
         if not end or end not in text:
             raise TurnsRewritten(
                 f"chat template of {self.tokenizer.name} writes a prompt that is no beginning of its text with the "
-                f"reply, message {len(before)}: {prompt[-40:]!r} is not in it; change the message, or the template "
-                "(model.chat_template)"
+                f"reply, message {len(before)}: {prompt[-40:]!r} is not in it; change the message, the template's "
+                "variables (model.chat_template_args) or the template (model.chat_template)"
             )
         return prompt, text[text.rfind(end) + len(end) :]
+
+    def _thought_and_answer(self, conversation: TemplateInput, text: str, prompt: str, opened: str) -> str:
+        """Text of the last turn behind a prompt that ends with an open thought: the rest of the thought as the message
+        has it, then what the template writes of a turn without one. `text`: the template's own of all messages.
+
+        ConfigError for a message without a thought, unless the template itself ends the thought of such a turn.
+        """
+        number = len(conversation.messages) - 1
+        message = conversation.messages[number]
+        thought, answer = split_thought(message)
+        if text.startswith(prompt) and squeezed(text[len(prompt) :]).startswith(squeezed(thought)):
+            return text[len(prompt) :]
+        if not thought:
+            raise ConfigError(
+                f"chat template of {self.tokenizer.name} opens a thought in the prompt ({opened!r}), and message "
+                f"{number} has none: its answer would be trained as a thought; write {THINK}...{THINK_END} into it, "
+                "give the template variables with which it opens none (model.chat_template_args, such as "
+                "{enable_thinking: false}, where it has one), or another template (model.chat_template)"
+            )
+        # The turn as the template writes it without its thought: it must go on where the prompt does before the mark.
+        rest = {key: value for key, value in message.items() if key not in THINKING}
+        spoken = replace(conversation, messages=[*conversation.messages[:number], {**rest, "content": answer}])
+        written, _ = self._render(spoken, number + 1, generation_prompt=False)
+        head = prompt.removesuffix(opened)
+        if not written.startswith(head):
+            raise TurnsRewritten(
+                f"chat template of {self.tokenizer.name} changes the text of messages 0..{number - 1} when message "
+                f"{number} follows, whose prompt opens a thought; change the message, the template's variables "
+                "(model.chat_template_args) or the template (model.chat_template)"
+            )
+        written = written[len(head) :]
+        if empty := EMPTY_THOUGHT.match(written):
+            written = written[empty.end() :]
+        # White space is the message's own around its marks, and mirrors the prompt's where it has no marks.
+        space = opened.removeprefix(THINK)
+        if THINK_END not in thought:
+            thought = f"{thought.strip()}{space}{THINK_END}"
+            return f"{thought}{space * 2}{written.lstrip()}"
+        thought = thought.removeprefix(space) if thought.startswith(space) else thought.lstrip()
+        return f"{thought}{answer[: len(answer) - len(answer.lstrip())]}{written.lstrip()}"
 
     def _after(self, conversation: TemplateInput, text: str, spans: list[Span], first: int) -> list[Span]:
         """Marked spans after the prompt of the first `first` messages."""

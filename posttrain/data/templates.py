@@ -16,6 +16,11 @@ GIVEN = ("messages", "tools", "add_generation_prompt", "strftime_now")
 """Variables of templates that posttrain sets itself."""
 STAND_IN_TEXT = "posttrain_stand_in_of_a_turn"
 """Content of the assistant turn that stands for a sampled one."""
+THINK = "<think>"
+THINK_END = "</think>"
+"""Marks of a thought in the text of a turn."""
+OPENED = re.compile(rf"{THINK}\s*\Z")
+"""End of a prompt that opens a thought, which the turn goes on with and ends."""
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
@@ -72,6 +77,28 @@ def _literal(value: Any) -> str:
     raise ConfigError(
         f"chat_template_args: {value!r} is a {type(value).__name__}; give texts, numbers, lists, mappings"
     )
+
+
+def opened_thought(prompt: str) -> str:
+    """Mark and white space with which a prompt opens the thought of its turn; empty if the turn begins otherwise.
+
+    >>> opened_thought("<|assistant|><think>\\n"), opened_thought("<|assistant|><think>\\n</think>")
+    ('<think>\\n', '')
+    """
+    opened = OPENED.search(prompt)
+    return "" if opened is None else opened.group()
+
+
+def split_thought(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Thought of an assistant message as it is written behind its opening mark, closing mark included, and the content
+    after it. The thought is empty if there is none, and without marks if it has a key of its own."""
+    content = str(message.get("content") or "")
+    if keyed := str(message.get("reasoning_content") or message.get("thinking") or ""):
+        return keyed, content
+    if THINK_END not in content:
+        return "", content
+    thought, _, answer = content.partition(THINK_END)
+    return f"{thought.lstrip().removeprefix(THINK)}{THINK_END}", answer
 
 
 def stand_in_turn(messages: Sequence[Message]) -> Message:

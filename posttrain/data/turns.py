@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 from posttrain.data.chat import Masked, Renderer
-from posttrain.data.messages import Message
-from posttrain.data.templates import STAND_IN_TEXT, stand_in_turn
+from posttrain.data.messages import Message, squeezed
+from posttrain.data.templates import STAND_IN_TEXT, THINK, THINK_END, opened_thought, stand_in_turn
 from posttrain.errors import ConfigError
 
 ReplyRole = Literal["user", "tool"]
 Tools = Sequence[dict[str, Any]] | None
 THOUGHT = "posttrain_stand_in_of_a_thought"
+THINKING_TURN = f"{THINK}\n{THOUGHT}\n{THINK_END}\n\n{STAND_IN_TEXT}"
 REPLY = "posttrain_stand_in_of_a_reply"
 HARMONY = "<|channel|>final<|message|>"
 """Header that GPT-OSS samples itself before the text of a turn."""
@@ -71,10 +72,12 @@ def _turns(renderer: Renderer, role: ReplyRole) -> Iterator[tuple[bool, Message]
     """Turns without and with thinking, in the form that the template knows."""
     plain = stand_in_turn(environment_reply(role))
     template = str(renderer.tokenizer.chat_template)
-    yield False, plain
-    if "<think>" in template and role == "user":
-        yield True, {**plain, "content": f"<think>\n{THOUGHT}\n</think>\n\n{STAND_IN_TEXT}"}
-    elif "<think>" in template and "reasoning_content" in template:
+    # Where the prompt opens the thought, no turn is sampled without one.
+    if not renderer.opens_thought:
+        yield False, plain
+    if THINK in template and (role == "user" or (renderer.opens_thought and "reasoning_content" not in template)):
+        yield True, {**plain, "content": THINKING_TURN}
+    elif THINK in template and "reasoning_content" in template:
         yield True, {**plain, "reasoning_content": THOUGHT}
     elif "message.thinking" in template and role == "user":
         yield True, cast(Message, {**plain, "thinking": THOUGHT})
@@ -88,8 +91,12 @@ def _changed(
     text = renderer.rendered([*before, turn, *replies], tools, reply=True)
     if REPLY not in text[text.rfind(STAND_IN_TEXT) :]:
         return "leaves the reply out"
-    if not text.startswith(start):
+    opened = opened_thought(start)
+    if not text.startswith(start.removesuffix(opened)):
         return "changes the prompt"
+    if opened:
+        kept = text.startswith(start) and squeezed(text[len(start) :]).startswith(squeezed(THOUGHT))
+        return None if kept else "drops the thinking of earlier turns"
     if thinks:
         return None if THOUGHT in text else "drops the thinking of earlier turns"
     # A turn with calls begins with them, in the words of the template.
@@ -134,7 +141,8 @@ def sampled_stop_notes(renderer: Renderer, prompt: Sequence[Message], tools: Too
     if not renderer.chat:
         return []
     try:
-        turn = renderer.conversation([*prompt, stand_in_turn([])], first=len(prompt), tools=tools)
+        turn: Message = {**stand_in_turn([]), **({"content": THINKING_TURN} if renderer.opens_thought else {})}
+        made = renderer.conversation([*prompt, turn], first=len(prompt), tools=tools)
     except ConfigError:  # a template that writes prompts alone
         return []
-    return stop_notes(renderer, [turn])
+    return stop_notes(renderer, [made])

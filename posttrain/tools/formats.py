@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.data.templates import THINK, THINK_END
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tools.readers import (
@@ -201,7 +202,6 @@ ENDINGS: Mapping[str, str] = {
     "deepseek": "<｜tool▁call▁end｜>",
 }
 """End of a call in formats in which nothing that follows can change it."""
-THINK_END = "</think>"
 PRIVATE_USE = range(0xE000, 0xF900)
 """Characters of which one stands for a </think> while calls are read."""
 MAX_MALFORMED = 32
@@ -267,7 +267,7 @@ class Format:
             for number in range(len(parts) - 1):
                 if number not in inside:
                     return THINK_END.join([*parts[: number + 1], ""])
-        return text if parts and text.lstrip().startswith("<think>") else ""
+        return text if parts and text.lstrip().startswith(THINK) else ""
 
 
 def make_format(name: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> Format:

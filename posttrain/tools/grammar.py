@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.data.grammar import Grammar, GrammarError, json_rule
+from posttrain.data.templates import THINK_END
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.tools.formats import THINK_END, Format, value_types
+from posttrain.tools.formats import Format, value_types
 
 NOTES = {"type", "title", "description", "default", "examples", "deprecated", "nullable"}
 """Keywords of a schema that bare text obeys, whatever it is."""

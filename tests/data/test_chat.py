@@ -103,6 +103,82 @@ def test_a_template_that_rewrites_turns_makes_a_sequence_of_each() -> None:
         Renderer(tokenizer_with(other), chat=True).conversations(TALK)
 
 
+STRIPPING = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>A:{{ m.content.split('</think>')[-1] }}"
+    "{% for call in m.tool_calls %}({{ call.function.name }}){% endfor %}<|im_end|>{% else %}U:{{ m.content }}"
+    "{% endif %}{% endfor %}{{ '<|im_start|>A:<think>\n' if add_generation_prompt }}"
+)
+"""Opens the thought of a turn in the prompt, and writes no thought of any turn."""
+CLOSING = STRIPPING.replace("A:{{", "A:<think></think>{{").replace("<think>\n", "<think>")
+"""Writes an empty thought in each turn, so that its text begins with the prompt."""
+KEEPING = STRIPPING.replace("A:{{ m.content.split('</think>')[-1] }}", "A:<think>\n{{ m.content[8:] }}")
+"""Writes the thought of every turn."""
+CALLS = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "trained"),
+    [
+        (STRIPPING, {"content": "<think>\nHm.\n</think>\n\nBlue."}, "Hm.\n</think>\n\nBlue."),
+        (STRIPPING, {"content": "<think>Hm.</think>Blue."}, "Hm.</think>Blue."),
+        (STRIPPING, {"content": "Hm.\n</think>\n\nBlue."}, "Hm.\n</think>\n\nBlue."),
+        (STRIPPING, {"content": "Blue.", "reasoning_content": "Hm."}, "Hm.\n</think>\n\nBlue."),
+        (STRIPPING, {"content": "<think>\nHm.\n</think>\n", "tool_calls": CALLS}, "Hm.\n</think>\n(look)"),
+        (CLOSING, {"content": "<think>\nHm.\n</think>\n\nBlue."}, "\nHm.\n</think>\n\nBlue."),
+        (CLOSING, {"content": "<think>Hm.</think>", "tool_calls": CALLS}, "Hm.</think>(look)"),
+        (CLOSING, {"content": "Blue.", "reasoning_content": "Hm."}, "Hm.</think>Blue."),
+        (CLOSING, {"content": "Blue."}, "</think>Blue."),
+        (KEEPING, {"content": "<think>\nHm.\n</think>\n\nBlue."}, "Hm.\n</think>\n\nBlue."),
+    ],
+)
+def test_a_prompt_that_opens_the_thought_is_what_the_answer_follows(
+    template: str, answer: dict[str, object], trained: str
+) -> None:
+    """The tokens are the sampled prompt and the answer as it is written; so is each turn of several, or their one text
+    where the template keeps all of it."""
+    renderer = Renderer(tokenizer_with(template), chat=True)
+    turn: Message = {"role": "assistant", **answer}  # type: ignore[typeddict-item]
+    talk: list[Message] = [{"role": "user", "content": "Sky?"}, turn, {"role": "user", "content": "And?"}, turn]
+    for length in (2, 4):
+        made = renderer.conversations(talk[:length])
+        texts = [with_loss(renderer, *one) for one in made]
+        assert "".join(texts) == f"{trained}<|im_end|>" * (length // 2)
+        for one, end in zip(made, range(length - 2 * (len(made) - 1), length + 1, 2), strict=True):
+            prompt = renderer.prompt(talk[: end - 1])
+            assert one.tokens == prompt + renderer.tokenizer.encode(f"{trained}<|im_end|>")
+        assert not stop_notes(renderer, made) and not sampled_stop_notes(renderer, talk[:1])
+    assert renderer.conversation([*talk[:3], turn], first=3).tokens == made[-1].tokens
+    # An earlier answer without a thought is left out by its weight.
+    silent: Message = {"role": "assistant", "content": "Red.", "weight": 0}
+    assert with_loss(renderer, *renderer.conversations([talk[0], silent, *talk[2:]])[-1]) == f"{trained}<|im_end|>"
+
+
+def test_marks_of_generation_hide_no_thought_that_the_prompt_opens() -> None:
+    marked = STRIPPING.replace("A:{{", "A:{% generation %}{{").replace(
+        "<|im_end|>{% else", "<|im_end|>{% endgeneration %}{% else"
+    )
+    talk: list[Message] = [
+        {"role": "user", "content": "Sky?"},
+        {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nBlue."},
+    ]
+    plain, renderer = (Renderer(tokenizer_with(one), chat=True) for one in (STRIPPING, marked))
+    assert renderer.conversations(talk) == plain.conversations(talk)
+
+
+def test_an_answer_without_the_thought_that_its_prompt_opens_is_refused() -> None:
+    talk: list[Message] = [{"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "Blue."}]
+    renderer = Renderer(tokenizer_with(STRIPPING), chat=True)
+    for asked in (talk, [*talk, *talk]):
+        with pytest.raises(
+            ConfigError, match=r"opens a thought in the prompt .*message 1 has none.*chat_template_args"
+        ):
+            renderer.conversations(asked)
+    other = STRIPPING.replace("{{ '<|im_start|>A:", "{{ '<|im_start|>B:")
+    thinks: list[Message] = [talk[0], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nBlue."}]
+    with pytest.raises(ConfigError, match=r"whose prompt opens a thought; .*chat_template_args"):
+        Renderer(tokenizer_with(other), chat=True).conversations(thinks)
+
+
 def test_loss_ends_at_the_first_stop_token_of_a_turn() -> None:
     """Also where the template writes another after it, and where turns of two messages touch."""
     doubled = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{{ '<eos>' * (not add_generation_prompt) }}"

@@ -97,3 +97,28 @@ def test_faulty_templates(change: str, reason: str) -> None:
     prompt: Any = [{"role": "user", "content": "abcdef"}]
     with pytest.raises(ConfigError, match=reason):
         check_turns(Renderer(tokenizer, True), [prompt], ["user"], tools=None, keep_thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        ("<think>\n{{ m.content.split('<think>\n')[-1] }}", None),
+        ("{{ m.content.split('</think>')[-1] }}", "drops the thinking"),
+        ("<think></think>{{ m.content.split('</think>')[-1] }}", "drops the thinking"),
+        ("<think>\n{{ m.content }}", "drops the thinking"),
+    ],
+)
+def test_prompts_that_open_the_thought(turn: str, reason: str | None) -> None:
+    """What is sampled between turns is a thought and an answer: earlier ones must follow the prompt, or be kept."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.hf.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A:TURN<|im_end|>{% else %}U:{{ m.content }}{% endif %}"
+        "{% endfor %}{{ 'A:<think>\n' if add_generation_prompt }}"
+    ).replace("TURN", turn)
+    renderer = Renderer(tokenizer, True)
+    check_turns(renderer, [PROMPT], ["user", "tool"], tools=None, keep_thinking=True)
+    if reason is None:
+        check_turns(renderer, [PROMPT], ["user", "tool"], tools=None, keep_thinking=False)
+        return
+    with pytest.raises(ConfigError, match=f"{reason}.*env.keep_thinking"):
+        check_turns(renderer, [PROMPT], ["user"], tools=None, keep_thinking=False)
