@@ -7,12 +7,16 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from posttrain.data.templates import THINK, THINK_END
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tools.readers import (
+    GEMMA4_CALL,
+    GEMMA4_END,
+    GEMMA4_KEY,
+    GEMMA4_QUOTE,
     Malformed,
     Piece,
     Schemas,
@@ -22,6 +26,7 @@ from posttrain.tools.readers import (
     one_line,
     read_deepseek,
     read_gemma,
+    read_gemma4,
     read_hermes,
     read_json_value,
     read_llama3,
@@ -35,6 +40,9 @@ FUNCTION = re.compile(r"<function=([^<>\n]*)>")
 PARAMETER, PARAMETER_END = re.compile(r"\s*<parameter=([^<>\n]*)>\n?"), "</parameter>"
 AFTER_PARAMETER = re.compile(r"\s*<(?:parameter=|/function>)")
 FUNCTION_END, TOOL_CALL_END = re.compile(r"\s*</function>"), re.compile(r"\s*</tool_call>")
+GLM_KEY, GLM_VALUE_END = re.compile(r"\s*<arg_key>([^<>\n]*)</arg_key>\s*<arg_value>"), "</arg_value>"
+AFTER_GLM_VALUE = re.compile(r"\s*(?:<arg_key>|</tool_call>)")
+GLM_NAME = re.compile(r"\s*([^<>\n]{1,256})")
 WORDS = {"True": True, "False": False, "None": None}
 RECIPIENT = re.compile(r"to=([^\s<]+)")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -50,7 +58,7 @@ def read_qwen_coder(text: str, schemas: Schemas) -> Iterator[Piece]:
     position = 0
     while (opening := FUNCTION.search(text, position)) is not None:
         yield text[position : opening.start()].rstrip().removesuffix("<tool_call>")
-        parsed = _tagged_call(opening[1].strip(), text, opening.end(), schemas)
+        parsed = _tagged_call(opening[1].strip(), text, opening.end(), schemas, CODER_TAGS)
         if isinstance(parsed, Malformed):
             yield parsed
             end = text.find("</function>", opening.end())
@@ -66,23 +74,68 @@ def read_qwen_coder(text: str, schemas: Schemas) -> Iterator[Piece]:
         yield Malformed(f"a call must begin with <function=name>: {one_line(inside)}")
 
 
-def _tagged_call(name: str, text: str, start: int, schemas: Schemas) -> tuple[WrittenCall, int] | Malformed:
+def read_glm(text: str, schemas: Schemas) -> Iterator[Piece]:
+    """GLM-4.5 and later: the name in <tool_call>, then <arg_key> and <arg_value> for each argument, with or without
+    line breaks between them. Values are bare text, of which the tool's schema tells the type."""
+    position = 0
+    while (begin := text.find("<tool_call>", position)) >= 0:
+        yield text[position:begin].rstrip() if position else text[position:begin]
+        start = begin + len("<tool_call>")
+        name = GLM_NAME.match(text, start)
+        if name is None:
+            parsed: tuple[WrittenCall, int] | Malformed = Malformed("a call must begin with the name of a function")
+        else:
+            parsed = _tagged_call(name[1].strip(), text, name.end(), schemas, GLM_TAGS)
+        if isinstance(parsed, Malformed):
+            yield parsed
+            end = text.find("</tool_call>", start)
+            position = len(text) if end < 0 else end + len("</tool_call>")
+        else:
+            call, position = parsed
+            yield call
+    yield text[position:]
+
+
+class Tags(NamedTuple):
+    """Tags of a call with bare values."""
+
+    parameter: re.Pattern[str]
+    """Beginning of an argument, its key the first group."""
+    value_end: str
+    after_value: re.Pattern[str]
+    """What must follow the end of a value, so that it is one."""
+    end: re.Pattern[str]
+    line: str
+    """Line break before the end of a value that is not part of it."""
+    form: str
+
+
+CODER_TAGS = Tags(
+    PARAMETER, PARAMETER_END, AFTER_PARAMETER, FUNCTION_END, "\n",
+    "<parameter=name>, value, </parameter>, and at the end </function>",
+)  # fmt: skip
+GLM_TAGS = Tags(
+    GLM_KEY, GLM_VALUE_END, AFTER_GLM_VALUE, TOOL_CALL_END, "",
+    "<arg_key>name</arg_key>, <arg_value>value</arg_value>, and at the end </tool_call>",
+)  # fmt: skip
+
+
+def _tagged_call(name: str, text: str, start: int, schemas: Schemas, tags: Tags) -> tuple[WrittenCall, int] | Malformed:
     """Read the parameters of a function, and return the index after its end."""
     properties = schemas.get(name, {}).get("properties", {})
     arguments: dict[str, Any] = {}
     position = start
-    while (parameter := PARAMETER.match(text, position)) is not None:
-        key, stop = parameter[1].strip(), text.find(PARAMETER_END, parameter.end())
-        while stop >= 0 and AFTER_PARAMETER.match(text, stop + len(PARAMETER_END)) is None:
-            stop = text.find(PARAMETER_END, stop + 1)
+    while (parameter := tags.parameter.match(text, position)) is not None:
+        key, stop = parameter[1].strip(), text.find(tags.value_end, parameter.end())
+        while stop >= 0 and tags.after_value.match(text, stop + len(tags.value_end)) is None:
+            stop = text.find(tags.value_end, stop + 1)
         if stop < 0:
             break
-        arguments[key] = _typed(text[parameter.end() : stop].removesuffix("\n"), properties.get(key))
-        position = stop + len(PARAMETER_END)
-    end = FUNCTION_END.match(text, position)
+        arguments[key] = _typed(text[parameter.end() : stop].removesuffix(tags.line), properties.get(key))
+        position = stop + len(tags.value_end)
+    end = tags.end.match(text, position)
     if end is None:
-        expected = "<parameter=name>, value, </parameter>, and at the end </function>"
-        return Malformed(f"after {name} must come {expected}, got {one_line(text[position:])!r}")
+        return Malformed(f"after {name} must come {tags.form}, got {one_line(text[position:])!r}")
     fault = json_fault(arguments)
     call = call_of({"name": name, "arguments": arguments}, ("arguments",))
     if fault is not None or isinstance(call, Malformed):
@@ -168,6 +221,8 @@ FORMATS: Mapping[str, Reader] = {
     "llama3": read_llama3,
     "mistral": read_mistral,
     "gemma": read_gemma,
+    "gemma4": read_gemma4,
+    "glm": read_glm,
     "deepseek": read_deepseek,
     "gpt_oss": read_gpt_oss,
     "phi": read_phi,
@@ -179,6 +234,8 @@ MARKS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("deepseek", ("<｜tool▁call▁begin｜>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("qwen_coder", ("<tool_call>", "<function=")),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("gemma4", (f"{GEMMA4_CALL}call:",)),
     ("hermes", ("<tool_call>", '"arguments"')),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
     ("phi", ("<|tool|>",)),
@@ -191,6 +248,8 @@ OPENINGS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("{", "<|python_tag|>"),
     "mistral": ("[TOOL_CALLS]",),
     "gemma": ("```",),
+    "gemma4": (GEMMA4_CALL,),
+    "glm": ("<tool_call>",),
     "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     "phi": ("<|tool_call|>",),
     "pythonic": ("[",),
@@ -199,11 +258,15 @@ OPENINGS: Mapping[str, tuple[str, ...]] = {
 ENDINGS: Mapping[str, str] = {
     "hermes": "</tool_call>",
     "qwen_coder": "</function>",
+    "gemma4": GEMMA4_END,
+    "glm": "</tool_call>",
     "deepseek": "<｜tool▁call▁end｜>",
 }
 """End of a call in formats in which nothing that follows can change it."""
+THOUGHT_MARKS = {"gemma4": ("<|channel>", "<channel|>")}
+"""Marks of a thought in formats with others than <think> and </think>."""
 PRIVATE_USE = range(0xE000, 0xF900)
-"""Characters of which one stands for a </think> while calls are read."""
+"""Characters of which one stands for the end of a thought while calls are read."""
 MAX_MALFORMED = 32
 """Maximum number of malformed calls of a turn; after them nothing is read."""
 ID_CHARACTERS = 9
@@ -253,8 +316,10 @@ class Format:
         return pieces
 
     def _thought(self, text: str) -> str:
-        """Beginning of a turn up to the first </think> that is not in an argument; all of a <think> without an end."""
-        parts = [] if self.name == "gpt_oss" else text.split(THINK_END)
+        """Beginning of a turn up to the first end of a thought that is not in an argument; all of a thought without an
+        end."""
+        begin, end = THOUGHT_MARKS.get(self.name, (THINK, THINK_END))
+        parts = [] if self.name == "gpt_oss" else text.split(end)
         if len(parts) > 1:
             mark = next(character for character in map(chr, PRIVATE_USE) if character not in text)
             marked = "".join(f"{part}{mark}{number}{mark}" for number, part in enumerate(parts[:-1])) + parts[-1]
@@ -266,8 +331,8 @@ class Format:
             inside = set(map(int, re.findall(f"{mark}([0-9]+){mark}", "".join(calls))))
             for number in range(len(parts) - 1):
                 if number not in inside:
-                    return THINK_END.join([*parts[: number + 1], ""])
-        return text if parts and text.lstrip().startswith(THINK) else ""
+                    return end.join([*parts[: number + 1], ""])
+        return text if parts and text.lstrip().startswith(begin) else ""
 
 
 def make_format(name: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> Format:
@@ -332,6 +397,30 @@ def _tags(call: WrittenCall) -> str:
     return "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
 
 
+def _glm(calls: Sequence[WrittenCall]) -> str:
+    return "\n".join(f"<tool_call>{call.name}\n{_glm_tags(call)}</tool_call>" for call in calls)
+
+
+def _glm_tags(call: WrittenCall) -> str:
+    texts = {key: value if isinstance(value, str) else _json(value) for key, value in call.arguments.items()}
+    return "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in texts.items())
+
+
+def _gemma4(calls: Sequence[WrittenCall]) -> str:
+    return "".join(f"{GEMMA4_CALL}call:{call.name}{_gemma4_value(call.arguments)}{GEMMA4_END}" for call in calls)
+
+
+def _gemma4_value(value: Any) -> str:
+    if isinstance(value, str):
+        return f"{GEMMA4_QUOTE}{value}{GEMMA4_QUOTE}"
+    if isinstance(value, Mapping):
+        keys = [key if GEMMA4_KEY.fullmatch(key) else _gemma4_value(key) for key in value]
+        return f"{{{','.join(f'{key}:{_gemma4_value(one)}' for key, one in zip(keys, value.values(), strict=True))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_gemma4_value, value))}]"
+    return _json(value)
+
+
 def _llama3(calls: Sequence[WrittenCall]) -> str:
     return "; ".join(_named(call, "parameters") for call in calls)
 
@@ -384,6 +473,8 @@ WRITERS: Mapping[str, Writer] = {
     "llama3": _llama3,
     "mistral": _mistral,
     "gemma": _gemma,
+    "gemma4": _gemma4,
+    "glm": _glm,
     "deepseek": _deepseek,
     "gpt_oss": _gpt_oss,
     "phi": _phi,

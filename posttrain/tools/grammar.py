@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.data.grammar import Grammar, GrammarError, json_rule
-from posttrain.data.templates import THINK_END
+from posttrain.data.templates import THINK, THINK_END
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.tools.formats import Format, value_types
+from posttrain.tools.formats import THOUGHT_MARKS, Format, value_types
+from posttrain.tools.readers import GEMMA4_END, GEMMA4_KEY, GEMMA4_QUOTE
 
 NOTES = {"type", "title", "description", "default", "examples", "deprecated", "nullable"}
 """Keywords of a schema that bare text obeys, whatever it is."""
@@ -79,7 +80,8 @@ class _Turn:
     def _free_text(self, first: str) -> str:
         """Alternatives of free text, alone and before calls."""
         rules = self.rules
-        never = self.never if rules.format_name == "gpt_oss" else f"<think>|{self.never}"
+        begin, _ = THOUGHT_MARKS.get(rules.format_name, (THINK, THINK_END))
+        never = self.never if rules.format_name == "gpt_oss" else f"{_literal(begin)}|{self.never}"
         rules.lines.append(f"TEXT: {self.text} & {_without(never)}")
         if rules.format_name == "gpt_oss":
             return f'{first} "final" {rules.mark("<|message|>")} TEXT? | TEXT?'
@@ -101,12 +103,13 @@ class _Turn:
                 lines.append(f"THOUGHT_AND_MARK: THOUGHT {mark('<|end|>')}")
                 inner = f'THOUGHT_AND_MARK {mark("<|start|>")} "assistant"'
             return f'{mark("<|channel|>")} "analysis" {mark("<|message|>")} {inner}', inner
-        lines += [f"THOUGHT: {_without(_literal(THINK_END))}", r"SPACES: /\s{1,4}/"]
-        inner = f"THOUGHT? {mark(THINK_END)} SPACES?"
-        if THINK_END not in self.rules.tokenizer.control_ids:
-            lines.append(f"THOUGHT_AND_MARK: THOUGHT {mark(THINK_END)}")
+        begin, end = THOUGHT_MARKS.get(self.rules.format_name, (THINK, THINK_END))
+        lines += [f"THOUGHT: {_without(_literal(end))}", r"SPACES: /\s{1,4}/"]
+        inner = f"THOUGHT? {mark(end)} SPACES?"
+        if end not in self.rules.tokenizer.control_ids:
+            lines.append(f"THOUGHT_AND_MARK: THOUGHT {mark(end)}")
             inner = "THOUGHT_AND_MARK SPACES?"
-        return f"{mark('<think>')} {inner}", inner
+        return f"{mark(begin)} {inner}", inner
 
 
 def _without(pattern: str) -> str:
@@ -164,11 +167,11 @@ class _Rules:
         values = {key: self.add(f'"{key}=" {json_rule(one)}') for key, one in self.properties(schema).items()}
         return f'"{name}(" {self.in_order(values, schema.get("required", ()))} ")"'
 
-    def in_order(self, items: Mapping[str, str], required: Sequence[str]) -> str:
+    def in_order(self, items: Mapping[str, str], required: Sequence[str], comma: str = ", ") -> str:
         """Items in their order with commas between them, those that are not required also without them."""
         first = after = ""
         for key, item in reversed([*items.items()]):
-            begun, going = f"{item} {after}".strip(), f'", " {item} {after}'.strip()
+            begun, going = f"{item} {after}".strip(), f'"{comma}" {item} {after}'.strip()
             if key in required:
                 first, after = self.add(begun), self.add(going)
             else:
@@ -211,7 +214,7 @@ def _qwen_coder(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
         for key, one in rules.properties(schema).items():
             if not re.fullmatch(r"[^<>\n]+", key):
                 raise rules.refuse(f"{key!r} is no name")
-            value = _bare_value(rules, f"{name}.{key}", one)
+            value = _bare_value(rules, f"{name}.{key}", one, "</parameter>")
             value = "VALUE_AND_MARK" if value is None else f'{value} "{end}"'
             part = rules.add(f"{json.dumps(f'<parameter={key}>' + chr(10))} {value}")
             parts.append(part if key in required else f"{part}?")
@@ -220,16 +223,95 @@ def _qwen_coder(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
     return _Turn(rules, "<tool_call>", rules.marked(rules.any_of(calls, write)), "<tool_call>|<function=")
 
 
-def _bare_value(rules: _Rules, where: str, schema: Mapping[str, Any]) -> str | None:
+def _bare_value(rules: _Rules, where: str, schema: Mapping[str, Any], end: str) -> str | None:
     """Right side of a value in bare text: one of some texts, of another type JSON; None for any text."""
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if choices and all(isinstance(one, str) and one and "</parameter>" not in one for one in choices):
+    if choices and all(isinstance(one, str) and one and end not in one for one in choices):
         return f"({' | '.join(map(json.dumps, choices))})"
     if "string" not in value_types(schema) and not any(isinstance(one, str) for one in choices or ()):
         return json_rule(schema)
     if unknown := sorted({*schema} - NOTES - {"$defs", "definitions"}):
         raise rules.refuse(f"{', '.join(unknown)} of the text {where} cannot be told")
     return None
+
+
+def _glm(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
+    key_begin, key_end, begin, end = (
+        rules.mark(f"<{one}>") for one in ("arg_key", "/arg_key", "arg_value", "/arg_value")
+    )
+    rules.lines.append(f"VALUE: {_without(_literal('</arg_value>'))}")
+    text = f"VALUE? {end}"
+    if "</arg_value>" not in rules.tokenizer.control_ids:
+        rules.lines.append(f"VALUE_AND_MARK: VALUE {end}")
+        text = "VALUE_AND_MARK"
+
+    def write(name: str, schema: dict[str, Any]) -> str:
+        required, parts = schema.get("required", ()), []
+        for key, one in rules.properties(schema).items():
+            if not re.fullmatch(r"[^<>\n]+", key):
+                raise rules.refuse(f"{key!r} is no name")
+            value = _bare_value(rules, f"{name}.{key}", one, "</arg_value>")
+            value = text if value is None else f"{value} {end}"
+            part = rules.add(f'{key_begin} {json.dumps(key)} {key_end} "\\n" {begin} {value} "\\n"')
+            parts.append(part if key in required else f"{part}?")
+        return " ".join([json.dumps(f"{name}\n"), *parts, rules.mark("</tool_call>")])
+
+    call, begin_call = rules.any_of(calls, write), rules.mark("<tool_call>")
+    several = f'{call} ("\\n" {begin_call} {call})*' if rules.several else call
+    return _Turn(rules, "<tool_call>", several, "<tool_call>")
+
+
+def _gemma4(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
+    quote = rules.mark(GEMMA4_QUOTE)
+    rules.lines.append(f"VALUE: {_without(_literal(GEMMA4_QUOTE))}")
+    text = f"{quote} VALUE? {quote}"
+    if GEMMA4_QUOTE not in rules.tokenizer.control_ids:
+        rules.lines.append(f"VALUE_AND_MARK: VALUE {quote}")
+        text = f"{quote} VALUE_AND_MARK"
+
+    def value(where: str, schema: Any) -> str:
+        """Right side of a value: texts in their marks, lists and objects of such; others are JSON."""
+        types = value_types(schema)
+        choices = [schema["const"]] if "const" in schema else schema.get("enum")
+        if choices and all(isinstance(one, str) and one and GEMMA4_QUOTE not in one for one in choices):
+            return f"{quote} ({' | '.join(map(json.dumps, choices))}) {quote}"
+        if types and types <= {"integer", "number", "boolean", "null"}:
+            return json_rule(schema)
+        if types == {"string"} and not {*schema} - NOTES - {"$defs", "definitions"}:
+            return text
+        if types == {"array"} and isinstance(schema.get("items"), Mapping) and not {*schema} - NOTES - {
+            "items", "maxItems", "$defs", "definitions",
+        }:  # fmt: skip
+            item, most = rules.add(value(f"{where}[]", schema["items"])), schema.get("maxItems")
+            if most == 0:
+                return '"[]"'
+            return f'"[" ({item} ("," {item}){"*" if most is None else f"{{0,{most - 1}}}"})? "]"'
+        if types == {"object"} and "properties" in schema:
+            return members(where, _closed(schema))
+        raise rules.refuse(f"the schema of {where} cannot be told")
+
+    def members(where: str, schema: dict[str, Any]) -> str:
+        items = {}
+        for key, one in rules.properties(schema).items():
+            if not GEMMA4_KEY.fullmatch(key):
+                raise rules.refuse(f"{key!r} is no name")
+            one = _resolved(one)
+            items[key] = rules.add(f"{json.dumps(f'{key}:')} {value(f'{where}.{key}', one)}")
+        return f'"{{" {rules.in_order(items, schema.get("required", ()), ",")} "}}"'
+
+    call = rules.any_of(calls, lambda name, schema: f"{json.dumps(f'call:{name}')} {members(name, schema)}")
+    begin, end = rules.mark("<|tool_call>"), rules.mark(GEMMA4_END)
+    several = f"{call} {end} ({begin} {call} {end})*" if rules.several else f"{call} {end}"
+    return _Turn(rules, "<|tool_call>", several, r"<\|tool_call>")
+
+
+def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Schema in place of a reference to a definition."""
+    reference = str(schema.get("$ref", ""))
+    kind, _, name = reference.removeprefix("#/").partition("/")
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    target = shared.get(kind, {}).get(name) if reference else None
+    return schema if target is None else {**shared, **target}
 
 
 def _llama3(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
@@ -295,6 +377,8 @@ WRITERS: Mapping[str, Callable[[_Rules, Mapping[str, dict[str, Any]]], _Turn]] =
     "llama3": _llama3,
     "mistral": _mistral,
     "gemma": _gemma,
+    "gemma4": _gemma4,
+    "glm": _glm,
     "deepseek": _deepseek,
     "gpt_oss": _gpt_oss,
     "phi": _phi,

@@ -1,4 +1,5 @@
-"""Readers of tool calls in JSON (Hermes, Llama 3, Mistral, DeepSeek, Phi) and Python (Gemma 3, pythonic)."""
+"""Readers of tool calls in JSON (Hermes, Llama 3, Mistral, DeepSeek, Phi), Python (Gemma 3, pythonic) and Gemma 4's own
+notation."""
 
 from __future__ import annotations
 
@@ -425,3 +426,105 @@ def _literal(node: ast.expr) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return -value if isinstance(node.op, ast.USub) else value
     raise ValueError("not a literal")
+
+
+GEMMA4_CALL, GEMMA4_END = "<|tool_call>", "<tool_call|>"
+GEMMA4_QUOTE = '<|"|>'
+"""Mark around texts, which nothing escapes within them."""
+GEMMA4_HEAD = re.compile(r"\s*call:(?P<name>[^\s{}<>]{1,256})\s*(?=\{)")
+GEMMA4_KEY = re.compile(r"[^\s:,{}\[\]<>\"]{1,256}")
+GEMMA4_BARE = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null|None")
+
+
+def read_gemma4(text: str, schemas: Schemas) -> Iterator[Piece]:
+    """Gemma 4: <|tool_call>call:name{key:value,...}<tool_call|>, several in a row. Texts stand in <|"|>, everything
+    else is as in JSON; keys may be bare."""
+    position = 0
+    while (begin := text.find(GEMMA4_CALL, position)) >= 0:
+        yield text[position:begin]
+        start = begin + len(GEMMA4_CALL)
+        call, stop = _gemma4_call(text, start)
+        if isinstance(call, WrittenCall) and text.startswith(GEMMA4_END, stop):
+            yield call
+            position = stop + len(GEMMA4_END)
+        else:
+            yield call if isinstance(call, Malformed) else Malformed(f"a call must end with {GEMMA4_END}")
+            position = _after(text, start, GEMMA4_END, GEMMA4_CALL)
+    yield text[position:]
+
+
+def _gemma4_call(text: str, start: int) -> tuple[WrittenCall | Malformed, int]:
+    """Read a call behind its mark, and return the index after its arguments."""
+    head = GEMMA4_HEAD.match(text, start)
+    if head is None:
+        return Malformed(f"a call must begin with call:name{{: {one_line(text[start : start + SHOWN])}"), start
+    name = head["name"]
+    try:
+        arguments, stop = _gemma4_value(text, head.end(), MAX_DEPTH)
+    except ValueError as error:
+        return Malformed(f"{name}: {error}"), start
+    fault = json_fault(arguments)
+    if fault is not None:
+        return Malformed(f"{name}: {fault}"), start
+    return WrittenCall(name, arguments), skip_space(text, stop)
+
+
+def _gemma4_value(text: str, start: int, depth: int) -> tuple[Any, int]:
+    """Read the value that begins at `start`, and return the index after it. ValueError for anything else."""
+    begin = skip_space(text, start)
+    if depth == 0:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    if text.startswith((GEMMA4_QUOTE, '"'), begin):
+        return _gemma4_text(text, begin)
+    if text[begin : begin + 1] in ("{", "["):
+        return _gemma4_items(text, begin, depth)
+    bare = GEMMA4_BARE.match(text, begin)
+    if bare is None:
+        raise ValueError(f"a text must stand in {GEMMA4_QUOTE}: {one_line(text[begin : begin + SHOWN])}")
+    return None if bare.group() == "None" else json.loads(bare.group()), bare.end()
+
+
+def _gemma4_text(text: str, begin: int) -> tuple[str, int]:
+    """Read a text in its marks, or in JSON's, and return the index after it."""
+    if text.startswith('"', begin):
+        value, end = DECODER.raw_decode(text, begin)
+        return str(value), end
+    first = begin + len(GEMMA4_QUOTE)
+    end = text.find(GEMMA4_QUOTE, first)
+    if end < 0:
+        raise ValueError(f"a text must end with {GEMMA4_QUOTE}: {one_line(text[begin : begin + 4 * SHOWN])}")
+    return text[first:end], end + len(GEMMA4_QUOTE)
+
+
+def _gemma4_items(text: str, begin: int, depth: int) -> tuple[Any, int]:
+    """Read an object or a list, and return the index after it."""
+    closing = "}" if text[begin] == "{" else "]"
+    items: list[Any] = []
+    keys: list[str] = []
+    position = skip_space(text, begin + 1)
+    while not text.startswith(closing, position):
+        if items:
+            if not text.startswith(",", position):
+                raise ValueError(f"a comma or {closing} must follow: {one_line(text[position : position + SHOWN])}")
+            position = skip_space(text, position + 1)
+        if closing == "}":
+            key, position = _gemma4_key(text, position)
+            keys.append(key)
+        item, position = _gemma4_value(text, position, depth - 1)
+        items.append(item)
+        position = skip_space(text, position)
+    return (dict(zip(keys, items, strict=True)) if closing == "}" else items), position + 1
+
+
+def _gemma4_key(text: str, position: int) -> tuple[str, int]:
+    """Read a key and its colon, and return the index after them."""
+    if text.startswith((GEMMA4_QUOTE, '"'), position):
+        key, after = _gemma4_text(text, position)
+    elif bare := GEMMA4_KEY.match(text, position):
+        key, after = bare.group(), bare.end()
+    else:
+        raise ValueError(f"a name and a colon must come first: {one_line(text[position : position + SHOWN])}")
+    after = skip_space(text, after)
+    if not text.startswith(":", after):
+        raise ValueError(f"a colon must follow {key!r}: {one_line(text[after : after + SHOWN])}")
+    return key, after + 1

@@ -28,6 +28,8 @@ TEMPLATES = {
     "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
     "openai-gpt-oss-120b": "gpt_oss",
     "llama3_1": "llama3",
+    "glm": "glm",
+    "gemma4": "gemma4",
 }
 SINGLE = {"gpt_oss", "llama3"}
 """Formats with one call in a turn."""
@@ -48,6 +50,8 @@ HARD_TEXTS = [
     "a</think>b",
     "</parameter>",
     "</parameter> y\n",
+    "</arg_value> <arg_value>",
+    "<tool_call|> call:f{",
     "<|start|><|message|><|call|>",
     "<|python_tag|>",
     "<｜tool▁call▁end｜><｜tool▁call▁begin｜><｜tool▁calls▁end｜>",
@@ -59,7 +63,29 @@ HARD_TEXTS = [
 ]
 
 
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls %}\n<tool_call>"
+    "{{ c.function.name }}\n{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>"
+    "{{ v if v is string else v | tojson(ensure_ascii=False) }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}"
+    "{{ '</s>' if m.role == 'assistant' }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+)
+GEMMA4 = (
+    "{% macro show(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is mapping %}{{ '{' }}"
+    "{% for k, one in v.items() %}<|\"|>{{ k }}<|\"|>:{{ show(one) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}"
+    "{% elif v is boolean %}{{ v | lower }}{% elif v is sequence %}[{% for one in v %}{{ show(one) }}"
+    "{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ v }}{% endif %}{% endmacro %}"
+    "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}<|tool_call>call:"
+    "{{ c.function.name }}{{ '{' }}{% for k, v in c.function.arguments | dictsort %}{{ k }}:{{ show(v) }}"
+    "{{ ',' if not loop.last }}{% endfor %}{{ '}<tool_call|>' }}{% endfor %}{{ '</s>' if m.role == 'assistant' }}"
+    "{% endfor %}{{ '<|turn>assistant\n' if add_generation_prompt }}"
+)
+"""Templates that write calls as those of GLM-4.5 and Gemma 4."""
+OWN = {"glm": GLM, "gemma4": GEMMA4}
+
+
 def template_text(shared: Path, name: str) -> str:
+    if name in OWN:
+        return OWN[name]
     if name == "llama3_1":
         return json.loads((shared / "goldens/chat/llama3_1.json").read_text())["chat_template"]
     return (shared / "chat_templates" / f"{name}.jinja").read_text()
@@ -153,6 +179,7 @@ TEXT_OF_MARKS = """
 {"name":"f","arguments":{"x":1}} {"name": "parameters":{ x=1 "\\ud800" NaN 1e999 \x00 \\d } ] [f( )
 """
 MARKS = TEXT_OF_MARKS.split()
+MARKS += ["<arg_key>x</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "call:f{x:", '<|"|>', "<tool_call|>"]
 MARKS += ["[f(x=", "f" + ".a" * 1500 + "()", "0x" + "f" * 5000, "[" * 2000, "9" * 5000, "\n"]
 
 
@@ -196,6 +223,32 @@ THOUGHT = "<think><tool_call>\n{}\n</tool_call></think>\n\nNo."
         ("phi", f"<|tool_call|>[{ARGUMENTS}]<|/tool_call|>", X1, ""),
         ("phi", f"functools[{ARGUMENTS}]", X1, ""),
         ("pythonic", "[f(x=1)]", X1, ""),
+        (
+            "glm",
+            "Hm.\n<tool_call>f<arg_key>x</arg_key><arg_value>12</arg_value></tool_call>",
+            [("f", {"x": 12})],
+            "Hm.",
+        ),
+        (
+            "glm",
+            "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>12\n</arg_value>\n</tool_call>",
+            [("f", {"s": "12\n"})],
+            "",
+        ),
+        ("glm", "<tool_call>f</tool_call>\n<tool_call>g.h\n</tool_call>", [("f", {}), ("g.h", {})], ""),
+        ("gemma4", '<|tool_call>call:f{x:1, s:<|"|>1, {"}\n<|"|>}<tool_call|>', [("f", {"x": 1, "s": '1, {"}\n'})], ""),
+        (
+            "gemma4",
+            'So:<|tool_call>call:f{"s":"a\\n",x:[{},-1.5e3,None]}<tool_call|>',
+            [("f", {"s": "a\n", "x": [{}, -1.5e3, None]})],
+            "So:",
+        ),
+        (
+            "gemma4",
+            "<|channel>thought\n<|tool_call>call:f{}<tool_call|><channel|>No.",
+            [],
+            "<|channel>thought\n<|tool_call>call:f{}<tool_call|><channel|>No.",
+        ),
         ("qwen_coder", CODER, [("f", {"x": 12, "s": "12"})], ""),
     ],
 )
@@ -233,6 +286,13 @@ def test_other_forms(kind: str, text: str, calls: list[tuple[str, dict[str, Any]
         ("gpt_oss", "<|channel|>commentary to=functions.f", "a call to functions.f must have its arguments"),
         ("qwen_coder", "<function=f>\n<parameter=x>\n1\n</parameter>", "and at the end </function>"),
         ("qwen_coder", "<tool_call>\n{}", "a call must begin with <function=name>"),
+        ("glm", "<tool_call>\n<arg_key>", "a call must begin with the name"),
+        ("glm", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1\n</tool_call>", "and at the end </tool_call>"),
+        ("gemma4", "<|tool_call>f{}<tool_call|>", "a call must begin with call:name{"),
+        ("gemma4", "<|tool_call>call:f{x:Paris}<tool_call|>", 'f: a text must stand in <|"|>: Paris'),
+        ("gemma4", '<|tool_call>call:f{x:<|"|>a}<tool_call|>', 'a text must end with <|"|>'),
+        ("gemma4", "<|tool_call>call:f{x:1}", "a call must end with <tool_call|>"),
+        ("gemma4", "<|tool_call>call:f{x:" + "[" * 99, "nested deeper than 64"),
         ("phi", "functools[{]", "Expecting property name"),
     ],
 )
@@ -254,7 +314,8 @@ HOSTILE = """
 [TOOL_CALLS]f[ARGS] [TOOL_CALLS]f[ARGS]{} <｜tool▁call▁begin｜> <｜tool▁call▁begin｜>f<｜tool▁sep｜>{ </think>
 <|start|>to=f <|message|> <|channel|>commentary_to=f<|message|>{ <|tool_call|> functools[ ```json\n ```tool_code\n
 [f( <|python_tag|> {"name": {"name":"f"}; </parameter> { <tool_call>{"name":"f"}</tool_call> </tool_call> <|call|>
-```
+``` <arg_key> <tool_call>f<arg_key>x</arg_key><arg_value> </arg_value> <|tool_call> <|tool_call>call:f{x:[ <|"|>
+<tool_call|>
 """
 
 
@@ -295,7 +356,7 @@ def test_what_follows_many_malformed_calls_is_said_to_be_unread() -> None:
 )
 def test_the_end_of_thinking_is_in_no_argument(text: str, calls: int) -> None:
     """`{call}` has a text with </think>; thinking may begin in the prompt."""
-    for kind in ("hermes", "deepseek", "qwen_coder"):
+    for kind in ("hermes", "deepseek", "qwen_coder", "glm"):
         given = {"x": "y</think>z"}
         parsed = Format(kind, {}).parse(text.replace("{call}", write_calls(kind, [WrittenCall("f", given)])))
         assert [call.arguments for call in parsed.calls] == [given] * calls, kind

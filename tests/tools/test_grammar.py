@@ -20,6 +20,7 @@ from posttrain.tools.types import argument_error
 
 END = 258
 MARKS = ("<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+MARKS += ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_call|>", '<|"|>', "<channel|>")
 MARKS += ("<|start|>", *(f"<｜tool▁{one}｜>" for one in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")))
 SCHEMAS: Mapping[str, Any] = {
     "weather": {
@@ -130,9 +131,10 @@ def test_thoughts_come_first(name: str) -> None:
         thought = "<|channel|>analysis<|message|>It asks.<|end|><|start|>assistant"
         assert fits(grammar, thought + call, tokenizer) and not fits(grammar, thought, tokenizer)
         return
-    assert fits(grammar, f"<think>\nIt asks.\n</think>\n\n{call}", tokenizer)
-    assert not fits(grammar, f"It asks.\n</think>\n\n{call}", tokenizer)
-    assert fits(grammar_of(name, tokenizer, in_thought=True), f"It asks.\n</think>\n\n{call}", tokenizer)
+    begin, end = ("<|channel>", "<channel|>") if name == "gemma4" else ("<think>", "</think>")
+    assert fits(grammar, f"{begin}\nIt asks.\n{end}\n\n{call}", tokenizer)
+    assert not fits(grammar, f"It asks.\n{end}\n\n{call}", tokenizer)
+    assert fits(grammar_of(name, tokenizer, in_thought=True), f"It asks.\n{end}\n\n{call}", tokenizer)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -184,6 +186,13 @@ def test_escapes_that_python_reads_otherwise_are_not_written() -> None:
     [
         ("hermes", {"properties": {"a": {"not": {}}}}, r'keywords that are not supported: \["not"\]'),
         ("qwen_coder", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "qwen_coder pattern of the text f.a"),
+        ("glm", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "glm pattern of the text f.a"),
+        (
+            "gemma4",
+            {"properties": {"a": {"type": "string", "pattern": "x"}}},
+            "gemma4 the schema of f.a cannot be told",
+        ),
+        ("gemma4", {"properties": {"a": {}}}, "gemma4 the schema of f.a cannot be told"),
         ("pythonic", {"properties": {"a-b": {}}}, "in the format pythonic 'a-b' is no name"),
         ("gemma", {"properties": {}, "additionalProperties": True}, "additionalProperties of arguments cannot be told"),
         ("pythonic", {"properties": {}, "anyOf": []}, "anyOf of arguments cannot be told"),
