@@ -21,6 +21,7 @@ from posttrain.agents.server import MODEL, Opened, Sessions
 from posttrain.agents.session import Branch, FormatOf, Session
 from posttrain.config import RLSection
 from posttrain.config.locator import callable_of
+from posttrain.config.secrets import with_secrets
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import pictures_in
 from posttrain.data.pictures import Pictures, data_url
@@ -97,7 +98,7 @@ class Agents:
             raise ConfigError(f"agent.command: there is no program {agent.command[0]!r}")
         return cls(
             run=callable_of(agent.fn, "agent.fn") if agent.fn is not None else tuple(agent.command),
-            args=agent.args,
+            args=agent.args if agent.fn is None else with_secrets(agent.args),
             sessions=sessions,
             unfinished=None if agent.unfinished == "drop" else agent.unfinished,
             calls=UserCalls("agent", timeout_s=agent.timeout_s, concurrency=agent.concurrency),

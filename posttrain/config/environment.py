@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from posttrain.config.base import Arguments, Flag, ListOf, PositiveInt, Section, Text
+from posttrain.config.base import Flag, ListOf, PositiveInt, Section, Text
 from posttrain.config.locator import located
+from posttrain.config.secrets import FunctionArguments, names_secret, secret_in_command
+
+SHOWN_COMMAND = "config.yaml, trackers and the list of processes would show this secret"
 
 
 class EnvSection(Section):
@@ -20,8 +22,9 @@ class EnvSection(Section):
     It is called with the keywords that it names: dataset columns, `row`, `args`, `tools` and `seed`, an integer that is
     the same for all samples of a group. By default, with `tools`, the environment that answers their calls, until a
     turn has none."""
-    args: Arguments = {}
-    """Additional keyword arguments of `fn`."""
+    args: FunctionArguments = {}
+    """Additional keyword arguments of `fn`. A secret is `NAME_env: VARIABLE`: `{api_key_env: JUDGE_KEY}` is the
+    argument `api_key` with the value of that environment variable, which is written nowhere."""
     max_turns: PositiveInt = 8
     """Maximum number of turns of the policy."""
     timeout_s: Annotated[float, Field(gt=0)] = 30.0
@@ -58,8 +61,9 @@ class AgentSection(Section):
     """Command in place of `fn`, run in a child process: `[python, agent.py]`. It finds `OPENAI_BASE_URL`,
     `OPENAI_API_KEY`, and the keywords as JSON in the file `POSTTRAIN_ROW_FILE`, and in `POSTTRAIN_ROW` up to 100 KiB;
     the reward is in the last line that it prints, such as `{"reward": 1}`."""
-    args: Arguments = {}
-    """Additional keywords."""
+    args: FunctionArguments = {}
+    """Additional keywords. `NAME_env: VARIABLE` gives the keyword `NAME`, a secret, from the environment; a command
+    finds the variable in its own."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Deadline of a sample in seconds, after which a command is killed and the sample has no reward, see `on_error`."""
     concurrency: PositiveInt = 64
@@ -96,15 +100,13 @@ class AgentSection(Section):
     def _mistakes(self) -> Iterator[str]:
         if (self.fn is None) == (not self.command):
             yield "an agent is a function (fn) or a command; set one of them"
+        if option := secret_in_command(self.command):
+            yield f"command: {option}: {SHOWN_COMMAND}; its environment is the run's, from which it can read it"
         if self.host in ("0.0.0.0", "::", ""):
             yield (
                 f"host={self.host!r}: agents need an address that they can reach; give one of this machine's, such as "
                 "172.17.0.1 of docker's bridge"
             )
-
-
-SECRET = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
-"""Ends of names of variables that hold secrets."""
 
 
 class McpSection(Section):
@@ -122,11 +124,13 @@ class McpSection(Section):
     def _mistakes(self) -> Iterator[str]:
         if both := self.env.keys() & self.env_from.keys():
             yield f"{min(both)} is in env and in env_from; remove one of them"
-        if secrets := [name for name in self.env if SECRET.search(name.upper())]:
+        if secrets := [name for name in self.env if names_secret(name)]:
             yield (
                 f"env.{secrets[0]}: config.yaml and trackers would show this secret; set it in the run's environment, "
                 f"and give env_from: {{{secrets[0]}: {secrets[0]}}}"
             )
+        if option := secret_in_command(self.command):
+            yield f"command: {option}: {SHOWN_COMMAND}; give it by env_from"
 
 
 class ToolSection(Section):
@@ -135,8 +139,9 @@ class ToolSection(Section):
     fn: Annotated[Any, AfterValidator(located)] = None
     """Function: `envs/food.py:lookup_nutrition`, `package.module:function`, or in Python the function itself. Its
     schema is made of its types and its docstring, with a line for each parameter under `Args:`."""
-    args: Arguments = {}
-    """Keyword arguments of `fn` that the policy does not see and cannot set."""
+    args: FunctionArguments = {}
+    """Keyword arguments of `fn` that the policy does not see and cannot set. `NAME_env: VARIABLE` gives `NAME`, a
+    secret, from the environment."""
     mcp: McpSection | None = None
     """Server in place of `fn`."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0

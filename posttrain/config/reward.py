@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from posttrain.config.base import Arguments, Flag, ListOf, PositiveInt, Section, Text
+from posttrain.config.base import Flag, ListOf, PositiveInt, Section, Text
 from posttrain.config.locator import Locator, located
+from posttrain.config.secrets import FunctionArguments
 from posttrain.config.train import DatasetSection
 
 LIMITS = ("memory_mib", "file_mib", "cpu_s")
@@ -27,8 +28,9 @@ class RewardSection(Section):
     """Score of a sequence from `model`: the last token's, or of a process reward model the minimum or mean over its
     steps (lines)."""
     weight: float = 1.0
-    args: Arguments = {}
-    """Additional keyword arguments of the function."""
+    args: FunctionArguments = {}
+    """Additional keyword arguments of the function. A secret is `NAME_env: VARIABLE`: `{api_key_env: JUDGE_KEY}` is the
+    argument `api_key` with the value of that environment variable, which is written nowhere."""
     name: Text | None = None
     """Name in metrics and messages; by default the function's name. Using a function twice requires two names."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0

@@ -258,8 +258,8 @@ class RLSection(OnlineSection):
     """Tools that the policy can call, in conversations as those of `env`."""
     tool_format: str = "auto"
     """Format in which the model writes tool calls: `hermes` (Qwen2.5, Qwen3), `qwen_coder`, `llama3`, `mistral`,
-    `gemma`, `deepseek`, `gpt_oss`, `phi` or `pythonic`. `auto`: that of the chat template. Where the template does not
-    write tools, the prompt describes them and the format."""
+    `gemma`, `gemma4`, `glm` (GLM-4.5 and later), `deepseek`, `gpt_oss`, `phi` or `pythonic`. `auto`: that of the chat
+    template. Where the template does not write tools, the prompt describes them and the format."""
     agent: AgentSection | None = None
     """Agent with a loop of its own in place of `env`, which talks to the policy through an OpenAI-compatible
     endpoint."""

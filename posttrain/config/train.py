@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.config.base import Arguments, Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
+from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
 from posttrain.config.locator import Locator, Named
 from posttrain.config.optimizer import ANY_KIND, AdamW, AnyOptimizer, OtherOptimizer, Schedule
+from posttrain.config.secrets import FunctionArguments
 
 ADAPTER_RATE_FACTOR = 10
 """Ratio of the default learning rates of adapters and of full training."""
@@ -27,10 +28,11 @@ class DatasetSection(Section):
     `file.py:function` that returns rows."""
     split: str = "train"
     """Split of a folder or hub id, by the rules of `datasets`."""
-    args: Arguments = {}
+    args: FunctionArguments = {}
     """Keyword arguments of the function in `path`, or of `datasets.load_dataset` for a hub id: `{name: main}`; of a
     folder only `name`, a configuration of its README.md.
-    Parameters annotated as `Path` are resolved like paths of the configuration."""
+    Parameters annotated as `Path` are resolved like paths of the configuration. `NAME_env: VARIABLE` gives `NAME`, a
+    secret, from the environment."""
     prompt: str | None = None
     """Template of the user turn over columns, such as `"{question}"`; by default the column `prompt`."""
     completion: str | None = None

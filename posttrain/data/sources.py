@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from posttrain.config import DatasetSection, Locator
+from posttrain.config.secrets import argument_names, with_secrets
 from posttrain.data.files import (
     ArrowRows,
     Table,
@@ -202,7 +203,7 @@ def _from_hub(section: DatasetSection) -> Table:
     # Offline mode answers from the library's cache at once instead of retrying for a minute.
     datasets.config.HF_HUB_OFFLINE = not reachable
     try:
-        return ArrowRows(datasets.load_dataset(str(section.path), split=section.split, **section.args))
+        return ArrowRows(datasets.load_dataset(str(section.path), split=section.split, **with_secrets(section.args)))
     except (OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         hub = "on the hub" if reachable else "the hub cannot be reached"
@@ -220,11 +221,11 @@ def _call(section: DatasetSection) -> Table:
             f"dataset.path={section.path} is a {type(function).__name__}, not a function that returns rows"
         )
     try:
-        inspect.signature(function).bind(**section.args)
+        inspect.signature(function).bind(**dict.fromkeys(argument_names(section.args)))
     except TypeError as error:
         raise ConfigError(f"dataset.args={section.args} do not fit {section.path}: {error}") from error
     try:
-        result = function(**with_paths(function, section.path, section.args))
+        result = function(**with_paths(function, section.path, with_secrets(section.args)))
         rows = result if isinstance(result, str | Mapping) or not isinstance(result, Iterable) else listed(result)
     except ConfigError:
         raise

@@ -141,7 +141,9 @@ def sampled_stop_notes(renderer: Renderer, prompt: Sequence[Message], tools: Too
     if not renderer.chat:
         return []
     try:
-        turn: Message = {**stand_in_turn([]), **({"content": THINKING_TURN} if renderer.opens_thought else {})}
+        turn = stand_in_turn([])
+        if renderer.opens_thought:
+            turn["content"] = THINKING_TURN
         made = renderer.conversation([*prompt, turn], first=len(prompt), tools=tools)
     except ConfigError:  # a template that writes prompts alone
         return []

@@ -12,6 +12,7 @@ from typing import Any
 
 from posttrain.config import RLSection, ToolSection
 from posttrain.config.locator import callable_of
+from posttrain.config.secrets import with_secrets
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message, checked_messages
 from posttrain.data.prompt_images import PromptImages
@@ -79,7 +80,7 @@ class Environments:
         drops = env.unfinished == "drop" or (env.fn is None and env.unfinished == 0)
         return cls(
             make=ToolEnv if env.fn is None else callable_of(env.fn, "env.fn"),
-            args=env.args,
+            args=with_secrets(env.args),
             max_turns=env.max_turns,
             row_tokens=section.sequence_tokens,
             split_turns=env.split_turns,

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from posttrain.config import Locator, RewardSection
 from posttrain.config.locator import callable_of
+from posttrain.config.secrets import argument_names, with_secrets
 from posttrain.data.messages import text_of
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.reward.call import LOGGERS, Convention, TrainerState, annotates_text, convention_of
@@ -79,6 +80,7 @@ def rewards_of(sections: Sequence[RewardSection]) -> list[Reward]:
             function: Any = ModelReward(classifier_path(item.model), item.reduce, name)
         else:
             function = callable_of(item.fn, "rewards.fn")
+            with_secrets(item.args)  # ConfigError before the first step for a variable that is not set
         isolated = isinstance(item.fn, Locator) and item.isolate != "thread"
         rewards.append(
             Reward(
@@ -116,8 +118,10 @@ class Keywords:
         """Arguments of a call, without the loggers."""
         if self.convention is not Convention.LISTS:
             rows = [self._read(row_of(self.convention, sample, text=self._reward.text)) for sample in samples]
-            return {"rows": rows, "args": dict(self._reward.args)}
-        return self._read({**self._columns(samples), **self._provided(samples, step), **self._reward.args})
+            return {"rows": rows, "args": with_secrets(self._reward.args)}
+        return self._read(
+            {**self._columns(samples), **self._provided(samples, step), **with_secrets(self._reward.args)}
+        )
 
     def _reads(self, name: str) -> bool:
         return self.names is None or name in self.names
@@ -234,7 +238,8 @@ def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
     """List required parameters that neither the framework, nor `args`, nor a dataset column provides, one line each."""
     convention = convention_of(reward.function)
     provided = PROVIDED if convention is Convention.LISTS else convention.provided(columns)
-    known = [*provided, *reward.args, *columns]
+    args = argument_names(reward.args)
+    known = [*provided, *args, *columns]
     parameters = inspect.signature(reward.function).parameters
     lines = []
     for name, p in parameters.items():
@@ -245,7 +250,7 @@ def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
             lines.append(f"reward {reward.name}: no column {name!r} in the dataset ({', '.join(columns)}){near}")
     return lines + [
         f"reward {reward.name}: it takes no argument {name!r}, which rewards.args gives"
-        for name in reward.args
+        for name in args
         if name not in parameters and not _takes_any(parameters)
     ]
 

@@ -32,6 +32,7 @@ from posttrain.config import (
     UserObject,
     UserOptimizer,
 )
+from posttrain.config.secrets import names_secret
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest
 from posttrain.user_code import is_object_spec
@@ -42,8 +43,6 @@ OWN = Path(__file__).resolve().parents[1]
 MUTATORS = frozenset(
     ("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
 )
-SECRET = re.compile(r"(^|_)(key|apikey|token|secret|password)$", re.IGNORECASE)
-"""Names whose values are left out: keys may be renewed."""
 PLACE = re.compile(
     r"^(HOSTNAME|HOME|USER|PATH|PWD|TMPDIR|(.*_)?(RANK|PROCID|PROCESS_ID|WORKER_ID|TASK_ID|COMPLETION_INDEX|VISIBLE_DEVICES))$"
 )
@@ -177,7 +176,7 @@ class UserCode:
         text = ast.unparse(tree)
         self._digests[label] = digest(self._digests.get(label, "") + text)
         for name in VARIABLE.findall(text):
-            if not SECRET.search(name) and not PLACE.match(name):
+            if not names_secret(name) and not PLACE.match(name):
                 self._digests[f"environment variable {name}"] = digest(repr(os.environ.get(name)))
         folders = [folder, _root_of(folder), *map(Path, sys.path)]
         for node in ast.walk(tree):
@@ -203,7 +202,7 @@ class UserCode:
                 self._add_file(Path(file))
 
     def _add_value(self, name: str, owner: str, value: Any) -> None:
-        if not SECRET.search(name):
+        if not names_secret(name):  # keys may be renewed
             self._values[name, owner] = self._values.get((name, owner), "") + self._text_of(value)
 
     def _text_of(self, value: Any) -> str:

@@ -27,11 +27,23 @@ VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "POSTTRAIN_", "XDG_CACHE_HOME", 
 CACHES = ("compiled", "plan", "reference", "view")
 
 
+def versions() -> dict[str, str]:
+    """Version of posttrain, Python, the system, and the packages that are installed, by name."""
+    found = {name: _version(name) for name in PACKAGES}
+    system = f"{platform.system()} {platform.machine()}"
+    return {
+        "posttrain": __version__,
+        "python": platform.python_version(),
+        "platform": system,
+        **{name: number for name, number in found.items() if number is not None},
+    }
+
+
 def environment_lines() -> Iterator[str]:
     """Yield the lines, without names of hosts or users beyond the folders of caches."""
-    yield f"posttrain {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    found = ((name, _version(name)) for name in PACKAGES)
-    yield "packages: " + ", ".join(f"{name} {number}" for name, number in found if number is not None)
+    of = versions()
+    yield f"posttrain {of.pop('posttrain')}, Python {of.pop('python')}, {of.pop('platform')}"
+    yield "packages: " + ", ".join(f"{name} {number}" for name, number in of.items())
     devices = jax.devices()
     memory = (devices[0].memory_stats() or {}).get("bytes_limit")
     each = f", {memory / 2**30:.1f} GiB each" if memory else ""

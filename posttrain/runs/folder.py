@@ -18,6 +18,7 @@ from posttrain.config import RunConfig
 from posttrain.config.yaml_file import diff_config, dump_config, load_recorded
 from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import check_code, code_digests, remember_code
+from posttrain.runs.environment import versions
 from posttrain.runtime import processes
 from posttrain.runtime.files import LOCK_NAME, digest, locked, write_whole
 from posttrain.stages.table import stage_names
@@ -27,6 +28,7 @@ CONFIG_NAME = "config.yaml"
 STALE_S = 60
 """Time for which NFS may not show a folder that another host has made."""
 DEVICES = "devices.json"
+VERSIONS = "versions.json"
 NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
 """Keys that may differ between calls of the same run."""
 
@@ -88,6 +90,27 @@ def remember_devices(output: Path, slices: int) -> None:
     own["processes"] = processes.count()
     if own not in before[-1:]:
         write_whole(output / DEVICES, json.dumps([*before, own], indent=1))
+
+
+def remember_versions(output: Path) -> None:
+    """Write the versions of posttrain, Python and the libraries, after those of calls before with other ones, and say
+    which are others than before."""
+    before, own = versions_of(output), versions()
+    if own in before[-1:]:
+        return
+    if before:
+        last = before[-1]
+        names = [name for name in {**last, **own} if last.get(name) != own.get(name)]
+        changes = ", ".join(f"{name} {last.get(name, 'none')} -> {own.get(name, 'none')}" for name in names)
+        console().print(f"{output}: goes on with other versions than before: {changes}", markup=False, soft_wrap=True)
+    write_whole(output / VERSIONS, json.dumps([*before, own], indent=1))
+
+
+def versions_of(output: Path) -> list[dict[str, str]]:
+    """Versions that have made a run, those of its last call at the end; none of one that did not write them."""
+    file = output / VERSIONS
+    found: list[dict[str, str]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return found
 
 
 def devices_of(output: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from posttrain.config import DatasetSection, Locator, OnlineSection, RewardSection
+from posttrain.config.secrets import from_environment
 from posttrain.config.yaml_file import load_config
 from posttrain.data.format import fill, prompt_is_text, prompt_messages
 from posttrain.data.sources import load_rows, with_all_columns
@@ -125,7 +126,10 @@ def _name(spec: str, functions: Sequence[str]) -> str:
 
 def _args(reward: Reward, given: Mapping[str, Any]) -> dict[str, Any]:
     names = accepted(reward.function)
-    return {**reward.args, **{name: value for name, value in given.items() if names is None or name in names}}
+    return {
+        **reward.args,
+        **{name: value for name, value in given.items() if names is None or (from_environment(name) or name) in names},
+    }
 
 
 def read_args(texts: Sequence[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from posttrain.config.yaml_file import stage_settings
 from posttrain.errors import ConfigError, OutsideError, outside_error
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import make_mesh, row_shards
-from posttrain.runs.folder import claimed, remember_devices
+from posttrain.runs.folder import claimed, remember_devices, remember_versions
 from posttrain.runs.prepare import keep_clock, prepare, write_counts
 from posttrain.runtime import join, processes
 from posttrain.runtime.files import check_writable
@@ -57,6 +57,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
             write_counts(output, prepared.counts)
             keep_clock(output, prepared.tokenizer)
             remember_devices(output, config.mesh.slices)
+            remember_versions(output)
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
         trained = _train_stages(prepared, mesh, watchers, stop, chosen, strict=strict)

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from posttrain.config import Locator, ToolSection
 from posttrain.config.locator import callable_of
+from posttrain.config.secrets import with_secrets
 from posttrain.data.sources import with_paths
 from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
@@ -36,7 +37,7 @@ class FunctionTool:
         """Make the tool of a section with a function. ConfigError for one that cannot be a tool."""
         function = callable_of(section.fn, "tools.fn")
         at = section.fn if isinstance(section.fn, Locator) else Locator("tools")
-        args = with_paths(function, at, section.args)
+        args = with_paths(function, at, with_secrets(section.args))
         return cls(function, timeout_s=section.timeout_s, max_chars=section.max_chars, args=args)
 
     @property
