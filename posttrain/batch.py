@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, UInt8
 
-from posttrain.tree import Mean, Metric, pytree, replace
+from posttrain.tree import Mean, Metric, pytree, replace, static
 
 # Shape legend, used in every signature of the package:
 #
@@ -82,6 +82,8 @@ class Batch:
     """Place of each sampled token among those of its sample in order of time; beside `samples`."""
     parents: Int[Array | HostArray, "B T"] | None = None
     """Segment of the parent sequence (earlier in the row, visible to this one); 0: none."""
+    sampler_temperature: float | None = static(default=None)
+    """Temperature at which the tokens were drawn, which must be the trainer's; None: not known."""
     sampler_logps: Float[Array | HostArray, "B T"] | None = None
     """Rollout engine's log-probability of each sampled token under the model's full distribution, before truncation."""
     behaviour_logps: Float[Array | HostArray, "B T"] | None = None

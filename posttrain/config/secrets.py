@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -105,7 +106,7 @@ def _holds_text(value: Any) -> bool:
 def secret_in_command(command: tuple[str, ...]) -> str | None:
     """Option of a command that gives a secret, which other users of the machine and trackers would see; None without
     one."""
-    for word, following in zip(command, (*command[1:], "-"), strict=True):
+    for word, following in itertools.pairwise((*command, "-")):
         name, equals, value = word.partition("=")
         option = name.lstrip("-")
         given = value if equals else "" if following.startswith("-") or not name.startswith("-") else following

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages, row_pictures, use_chat
 from posttrain.data.sources import with_all_columns
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import RewardFunction, Rewards
@@ -65,7 +67,9 @@ def sample(sampler: Sampler, examples: Sequence[Example], group_size: int, step:
     """Sample a group of completions for each example. `step`: number from 0, which fixes the random keys."""
     first = step * len(examples)
     issued = [IssuedGroup(number=first + i, example=one, version=step) for i, one in enumerate(examples)]
-    return run_async(collect(sampler, issued, group_size))
+    temperature = sampler.sampling.temperature
+    groups = run_async(collect(sampler, issued, group_size))
+    return [[replace(one, temperature=temperature) for one in group] for group in groups]
 
 
 def make_rubric(*functions: RewardFunction, timeout_s: float = 60.0) -> Rubric:
@@ -81,9 +85,13 @@ def score(rubric: Rubric, groups_P: Sequence[Group], step: int = 0) -> Rewards:
 def make_batch(groups_P: Sequence[Group], advantages_PG: Float[np.ndarray, "P G"], *, row_tokens: int) -> Batch:
     """Pack samples and their advantages into as many rows as the samples have; those with NaN are dropped.
 
-    Groups of equal number and size give batches of equal shape, so that the trainer compiles its step once.
+    Groups of equal number and size give batches of equal shape, so that the trainer compiles its step once. The batch
+    tells the trainer the temperature of its samples. ConfigError for samples of several temperatures.
     """
-    return assemble(
+    temperatures = {sample.temperature for group in groups_P for sample in group}
+    if len(temperatures) > 1:
+        raise ConfigError(f"make_batch: samples were drawn at temperatures {temperatures}; a batch has one")
+    batch = assemble(
         groups_P,
         np.nan_to_num(advantages_PG).astype(np.float32),
         np.isfinite(advantages_PG),
@@ -91,3 +99,4 @@ def make_batch(groups_P: Sequence[Group], advantages_PG: Float[np.ndarray, "P G"
         row_tokens=row_tokens,
         num_rows=sum(len(sample.rows) for group in groups_P for sample in group),
     )
+    return replace(batch, sampler_temperature=temperatures.pop())

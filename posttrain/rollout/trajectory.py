@@ -81,6 +81,8 @@ class Trajectory:
     """Failure of the environment, for `stop` env_error and env_timeout."""
     images: PromptImages | None = None
     """Pictures of `tokens`; None: text."""
+    temperature: float | None = None
+    """Temperature at which its tokens were drawn, of samples for a loop of one's own; None: that of the stage."""
     more: Sequence[Trajectory] = ()
     """Later rows of the same sample: other turns, or other branches of its history."""
 

@@ -145,8 +145,8 @@ class Checkpointer:
         if record["format"] != FORMAT:
             raise ConfigError(
                 f"{self.directory / str(step)}: the checkpoint has format {record['format']}, this version reads "
-                f"{FORMAT}; resume with the version that wrote it, which is in versions.json of the run, or use another "
-                "output folder"
+                f"{FORMAT}; resume with the version that wrote it, which is in versions.json of the run, or use "
+                "another output folder"
             )
         requested, saved = _by_path(like), record["arrays"]
         branches = {path.split(".")[0] for path in (requested if partial else saved)}

@@ -26,6 +26,7 @@ from posttrain.batch import (
     packing_metrics,
 )
 from posttrain.data.image_rows import BatchPicture, ImageCache, batch_pictures, picture_features, picture_size
+from posttrain.errors import ConfigError
 from posttrain.kernels.platform import chip_of, platform_of
 from posttrain.losses.router import check_weight
 from posttrain.mesh import BATCH_SPEC, replicated, single_device_mesh
@@ -275,6 +276,13 @@ class Trainer:
             return self._step(batch, update=update)
 
     def _step(self, batch: Batch, *, update: bool) -> Metrics:
+        drawn_at = batch.sampler_temperature
+        if drawn_at is not None and drawn_at != self.settings.temperature:
+            raise ConfigError(
+                f"Trainer.step: the batch was sampled at temperature {drawn_at:g}, and the trainer scores it at "
+                f"TrainSettings(temperature={self.settings.temperature:g}), so that ratios and the KL are of another "
+                "policy; give both the same temperature"
+            )
         batch = self.encoded(batch)
         with span("update/inputs"):
             arguments = self._arguments(batch, update=update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import posttrain as pt
+from posttrain.errors import ConfigError, RunError
 from tests.rl.helpers import example, trajectory
 from tests.tiny import tiny_model
 
@@ -59,3 +61,33 @@ def test_samples_without_a_reward_are_dropped() -> None:
     assert whole.loss_weight.shape == part.loss_weight.shape
     dropped = sum(one.num_sampled for one in groups[1])
     assert (whole.loss_weight > 0).sum() - (part.loss_weight > 0).sum() == dropped
+
+
+def test_a_sampler_of_another_temperature_is_refused() -> None:
+    tokenizer, model = pt.load_tokenizer("bytes"), tiny_model(vocab_size=261)
+    engine = pt.NativeEngine(model, slots=8, max_length=16, decode_steps=4, tokenizer_decode=tokenizer.decode)
+    examples = pt.rl.make_examples(ROWS, tokenizer, prompt="{question}=", chat=False)
+
+    def batch_at(*temperatures: float) -> pt.Batch:
+        groups = []
+        for temperature in temperatures:
+            sampler = pt.rl.make_sampler(engine, tokenizer, max_tokens=4, temperature=temperature)
+            groups += pt.rl.sample(sampler, examples[:1], 4, 0)
+        return pt.rl.make_batch(groups, np.ones((len(groups), 4), np.float32), row_tokens=16)
+
+    settings = pt.TrainSettings(temperature=1.0, max_grad_norm=1.0, skip_update=pt.rl.SamplerGate(rounding=pt.rl.EXACT))
+    trainer = pt.Trainer(model, replace(pt.losses.GRPO, kl_coef=0.0), optax.adam(1e-3), settings)
+    with pytest.raises(ConfigError, match=r"sampled at temperature 0.3, .*TrainSettings\(temperature=1\)"):
+        trainer.step(batch_at(0.3))
+    with pytest.raises(ConfigError, match="samples were drawn at temperatures"):
+        batch_at(0.3, 1.0)
+    assert trainer.step_number == 0
+    # The gate of a run, on samples of weights that are not the trainer's.
+    good = batch_at(1.0)
+    pt.rl.check_agreement(trainer.step(good), 1)
+    stale = replace(good, sampler_logps=good.sampler_logps + 0.5 * (good.loss_weight > 0))
+    metrics = trainer.step(stale)
+    assert pt.to_host(metrics)["update_skipped"] == 1
+    with pytest.raises(RunError, match="step 2: sampler and trainer disagree by"):
+        pt.rl.check_agreement(metrics, 2)
+    engine.close()
