@@ -36,7 +36,7 @@ async def judged(
     rubric: str,
     lowest: float,
     highest: float,
-    api_key_env: str | None = "OPENAI_API_KEY",
+    api_key: str | None = None,
     concurrency: int = 16,
     requests_per_minute: float | None = None,
     retries: int = 5,
@@ -47,17 +47,15 @@ async def judged(
     """Judge's score, scaled so that `lowest` is 0 and `highest` is 1.
 
     `rubric`: text file with the places `{prompt}`, `{completion}` and, if the dataset has that column, `{answer}`; it
-    asks for a last line `Score: NUMBER`. `base_url`: such as `http://localhost:8000/v1`. `api_key_env`: variable of the
-    key; null for none. `concurrency` and `requests_per_minute` hold for all processes of this user on this machine that
-    ask the same model. Set the reward's `timeout_s` to what all requests of a step may take.
+    asks for a last line `Score: NUMBER`. `base_url`: such as `http://localhost:8000/v1`. `api_key`: the server's, in a
+    configuration `api_key_env: VARIABLE`; None: none. `concurrency` and `requests_per_minute` hold for all processes of
+    this user on this machine that ask the same model. Set the reward's `timeout_s` to what all requests of a step may
+    take.
     """
     template = Path(rubric).read_text(encoding="utf-8")
     answers = [""] * len(completions) if answer is None else answer
-    key = None if api_key_env is None else os.environ.get(api_key_env)
-    if api_key_env is not None and not key:
-        raise ValueError(f"the environment variable {api_key_env} is not set; set it, or api_key_env: null")
     limit = RateLimit(f"{base_url} {model}", concurrency, requests_per_minute)
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     async with httpx.AsyncClient(headers=headers, timeout=request_timeout_s) as client:
 
         async def one(prompt: Any, completion: Any, gold: Any) -> float:

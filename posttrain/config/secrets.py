@@ -57,7 +57,7 @@ def _value(name: Any, value: Any) -> Any:
         return with_secrets(value)
     if isinstance(value, list | tuple):
         return [_value(None, item) for item in value]
-    if not isinstance(name, str) or from_environment(name) is None:
+    if value is None or not isinstance(name, str) or from_environment(name) is None:
         return value
     if value not in os.environ:
         raise ConfigError(f"args.{name}={value}: no such environment variable is set; set it where the run starts")
@@ -68,8 +68,8 @@ def _without_secrets(args: dict[str, Any]) -> dict[str, Any]:
     """Arguments; ValueError for a secret among them, and for one from the environment that names no variable."""
     for place, name, value in _named(args):
         if from_environment(name) is not None:
-            if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII):
-                raise ValueError(f"{place} must be the name of an environment variable")
+            if value is not None and (not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII)):
+                raise ValueError(f"{place} must be the name of an environment variable, or null")
             if from_environment(name) in _siblings(args, place):
                 raise ValueError(f"{place} gives the argument that {place.removesuffix(FROM_ENV)} gives; remove one")
         elif names_secret(name) and _holds_text(value):

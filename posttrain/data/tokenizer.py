@@ -33,6 +33,7 @@ from posttrain.data.tokenizer_files import (
     new_names,
     portable,
     processor_files,
+    refuse_adapter,
 )
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
@@ -456,6 +457,7 @@ def _load_folder(folder: Path) -> Tokenizer:
         raise ConfigError(f"tokenizer: {folder} is a file; give the folder that holds tokenizer.json")
     names = sorted(entry.name for entry in folder.iterdir())
     if not set(names) & set(TOKENIZER_FILES):
+        refuse_adapter(folder)
         listing = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise ConfigError(
             f"tokenizer: {folder} has no tokenizer.json; it holds {listing or 'nothing'}; "

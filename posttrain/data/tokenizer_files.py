@@ -18,6 +18,8 @@ CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 IMAGE_FILES = (PREPROCESSOR, PROCESSOR)
 """Files of a model's image processor; newer models have only the second."""
+ADAPTER = "adapter_config.json"
+"""File by which a folder is an adapter in PEFT's format."""
 COPIED = (
     *TOKENIZER_FILES,
     CONFIG,
@@ -28,6 +30,22 @@ COPIED = (
     "spiece.model",
 )
 """Files that a tokenizer is read from, which `save` copies."""
+
+
+def refuse_adapter(folder: Path) -> None:
+    """ConfigError for a folder that holds an adapter in PEFT's format in place of a model."""
+    if (folder / "config.json").exists() or not (folder / ADAPTER).is_file():
+        return
+    try:
+        base = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except ValueError:
+        base = None
+    raise ConfigError(
+        f"{folder} is an adapter in PEFT's format, not a model; give it as model.adapter (adapter=... of "
+        f"pt.load_model), and {base or 'its base model'} as model.path"
+    )
+
+
 TEMPLATES = Path(__file__).parent / "chat_templates"
 """Folder of the templates that posttrain brings."""
 ANY_CLASS = "PreTrainedTokenizerFast"

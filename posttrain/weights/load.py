@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat, Upscale, Vision
 from posttrain.data.tokenizer import ADD_ROWS
-from posttrain.data.tokenizer_files import PREPROCESSOR, processor_fields, processor_files
+from posttrain.data.tokenizer_files import PREPROCESSOR, processor_fields, processor_files, refuse_adapter
 from posttrain.errors import ConfigError, placed
 from posttrain.mesh import OPTIONAL, RULES, TILES, param_sharding
 from posttrain.models import hf
@@ -83,6 +83,7 @@ def load_model(
     if adapter is not None and upscale is not None:
         raise ConfigError("load_model: adapter is of a model without the layers of upscale; set only one of them")
     folder = find_folder(path)
+    refuse_adapter(folder)
     check_digests(folder)
     config, wrapper = _described(folder, long_context=long_context, vision=vision)
     if (folder / GENERATION).is_file():

@@ -11,7 +11,14 @@ from typing import Any
 from posttrain.config import Locator, ModelSection, Upscale, Vision
 from posttrain.data.files import file_kind
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.data.tokenizer_files import TOKENIZER_FILES, end_ids, model_end_ids, new_names, shipped_templates
+from posttrain.data.tokenizer_files import (
+    TOKENIZER_FILES,
+    end_ids,
+    model_end_ids,
+    new_names,
+    refuse_adapter,
+    shipped_templates,
+)
 from posttrain.errors import ConfigError, placed
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
@@ -236,6 +243,8 @@ def _config_file(name: str) -> Path | None:
     if folder.exists():
         if not folder.is_dir():
             raise ConfigError(f"model.path: {folder} is a file; give the folder with config.json")
+        with placed("model.path: "):
+            refuse_adapter(folder)
         return folder / "config.json"
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -16,7 +16,8 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.tokenizer_files import portable
 from posttrain.errors import ConfigError
 from posttrain.export.readers import compare_tokenizers
-from posttrain.weights.locate import run_tokenizer
+from posttrain.weights.load import load_model
+from posttrain.weights.locate import read_model_files, run_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "chat" / "byte_tokenizer"
 TEXTS = [
@@ -285,3 +286,17 @@ def test_loads_quietly_without_torch(tmp_path: Path) -> None:
         check=False,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "[97, 98]\n", "")
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    """With and without tokenizer files, wherever a model is read."""
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    said = "is an adapter in PEFT's format, not a model; give it as model.adapter .*and org/base as model.path"
+    with pytest.raises(ConfigError, match=said):
+        load_tokenizer(tmp_path)
+    load_tokenizer("bytes").save(tmp_path)
+    load_tokenizer(tmp_path)
+    for read in (read_model_files, load_model):
+        with pytest.raises(ConfigError, match=said):
+            read(str(tmp_path))

@@ -94,23 +94,16 @@ def ask(server: Server, tmp_path: Path, completions: list[Any], **changes: Any) 
         "rubric": str(tmp_path / "rubric.txt"),
         "lowest": 0,
         "highest": 10,
-        "api_key_env": None,
     }
     return asyncio.run(judge.judged(completions, ["p {completion}"] * len(completions), **fields | changes))
 
 
-def test_scores_and_requests(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "secret")
-    found = ask(
-        server, tmp_path, ["7", [{"role": "assistant", "content": "10"}]], answer=["a", "b"], api_key_env="JUDGE_KEY"
-    )
+def test_scores_and_requests(server: Server, tmp_path: Path) -> None:
+    found = ask(server, tmp_path, ["7", [{"role": "assistant", "content": "10"}]], answer=["a", "b"], api_key="secret")
     assert found == [0.7, 1.0]
     first = next(one for one in server.seen if "#7#" in one["messages"][0]["content"])
     assert first["messages"][0]["content"] == "Q: p {completion} A: 7 Gold: a; of 10, braces {} stay. #7#"
     assert (first["model"], first["temperature"], first["key"]) == ("m", 0.0, "Bearer secret")
-    monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(ValueError, match="JUDGE_KEY is not set"):
-        ask(server, tmp_path, ["7"], api_key_env="JUDGE_KEY")
 
 
 def test_failures_are_retried_and_then_errors(server: Server, tmp_path: Path) -> None:
@@ -141,7 +134,7 @@ from rewards import judge
 print("ready", flush=True)
 sys.stdin.readline()
 asyncio.run(judge.judged(["1"] * 6, ["p"] * 6, base_url=sys.argv[1], model="m", rubric=sys.argv[2], lowest=0,
-                         highest=10, api_key_env=None, concurrency=3))
+                         highest=10, concurrency=3))
 """
 
 
