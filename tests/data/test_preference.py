@@ -302,3 +302,24 @@ def test_the_stream_goes_on_where_it_stood() -> None:
     assert all(np.array_equal(next(other).tokens, tokens) for tokens in expected)
     with pytest.raises(ConfigError, match="cannot resume: seed"):
         ComparisonBatches(units(TABLE), seed=2).restore(state)
+
+
+def test_answers_follow_a_prompt_that_opens_the_thought() -> None:
+    """As sampled: both sides share the prompt with its mark, and each has its own thought, with and without a pair."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.hf.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A:{{ m.content.split('</think>')[-1] }}<|im_end|>"
+        "{% else %}U:{{ m.content }}{% endif %}{% endfor %}{{ 'A:<think>\n' if add_generation_prompt }}"
+    )
+    renderer = Renderer(tokenizer, chat=True)
+    sides = {"chosen": "<think>\na\n</think>\n\nYes.", "rejected": "<think>\nb\n</think>\n\nNo."}
+    said = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
+    assert answers({"prompt": [USER], **said}, renderer) == [
+        ("U:Hi?A:<think>\n", "a\n</think>\n\nYes.", 1),
+        ("U:Hi?A:<think>\n", "b\n</think>\n\nNo.", -1),
+    ]
+    row = {"prompt": [USER], "completion": said["rejected"], "label": False}
+    (one,) = labelled_answers(standard_row(row)[0], DATASET, renderer)
+    assert one.prompt[0] == renderer.prompt([USER]) and one.masked.tokens[: len(one.prompt[0])] == one.prompt[0]
+    with pytest.raises(ConfigError, match=r"opens a thought in the prompt .*model.chat_template_args"):
+        answers({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, renderer)
