@@ -315,9 +315,9 @@ def page(found: Mapping[str, Refusals]) -> str:
     """Documentation page of the pairs."""
     text = [
         "# Features together\n",
-        "Made by `tests/pairs.py`. The tests run each pair of these features for two steps (`+`): a run that was killed",
-        "in between ends with the same bits. In RL every sampled token is learned from once per epoch; without a critic",
-        "its advantage and the loss of each update are those of `tests/oracles.py`, NumPy from the papers' formulas.",
+        "Made by `tests/pairs.py`. The tests run each pair of these features for two steps (`+`): a run that was",
+        "killed in between ends with the same bits. In RL every sampled token is learned from once per epoch; without",
+        "a critic its advantage and the loss of each update are those of `tests/oracles.py`, NumPy from the papers.",
         "Or the pair is refused by name (`x`, with the reason below). A dot: both choose for the same field.\n",
     ]
     for kind, refused in found.items():
