@@ -199,7 +199,7 @@ def test_tools_of_a_file_are_called(generator: Generator, tmp_path: Path, monkey
         prompts.append(tokenizer.decode(prompt))
         tokens = (*tokenizer.encode(turns[len(prompts) - 1]), tokenizer.stop_ids[0])
         for start in range(0, len(tokens), 8):
-            on_tokens(NewTokens(tokens[start : start + 8], (), None))
+            on_tokens(NewTokens(tokens[start : start + 8], (), None, 0))
         zeros = (0.0,) * len(tokens)
         return Completion(
             tokens=tokens, logps=zeros, kept_logps=zeros, stop="stop", weights_versions=(0,) * len(tokens)

@@ -157,6 +157,7 @@ class Agents:
         error, reward, metrics = None, None, dict[str, float]()
         try:
             reward, metrics = outcome_of(await self._run(example, opened, seed))
+            stop = _end_of(session)
             limit = _limit_of(session, None) if reward is None else None
         except CallTimeout as failure:
             stop, error = "env_timeout", f"agent: {failure}"
@@ -164,6 +165,7 @@ class Agents:
             raise
         except Exception as failure:
             limit = _limit_of(session, failure)
+            stop = _end_of(session)
             if limit is None:
                 stop, error = "env_error", f"agent: {_described(failure)}"
         finally:
@@ -189,15 +191,25 @@ class Agents:
         return await self.calls.call(self.run, **named_keywords(accepted_keywords(self.run), keywords))
 
 
+def _end_of(session: Session) -> Stop:
+    """End of a sample whose agent ended: the limit that refused its last request, or else the end of its last turn. A
+    refusal or a cut turn that another turn followed is no end."""
+    if session.num_turns >= session.max_turns and session.is_last("max_turns"):
+        return "max_turns"
+    if session.is_last("context_length_exceeded"):
+        return "length"
+    return "stop" if session.last_turn is None else session.last_turn[1]
+
+
 def _limit_of(session: Session, failure: BaseException | None) -> Limit | None:
-    """Limit for which the session has refused a request; of an agent that failed only one that its error names."""
+    """Limit for which the last request was refused; of an agent that failed only one that its error names."""
     said: list[str] = []
     one = failure
     while one is not None and len(said) < MAX_CAUSES:
         said += [str(one), getattr(one, "said", "")]
         one = one.__cause__ or one.__context__
     text = " ".join(said)
-    refused = [code for code in REFUSED if session.refusals[code] and (failure is None or code in text)]
+    refused = [code for code in REFUSED if session.is_last(code) and (failure is None or code in text)]
     return REFUSED[refused[0]] if refused else None
 
 
@@ -239,10 +251,6 @@ def _trajectory(
     empty = Branch(
         transcript=Transcript(example.prompt_tokens, example.images), messages=list(example.messages), tools=None
     )
-    if session.num_turns >= session.max_turns and session.refusals["max_turns"]:
-        stop = "max_turns" if error is None else stop
-    elif session.refusals["context_length_exceeded"] and error is None:
-        stop = "length"
     rows = [
         Trajectory(
             group=group,

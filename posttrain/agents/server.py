@@ -16,7 +16,7 @@ from posttrain.errors import RunError
 from posttrain.rollout.types import NewTokens
 from posttrain.serve.app import LOOPBACK, application, check_key, listen, server_of
 from posttrain.serve.body import ChatAsk, Refused, wrong
-from posttrain.serve.model import Backend, Delta, Turns, logprob_entries
+from posttrain.serve.model import Backend, Delta, Turns, finish_reason, logprob_entries
 from posttrain.tools.types import ToolCall
 
 MODEL = "policy"
@@ -80,7 +80,7 @@ class SessionBackend:
     async def _deltas(self, choices: Sequence[SampledTurn], logprobs: bool) -> AsyncIterator[Delta]:
         tokenizer, ends = self.session.renderer.tokenizer, self.session.params_of(0).ends
         for index, (message, done, _) in enumerate(choices):
-            part = NewTokens(done.tokens, done.logps, None)
+            part = NewTokens(done.tokens, done.logps, None, done.num_cached)
             calls = [
                 ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
                 for call in message.get("tool_calls", ())
@@ -90,7 +90,7 @@ class SessionBackend:
                 message.get("content") or "",
                 logprob_entries(tokenizer, [], part, ends) if logprobs else (),
                 calls,
-                "tool_calls" if calls else "length" if done.stop == "length" else "stop",
+                finish_reason(done.stop, calls),
                 len(done.tokens),
                 done.num_cached,
             )

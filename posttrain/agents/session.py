@@ -13,7 +13,7 @@ from posttrain.data.grammar import Grammar
 from posttrain.data.messages import Message, said_calls
 from posttrain.environments.conversation import Generate, message_of
 from posttrain.errors import ConfigError
-from posttrain.rollout.types import Completion, Requests, SamplingParams, Transcript, grammar_of
+from posttrain.rollout.types import Completion, Requests, SamplingParams, StopReason, Transcript, grammar_of
 from posttrain.serve.body import Refused
 from posttrain.serve.text import in_thought
 from posttrain.tools.formats import Format
@@ -75,6 +75,11 @@ class Session:
     branches: list[Branch] = field(default_factory=list)
     num_turns: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
+    """Number of refused requests by code."""
+    refused_at: dict[str, int] = field(default_factory=dict)
+    """Number of turns that had begun when a code was last the answer."""
+    last_turn: tuple[int, StopReason] | None = None
+    """Time of the latest turn that was sampled, and its end."""
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -98,9 +103,16 @@ class Session:
             return await self._complete(messages, tools, max_tokens, stop, forced)
         except Refused as refused:
             self.refusals[refused.code] += 1
+            self.refused_at[refused.code] = self.num_turns
             raise
         finally:
             self._running.discard(task)
+
+    def is_last(self, code: str) -> bool:
+        """True if a request was refused with this code and none that came later was answered: an agent that shortens
+        its history, or asks something else, goes on."""
+        last_time = -1 if self.last_turn is None else self.last_turn[0]
+        return self.refused_at.get(code, -1) > last_time
 
     def close(self) -> None:
         """Refuse further requests, and cancel those under way."""
@@ -140,6 +152,8 @@ class Session:
         finally:
             branch.busy = False
         transcript.add_turn(completion, time)
+        if self.last_turn is None or time > self.last_turn[0]:
+            self.last_turn = time, completion.stop
         message, _ = message_of(asked, completion, self.renderer, params, tool_format)
         branch.messages.append(message)
         branch.marks.append(Mark(len(branch.messages), len(transcript)))

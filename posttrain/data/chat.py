@@ -168,7 +168,7 @@ class Renderer:
 
     @cached_property
     def opens_thought(self) -> bool:
-        """Whether the prompt after a user message ends with an open thought, which the turn goes on with."""
+        """True if the prompt after a user message ends with an open thought, which the turn goes on with."""
         try:
             return self.chat and bool(opened_thought(self.rendered([{"role": "user", "content": "?"}], reply=True)))
         except ConfigError:  # a template of other conversations

@@ -52,7 +52,7 @@ class RolloutEvaluation:
         metrics = {
             **intervals,
             "completions/mean_length": float(np.mean([s.num_sampled for s in samples])),
-            "completions/clipped_ratio": float(np.mean([s.stop == "length" for s in samples])),
+            "completions/clipped_ratio": float(np.mean([s.is_cut for s in samples])),
             **parts,
         }
         return {f"{prefix}/{name}": value for name, value in metrics.items()}

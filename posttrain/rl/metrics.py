@@ -28,7 +28,7 @@ def sample_metrics(groups_P: Sequence[Group], version: int) -> dict[str, float]:
     """Metrics of a step's samples. `sampling/staleness/*`: versions of the weights since a token was sampled."""
     samples = [trajectory for group in groups_P for trajectory in group]
     lengths = np.asarray([sample.num_sampled for sample in samples])
-    clipped = np.asarray([sample.stop == "length" for sample in samples])
+    clipped = np.asarray([sample.is_cut for sample in samples])
     ended = lengths[~clipped]
     return {
         "completions/mean_length": float(lengths.mean()),
@@ -197,10 +197,14 @@ class SignalWarnings:
     def observe(self, groups_P: Sequence[Group], rewards: Rewards) -> list[str]:
         """New warnings after a step."""
         samples = [sample for group in groups_P for sample in group]
-        ends = [limit_of(sample) if self._converses else sample.stop for sample in samples]
-        cut = float(np.mean([end in ("length", *UNFINISHED) for end in ends]))
+        # An agent's answers may be cut without a limit of the conversation: it still gives a reward.
+        limits = [limit_of(sample) for sample in samples]
+        cut = float(
+            np.mean([sample.is_cut or limit is not None for sample, limit in zip(samples, limits, strict=True)])
+        )
         self._cut = self._cut + 1 if cut > MAX_CUT else 0
-        line = self._unfinished_line(ends) if self._converses else self._cut_line(cut)
+        unfinished = float(np.mean([limit is not None for limit in limits]))
+        line = self._unfinished_line(limits) if unfinished > cut / 2 else self._cut_line(cut)
         found = {"cut": line if self._cut >= STEPS else None}
         if self._scored and not self._converses:
             total_PG = np.asarray(rewards.total_PG, np.float64)
@@ -214,7 +218,8 @@ class SignalWarnings:
 
     def _cut_line(self, cut: float) -> str:
         return (
-            f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}, for {STEPS} steps: their "
+            f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}"
+            f"{' or at the length of a row' if self._converses else ''}, for {STEPS} steps: their "
             "answers are missing, and most rewards are those of unfinished text; raise sampling.max_tokens, or see in "
             "the samples why they do not end"
         )

@@ -337,7 +337,7 @@ class EntropyControl:
 def ended(groups_P: Sequence[Group]) -> Bool[np.ndarray, "P G"]:
     """Mask of samples that were not cut at `max_tokens` (overlong filter, arXiv:2503.14476 section 3.4). The others
     have no loss but count in the baseline of their group."""
-    return np.asarray([[trajectory.stop != "length" for trajectory in group] for group in groups_P], bool)
+    return np.asarray([[not trajectory.is_cut for trajectory in group] for group in groups_P], bool)
 
 
 def top_entropy(

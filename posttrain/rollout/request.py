@@ -205,7 +205,12 @@ class Request:
         if self.on_tokens is not None and told < self.num_told:
             new = slice(told, None)
             self.on_tokens(
-                NewTokens(tuple(self.tokens[new]), tuple(self.logps[new]), tuple(self.top_logps[new]) or None)
+                NewTokens(
+                    tuple(self.tokens[new]),
+                    tuple(self.logps[new]),
+                    tuple(self.top_logps[new]) or None,
+                    self.num_cached,
+                )
             )
 
     def finish(self, stop: StopReason) -> None:

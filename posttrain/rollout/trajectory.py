@@ -118,6 +118,12 @@ class Trajectory:
         return result
 
     @property
+    def is_cut(self) -> bool:
+        """True if the last turn, or what would have followed it, had no room for all its tokens: `sampling.max_tokens`
+        or the length of a row."""
+        return self.stop == "length"
+
+    @property
     def num_sampled(self) -> int:
         """Number of sampled tokens in all rows."""
         return sum(sum(row.sampled) for row in self.rows)

@@ -198,6 +198,8 @@ class NewTokens(NamedTuple):
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
     top_logps: tuple[tuple[TokenLogp, ...], ...] | None
+    num_cached: int
+    """Tokens of the prompt that were found in the cache, as in `Completion`."""
 
 
 class Call(NamedTuple):

@@ -257,7 +257,7 @@ class CompletionAnswer:
         before, prompt = choice.begin(), choice.of_prompt(done)
         if not choice.echo or prompt is None:
             choice._offset = len(before)
-        new, sampled = choice.add(NewTokens(done.tokens, done.logps, done.top_logps))
+        new, sampled = choice.add(NewTokens(done.tokens, done.logps, done.top_logps, done.num_cached))
         entries = [one for one in (prompt, sampled) if one is not None]
         logprobs = {name: [x for one in entries for x in one[name]] for name in entries[0]} if entries else None
         text = before + new + choice.end()

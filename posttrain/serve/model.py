@@ -352,10 +352,11 @@ class Served:
                     yield Delta(index, content, entries, calls)
                 if turn.is_complete():
                     samples.stop(index)
-                    yield Delta(index, *_last(turn), finish="tool_calls", num_tokens=counts[index])
+                    content, entries, calls = _last(turn)
+                    yield Delta(index, content, entries, calls, "tool_calls", counts[index], part.num_cached)
             elif not turn.is_complete():
                 content, entries, calls = _last(turn)
-                finish = "tool_calls" if turn.calls else part.stop
+                finish = finish_reason(part.stop, turn.calls)
                 yield Delta(index, content, entries, calls, finish, len(part.tokens), part.num_cached)
 
     def _gauges(self) -> dict[str, tuple[float, str]]:
@@ -371,6 +372,11 @@ class Served:
             "samples_waiting": (float(engine.num_waiting), "Samples that wait for a slot."),
             "cache_blocks_used": (float(engine.num_used_blocks), "Blocks of the cache that running samples hold."),
         }
+
+
+def finish_reason(stop: str, calls: Sequence[ToolCall]) -> str:
+    """`finish_reason` of the API. A turn that was cut says `length` also behind whole calls: others may be missing."""
+    return "tool_calls" if calls and stop == "stop" else stop
 
 
 def _last(turn: TurnStream) -> tuple[str, tuple[()], list[ToolCall]]:

@@ -103,7 +103,7 @@ class Tags(NamedTuple):
     """Beginning of an argument, its key the first group."""
     value_end: str
     after_value: re.Pattern[str]
-    """What must follow the end of a value, so that it is one."""
+    """Text that must follow the end of a value, so that it is one."""
     end: re.Pattern[str]
     line: str
     """Line break before the end of a value that is not part of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -261,6 +262,43 @@ def test_an_agent_that_is_refused_a_request(sessions: Sessions, tokenizer: Token
     assert (made.stop, made.error) == ("max_turns", None)
     assert env_rewards([made]) == [0.75 if how == "paid" else -1.0]
     assert limit_of(made) == (None if how == "paid" else "max_turns")
+
+
+LONG = [{"role": "user", "content": "x" * 900}]
+
+
+@pytest.mark.parametrize(
+    ("requests", "stop", "limit"),
+    [
+        (["whole"], "stop", None),
+        (["cut"], "length", None),
+        (["cut", "whole"], "stop", None),
+        (["whole", "cut"], "length", None),
+        (["long", "whole"], "stop", None),
+        (["long", "cut"], "length", None),
+        (["whole", "long"], "length", "row_tokens"),
+        (["long", "whole", "long"], "length", "row_tokens"),
+        (["whole"] * 4, "max_turns", "max_turns"),
+        (["whole", "whole", "cut"], "length", None),
+        (["odd", "whole", "odd"], "stop", None),
+    ],
+)
+def test_the_end_is_that_of_the_last_turn_and_what_followed(
+    sessions: Sessions, tokenizer: Tokenizer, requests: list[str], stop: str, limit: str | None
+) -> None:
+    """A refusal or a cut answer that another answer followed is no end; `unfinished` is paid for the last alone."""
+
+    def agent(base_url: str) -> None:
+        with client_of(base_url) as client:
+            for request in requests:
+                messages = {"long": LONG, "odd": []}.get(request, [{"role": "user", "content": request}])
+                with contextlib.suppress(openai.APIStatusError):
+                    ask(client, messages, max_tokens=1 if request == "cut" else 8)
+
+    made = run(sessions, tokenizer, agent, max_turns=3, max_rows=8, unfinished=-1.0)
+    assert (made.stop, made.is_cut, made.error) == (stop, stop == "length", None)
+    assert limit_of(made) == limit
+    np.testing.assert_equal(env_rewards([made]), [None if limit is None else -1.0])
 
 
 @pytest.mark.parametrize(

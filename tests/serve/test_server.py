@@ -286,6 +286,35 @@ def test_tools(client: openai.OpenAI, served: Served) -> None:
 
 
 @pytest.mark.thorough
+def test_a_call_that_is_cut_behind_a_whole_one(client: openai.OpenAI) -> None:
+    """`length` and `incomplete` tell that calls are missing; whole and streamed, and as items. Tokens that were found in
+    the cache are told of an answer that ends with its only call, too."""
+    digit = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": digit}}]
+    messages: Any = [{"role": "user", "content": "?"}]
+    thoughtless = {"logit_bias": {"104": -100}, "ignore_eos": False}
+    # One call has some 50 tokens, so that 80 end within the second.
+    fields: Any = {"model": MODEL, "messages": messages, "tools": tools, "tool_choice": "required", "max_tokens": 80}
+    for seed in range(20):
+        whole = client.chat.completions.create(**fields, seed=seed, extra_body=thoughtless)
+        assert whole.usage is not None
+        if whole.choices[0].message.tool_calls and whole.usage.completion_tokens == 80:
+            break
+    else:
+        raise AssertionError("no answer is cut behind a whole call")
+    assert whole.choices[0].finish_reason == "length"
+    chunks = client.chat.completions.create(**fields, seed=seed, extra_body=thoughtless, stream=True)
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+    flat: Any = [{"type": "function", **tool["function"]} for tool in tools]
+    asked: Any = {"model": MODEL, "input": "?", "tools": flat, "tool_choice": "required", "max_output_tokens": 80}
+    items = client.responses.create(**asked, extra_body={**thoughtless, "seed": seed})
+    assert items.status == "incomplete" and "function_call" in [item.type for item in items.output]
+    one = client.chat.completions.create(**fields, parallel_tool_calls=False, seed=seed, extra_body=thoughtless)
+    assert one.usage is not None and one.usage.prompt_tokens_details is not None
+    assert one.choices[0].finish_reason == "tool_calls" and one.usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.mark.thorough
 def test_responses(client: openai.OpenAI, served: Served) -> None:
     whole = client.responses.create(
         model=MODEL,

@@ -323,7 +323,7 @@ def sample_findings(groups_P: Sequence[Group], rewards: Rewards) -> list[Finding
 
 def cut_ratio(groups_P: Sequence[Group]) -> float:
     """Share of samples cut at the maximum of tokens."""
-    return float(np.mean([sample.stop == "length" for group in groups_P for sample in group]))
+    return float(np.mean([sample.is_cut for group in groups_P for sample in group]))
 
 
 def num_mixed(total_PG: np.ndarray) -> int:
