@@ -287,8 +287,8 @@ def test_tools(client: openai.OpenAI, served: Served) -> None:
 
 @pytest.mark.thorough
 def test_a_call_that_is_cut_behind_a_whole_one(client: openai.OpenAI) -> None:
-    """`length` and `incomplete` tell that calls are missing; whole and streamed, and as items. Tokens that were found in
-    the cache are told of an answer that ends with its only call, too."""
+    """`length` and `incomplete` tell that calls are missing; whole and streamed, and as items. Tokens found in the
+    cache are told of an answer that ends with its only call, too."""
     digit = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": digit}}]
     messages: Any = [{"role": "user", "content": "?"}]
