@@ -20,6 +20,7 @@ from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.runtime.profiler import span
 from posttrain.runtime.xla import compile_options
+from posttrain.train.optimizers import is_low
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes, without_adapter
@@ -205,12 +206,15 @@ class Reference:
     """The actor at construction, on the actor's devices. Only trained parameters are copied: an adapter and the modules
     trained in full beside it; the base is shared.
 
-    With `refresh_every`, after so many versions the copy becomes `mixup` x actor + (1 - `mixup`) x copy.
+    With `refresh_every`, after so many versions the copy becomes `mixup` x actor + (1 - `mixup`) x copy, an average
+    that is kept in float32.
     """
 
     def __init__(self, actor: Trainer, *, offload: bool = False, refresh_every: int | None = None, mixup: float = 1.0):
         self._actor, self._refresh_every, self._mixup = actor, refresh_every, mixup
         self._held = HeldWeights.of(jax.tree.map(jnp.copy, actor.params), offload=offload)
+        moving = refresh_every is not None and mixup < 1.0
+        self._average = HeldWeights.of(wide_average(actor.params) if moving else {}, offload=offload)
 
     @span("reference/logps")
     def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
@@ -228,20 +232,16 @@ class Reference:
 
     def refresh(self, version: int) -> None:
         if self._refresh_every is not None and version % self._refresh_every == 0:
-            self._held.change(lambda own: mixed(self._actor.params, own, self._mixup))
+            refresh_average(self._actor.params, self._held, self._average, self._mixup)
 
     def arrays(self) -> Iterable[Array]:
-        return self._held.weights.values()
+        return [*self._held.weights.values(), *self._average.weights.values()]
 
     def state(self) -> dict[str, Any]:
-        if self._refresh_every is None:
-            return {}
-        with self._held.on_devices() as own:
-            return dict(own)
+        return {} if self._refresh_every is None else average_state(self._held, self._average)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        if state:
-            self._held.store(dict(state))
+        restore_average(state, self._held, self._average)
 
 
 class WithoutAdapter:
@@ -285,6 +285,11 @@ class ModelReference:
         """`follows`: the actor that `refresh` copies, with `refresh_every` and `mixup` as in `Reference`."""
         self._model = FrozenModel(model, mesh, temperature=temperature, rows=rows, offload=offload)
         self._follows, self._refresh_every, self._mixup = follows, refresh_every, mixup
+        moving = follows is not None and refresh_every is not None and mixup < 1.0
+        trained = frozenset(follows.params) if follows is not None and moving else frozenset[str]()
+        with self._model.held.on_devices() as own:
+            wide = wide_average({path: own[path] for path in trained if path in own})
+        self._average = HeldWeights.of(wide, offload=offload)
 
     @classmethod
     def of_actor(cls, actor: Trainer, mesh: Mesh, **settings: Any) -> ModelReference:
@@ -300,26 +305,46 @@ class ModelReference:
         if self._follows is None or self._refresh_every is None or version % self._refresh_every:
             return
         params, held = self._follows.params, self._model.held
-
-        def followed(own: Weights) -> Weights:
-            mine = {path: own[path] for path in params if path in own}
-            there = moved({path: params[path] for path in mine}, {path: w.sharding for path, w in mine.items()})
-            return {**own, **mixed(there, mine, self._mixup)}
-
-        held.change(followed)
+        with held.on_devices() as own:
+            places = {path: own[path].sharding for path in params if path in own}
+        refresh_average(moved({path: params[path] for path in places}, places), held, self._average, self._mixup)
 
     def arrays(self) -> Iterable[Array]:
-        return self._model.arrays()
+        return [*self._model.arrays(), *self._average.weights.values()]
 
     def state(self) -> dict[str, Any]:
-        if self._refresh_every is None:
-            return {}
-        with self._model.held.on_devices() as own:
-            return dict(own)
+        return {} if self._refresh_every is None else average_state(self._model.held, self._average)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        if state:
-            self._model.held.store(dict(state))
+        restore_average(state, self._model.held, self._average)
+
+
+def wide_average(weights: Weights) -> Weights:
+    """float32 copies of the parameters of fewer bits, in which an average of them moves: a share of a difference below
+    half the distance of two of their numbers would be rounded away at each refresh."""
+    return {path: w.astype(jnp.float32) for path, w in weights.items() if is_low(w)}
+
+
+def refresh_average(new: Weights, held: HeldWeights, average: HeldWeights, share: float) -> None:
+    """Move held weights towards new ones by a share: the `average` in float32, the held ones rounded from it."""
+    with held.on_devices() as own, average.on_devices() as wide:
+        mine = {path: w for path, w in own.items() if path in new}
+        result = mixed(new, {**mine, **wide}, share)
+        held.store({**own, **{path: w.astype(own[path].dtype) for path, w in result.items()}})
+        average.store({path: result[path] for path in wide})
+
+
+def average_state(held: HeldWeights, average: HeldWeights) -> dict[str, Any]:
+    """Arrays of a checkpoint: what the average has in float32 is not saved a second time in fewer bits."""
+    with held.on_devices() as own, average.on_devices() as wide:
+        return {**own, **wide}
+
+
+def restore_average(state: Mapping[str, Any], held: HeldWeights, average: HeldWeights) -> None:
+    """Inverse of `average_state`; nothing for an empty state, of a reference that does not move."""
+    if state:
+        held.store({path: state[path].astype(w.dtype) for path, w in held.weights.items()})
+        average.store({path: state[path] for path in average.weights})
 
 
 @jax.jit

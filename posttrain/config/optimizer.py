@@ -54,7 +54,8 @@ class OptimizerSection(Section):
     is 10 times higher. Other kinds have none."""
     schedule: Schedule = "constant"
     """Learning rate schedule: from the peak after `warmup_steps` down to 0 at the last step, or constant; or phases one
-    after the other: `[{kind: constant, steps: 800}, {kind: linear, end: 0.1}]`."""
+    after the other: `[{kind: constant, steps: 800}, {kind: linear, end: 0.1}]`. It reads the number of the step, also
+    where updates before were skipped."""
     warmup_steps: NonNegativeInt = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     clip_value: Rate | None = None
@@ -107,6 +108,7 @@ class GroupSection(Section):
     learning_rate: Rate | None = None
     """Peak learning rate, with the schedule of the optimiser."""
     weight_decay: NonNegative | None = None
+    """Weight decay of all that the group matches, norms and biases included, but for router corrections."""
     beta1: Beta | None = None
     beta2: Beta | None = None
     eps: Rate | None = None
@@ -202,7 +204,8 @@ class Muon(GroupedOptimizer):
     """Orthogonalise gradient + momentum * buffer in place of the buffer."""
     iteration: Literal["polar_express", "newton_schulz"] = "polar_express"
     """Polynomials of the orthogonalisation: `polar_express` (arXiv:2505.16932), which brings singular values to 1, or
-    `newton_schulz` with the coefficients of the original Muon, which brings them between 0.7 and 1.2."""
+    `newton_schulz` with the coefficients of the original Muon, which brings those that are
+    not tiny between 0.18 and 1.20 in five iterations."""
     num_iterations: PositiveInt = 5
     scale: Literal["rms", "original"] = "rms"
     """Scale of the update of a matrix [in, out]: `rms`, 0.2 sqrt(max(in, out)), with which learning rates are those of

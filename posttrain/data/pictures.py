@@ -151,10 +151,15 @@ def _over_white(image: Any) -> Any:
     from PIL import Image
 
     if image.mode.startswith("I"):
+        # Pillow has 16 bits of a PNG or PPM in 32; any other 32 bits may hold 8 or 16.
+        if image.mode == "I" and image.format not in ("PNG", "PPM"):
+            raise ValueError("gray values of 32 bits, of which 8 or 16 may be used; convert it to mode L or I;16")
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() >= 2**16:
             raise ValueError(f"gray values from {values.min()} to {values.max()}; 8 and 16 bits are read")
-        return Image.fromarray(((values + GRAY_16 // 2) // GRAY_16).astype(np.uint8)).convert("RGB")
+        transparent = values == image.info.get("transparency", -1)
+        values = np.where(transparent, 255, (values + GRAY_16 // 2) // GRAY_16)
+        return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         raise ValueError("its values are floating-point numbers; save it with 8 or 16 bits")
     if not image.has_transparency_data:

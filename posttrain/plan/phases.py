@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from posttrain.batch import Batch, DraftLoss, TokenLoss, model_inputs
@@ -89,6 +90,7 @@ from posttrain.stages.online_preference import online_loss
 from posttrain.stages.preference import pair_loss
 from posttrain.stages.sft import sft_loss, train_settings
 from posttrain.train.objective import TrainSettings
+from posttrain.train.optimizers import is_low
 from posttrain.train.programs import TrainPrograms, placed_shapes
 from posttrain.weights.state import ModelWeights, active_parameters
 
@@ -338,10 +340,19 @@ def _held(
     during = [UPDATE] if place.optimizer.offload else None
     yield Held(name=OPTIMIZER, mesh=mesh, size=bytes_on_device(programs.opt_state), only_in=during)
     during = [STATISTICS] if place.reference.offload else None
+    # The float32 average of a reference that moves by shares, beside what it is read in.
+    moving = isinstance(section, RLSection) and section.reference.refresh_every is not None
+    averaged = {path: x for path, x in programs.params.items() if is_low(x)}
+    if not moving or section.reference.mixup == 1.0:
+        averaged = {}
+    wide = {path: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding) for path, x in averaged.items()}
     if roles.reference is not None:
-        yield dataclasses.replace(held_scorer(*roles.reference, REFERENCE), only_in=during)
+        held = held_scorer(*roles.reference, REFERENCE)
+        share = programs.mesh.size / held.mesh.size
+        yield dataclasses.replace(held, size=held.size + round(bytes_on_device(wide) * share), only_in=during)
     elif reference and section.reference.model != "base":
-        yield Held(name=REFERENCE, mesh=mesh, size=bytes_on_device(programs.params), only_in=during)
+        size = bytes_on_device(programs.params) + bytes_on_device(wide)
+        yield Held(name=REFERENCE, mesh=mesh, size=size, only_in=during)
     if critic is not None:
         yield Held(name=CRITIC, mesh=critic.mesh, size=bytes_on_device(critic.weights))
         during = [UPDATE] if place.critic.offload else None

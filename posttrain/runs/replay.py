@@ -187,7 +187,7 @@ def _restore(trainer: Trainer, folder: Path, recorded: Recorded) -> None:
                 f"{error}; to replay step {recorded.step} give a model, or run with checkpoint_every such that a "
                 f"checkpoint of step {recorded.before} is kept"
             ) from error
-    trainer.restore(state, host["step"], host["skipped_updates"])
+    trainer.restore(state, host["step"])
 
 
 def _use_model(trainer: Trainer, stage: StageRun, path: str) -> None:

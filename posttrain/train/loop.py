@@ -121,7 +121,7 @@ def restore_latest(
             damaged[step] = error
             continue
         check_origin(checkpointer.directory / str(step), host["origin"], origin)
-        trainer.restore(state, host["step"], host["skipped_updates"])
+        trainer.restore(state, host["step"])
         data.restore(host["data"])
         break
     if not steps:
@@ -225,7 +225,7 @@ class TrainingLoop:
                 self._lines.start()
                 if self._schedule is not None:
                     with span("schedule"):
-                        self._rate = self._schedule(trainer.step_number - trainer.skipped_updates)
+                        self._rate = self._schedule(trainer.step_number)
                 yield step
                 done = trainer.step_number
                 self._after(step - 1, done)
@@ -251,8 +251,7 @@ class TrainingLoop:
         stop = self._votes(self._stop.requested)
         if stop or last or crosses(before, done, self._every.checkpoint):
             self._lines.flush()
-            host: dict[str, Any] = {"step": done, "skipped_updates": self._trainer.skipped_updates}
-            host |= {"data": self._data.state(), "origin": dict(self._origin.parts)}
+            host = {"step": done, "data": self._data.state(), "origin": dict(self._origin.parts)}
             started = time.perf_counter()
             with span("checkpoint"):
                 # What the update has freed holds no room beside what the writer needs.

@@ -36,21 +36,24 @@ Tree = TypeVar("Tree")
 UNDECAYED = ("bias", "scale", "correction", "sinks")
 """Last path components excluded from weight decay: biases, norm scales, router bias corrections, attention sinks."""
 
-NON_NEGATIVE = frozenset(
-    {
-        "ScaleByAdamState.nu",
-        "ScaleByAmsgradState.nu",
-        "ScaleByAmsgradState.nu_max",
-        "ScaleByBeliefState.nu",
-        "ScaleByRmsState.nu",
-        "ScaleByRStdDevState.nu",
-        "ScaleByRssState.sum_of_squares",
-        "ScaleByAdaDeltaState.e_g",
-        "ScaleByAdaDeltaState.e_x",
-        "FactoredState.v",
-    }
+SIGNED: Mapping[str, bool] = {
+    **dict.fromkeys(("ScaleByAdamState.mu", "ScaleByAmsgradState.mu", "ScaleByBeliefState.mu"), True),
+    **dict.fromkeys(("ScaleByLionState.mu", "ScaleByNovogradState.mu", "TraceState.trace", "EmaState.ema"), True),
+    **dict.fromkeys(("ScaleByAdamState.nu", "ScaleByAmsgradState.nu", "ScaleByAmsgradState.nu_max"), False),
+    **dict.fromkeys(("ScaleByBeliefState.nu", "ScaleByRmsState.nu", "ScaleByRmsWithCountState.nu"), False),
+    **dict.fromkeys(("ScaleByRssState.sum_of_squares", "FactoredState.v"), False),
+    **dict.fromkeys(("ScaleByAdaDeltaState.e_g", "ScaleByAdaDeltaState.e_x"), False),
+}
+"""Moments of optax's states that 8-bit codes may hold, and whether they are signed: codes without a sign never round a
+positive number to 0. Differences of moments and parameters of earlier steps, such as in `optax.contrib`, are none."""
+
+SCHEDULES = frozenset(
+    (
+        *("ScaleByScheduleState.count", "WrappedScheduleState.count", "WeightDecaySchedule.count"),
+        *("InjectHyperparamsState.count", "InjectStatefulHyperparamsState.count"),
+    )
 )
-"""Fields of optax's states whose numbers are never negative: their 8-bit codes have no sign. Every other field has."""
+"""Fields of optax's states that are the argument of a schedule alone."""
 
 Prepare = Callable[[Array], Array]
 """Function that makes an accumulated gradient the mean, clipped one in float32."""
@@ -162,7 +165,13 @@ class Optimizer:
             param = params.get(place.path or "")
             if param is None or not self._is_stored(place, param):
                 return place.leaf
-            like = empty_moment(param, self.moments, signed=place.field not in NON_NEGATIVE)
+            if self.moments == "int8" and place.field not in SIGNED:
+                raise ConfigError(
+                    f"optimizer.moments=int8: {place.name} of its state, {place.field or 'no field of a named tuple'}, "
+                    "is no moment that 8-bit codes are known to hold; use bfloat16 or float32, or keep moments in "
+                    "optax.ScaleByAdamState or optax.TraceState"
+                )
+            like = empty_moment(param, self.moments, signed=SIGNED.get(place.field, True))
             return stored_moment(place.leaf, like, to_nearest(param.shape))
 
         leaves = [stored(place) for place in _places(inner, params)]
@@ -181,9 +190,12 @@ class Optimizer:
         prepare: Prepare,
         usable: Array | None,
         factors: Mapping[str, Array] = MappingProxyType({}),
+        *,
+        at: Array | None = None,
     ) -> tuple[Weights, OptimizerState]:
         """Updated parameters and state; those given, bitwise, where `usable` is False. None: it is True. `factors` of
-        some stacks, which broadcast to them, multiply what the update gives."""
+        some stacks, which broadcast to them, multiply what the update gives. `at`: number of steps before this one,
+        skipped ones included, which schedules read; None: the number of updates."""
         step = state.updates + 1
         key = None if self.seed is None else jax.random.fold_in(jax.random.key(self.seed), step)
         keys = {} if key is None else {path: jax.random.fold_in(key, zlib.crc32(path.encode())) for path in params}
@@ -194,7 +206,8 @@ class Optimizer:
             new = self._updated(group, {path: prepare(g) for path, g in gradients.items()}, keys, factors, step)
             return new if usable is None else jax.tree.map(lambda n, o: jnp.where(usable, n, o), new, group)
 
-        whole = Group(params, state.inner, state.masters, state.average)
+        inner = at_step(state.inner, params, state.updates if at is None else at)
+        whole = Group(params, inner, state.masters, state.average)
         # Rounding takes temporaries as large as it reads.
         stacks = [path for path, g in gradients.items() if self.elementwise and self.rounds and g.ndim > 2]
         rest = [path for path in params if path not in stacks]
@@ -260,6 +273,14 @@ class Optimizer:
             key = jax.random.fold_in(keys[old.path], pair) if pair else keys[old.path]
             leaves.append(stored_moment(new.leaf, old.leaf, random_words(key, new.leaf.shape)[half]))
         return jax.tree.unflatten(jax.tree.structure(group.inner, is_leaf=_is_blocks), leaves)
+
+
+def at_step(inner: Any, params: Weights, step: Array) -> Any:
+    """State of a transformation whose schedules are at a step, from 0. Counts of moments, such as Adam's for the
+    correction of their bias, stay: they count the gradients in them."""
+    places = list(_places(inner, params))
+    leaves = [jnp.asarray(step, x.leaf.dtype) if x.field in SCHEDULES else x.leaf for x in places]
+    return jax.tree.unflatten(jax.tree.structure(inner, is_leaf=_is_blocks), leaves)
 
 
 def _by_layer(one: Callable[..., Group], group: Group, gradient: Array, key: Array, factor: Array | None) -> Group:

@@ -326,7 +326,7 @@ class TrainPrograms:
         if settings.qk_clip is not None:
             factors = clip_factors(config, largest, settings.qk_clip)
             clip = clip_metrics(config, largest, settings.qk_clip)
-        new_params, new_state = self._updated(gradient, params, opt_state, prepare, usable, factors)
+        new_params, new_state = self._updated(gradient, params, opt_state, prepare, usable, factors, step)
         if settings.correction_rate and routers is not None:
             for path, numbers in config.correction_paths.items():
                 changed = updated_correction(params[path], routers.load[jnp.asarray(numbers)], settings.correction_rate)
@@ -353,14 +353,15 @@ class TrainPrograms:
         prepare: Prepare,
         usable: Array,
         factors: Weights,
+        step: Array,
     ) -> tuple[Weights, Any]:
         """Parameters and state after the update; the old ones if it is not `usable`."""
         if platform_of(self.mesh) != "cpu":
-            return self.optimizer.update(gradient, opt_state, params, prepare, usable, factors)
+            return self.optimizer.update(gradient, opt_state, params, prepare, usable, factors, at=step)
 
         # XLA:CPU would fuse the condition's inputs into every kernel; on GPU a branch synchronizes with the host.
         def update(gradient: Weights, params: Weights, opt_state: Any) -> tuple[Weights, Any]:
-            return self.optimizer.update(gradient, opt_state, params, prepare, None, factors)
+            return self.optimizer.update(gradient, opt_state, params, prepare, None, factors, at=step)
 
         new: tuple[Weights, Any] = jax.lax.cond(usable, update, lambda _, *old: old, gradient, params, opt_state)
         return new

@@ -194,9 +194,7 @@ class Trainer:
         self.model, self.settings = model, settings
         self.mesh = single_device_mesh() if mesh is None else mesh
         self.step_number = 0
-        """Number of steps, those without an update included; the only step counter."""
-        self.skipped_updates = 0
-        """Steps whose update the caller skipped; the learning-rate schedule lags `step_number` by them."""
+        """Number of steps, those without an update included; the only step counter, which schedules read."""
         self._stepped = False
         self._compiling: Future[Any] | None = None
         self._met = set[Any]()
@@ -299,7 +297,6 @@ class Trainer:
         params, self._opt_state, self._memory, metrics = self._programs.update(*arguments)
         self._write(params)
         self.step_number += 1
-        self.skipped_updates += not update
         return {**metrics, **packing_metrics(batch), **self._flops(batch)}
 
     def _flops(self, batch: Batch) -> dict[str, float]:
@@ -413,14 +410,14 @@ class Trainer:
         opt_state = jax.device_put(self._opt_state, self._opt_places) if self._offloaded else self._opt_state
         return {"params": params, "opt_state": opt_state, **more}
 
-    def restore(self, state: dict[str, Any], step: int, skipped_updates: int = 0) -> None:
+    def restore(self, state: dict[str, Any], step: int) -> None:
         self._write({**state["params"], **state.get("projections", {})})
         self._opt_state, self._offloaded = state["opt_state"], False
         self._memory = state["memory"] if self._memory else {}
         self.offload_optimizer()
         for name, one in self.companions.items():
             one.restore(state.get(name, {}))
-        self.step_number, self.skipped_updates = step, skipped_updates
+        self.step_number = step
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

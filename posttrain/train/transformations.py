@@ -30,6 +30,7 @@ from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder, first_layers
 from posttrain.train.muon import BLOCK, Parameter, is_array, parameters_of, scale_by_muon
 from posttrain.train.optimizers import Average, Optimizer, decay_mask
+from posttrain.tree import map_with_path
 from posttrain.weights.state import ADAPTER, DRAFTER, ModelWeights
 
 BEFORE_LAYERS = ("embed.", "layer_inputs.", "tower.")
@@ -132,7 +133,10 @@ def make_optimizer(
 
 def _of_groups(grouping: Grouping, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformation:
     settings = {grouping.name(""): grouping.settings(grouping.name(""))} | {one.name: one.section for one in groups}
-    parts = {name: _of_kind(of_group, num_steps, grouping.parameters) for name, of_group in settings.items()}
+    parts = {
+        name: _of_kind(of_group, num_steps, grouping.parameters, grouping.decay_mask(name))
+        for name, of_group in settings.items()
+    }
     transformation = next(iter(parts.values()))
     if len(parts) > 1:
         transformation = optax.partition(parts, lambda params: {path: grouping.name(path) for path in params})
@@ -222,6 +226,10 @@ def groups_of(section: GroupedOptimizer, model: ModelWeights) -> list[ParameterG
         )
     groups = [ParameterGroup(name, grouping.settings(name), tuple(paths)) for name, paths in taken.items()]
     for group in groups:
+        if "_" in group.name and all(path.endswith(".correction") for path in group.paths):
+            raise ConfigError(
+                f"optimizer.groups: {group.paths[0]} follows the load of the experts, and no optimizer; match others"
+            )
         vectors = [path for path in group.paths if not grouping.parameters[path].is_matrix]
         if isinstance(group.section, Muon) and vectors:
             raise ConfigError(f"optimizer.groups: muon takes matrices, and {vectors[0]} is none; match it elsewhere")
@@ -269,6 +277,14 @@ class Grouping(NamedTuple):
                 return f"{group.kind or kind}_{number}"
         return str(kind)
 
+    def decay_mask(self, name: str) -> Callable[[Any], Any]:
+        """Parameters of the group of this name with weight decay: all of a group with a decay of its own, but for
+        router corrections, which follow the load of the experts and not the optimizer."""
+        number = name.partition(WIDE)[0].partition("_")[2]
+        if not number or self.section.groups[int(number)].weight_decay is None:
+            return decay_mask
+        return lambda params: map_with_path(lambda path, _: not path.endswith(".correction"), params)
+
     def settings(self, name: str) -> GroupedOptimizer:
         """Settings of the group of this name."""
         plain, wide, _ = name.partition(WIDE)
@@ -288,11 +304,14 @@ class Grouping(NamedTuple):
 
 
 def _of_kind(
-    section: GroupedOptimizer, num_steps: int, parameters: Mapping[str, Parameter]
+    section: GroupedOptimizer,
+    num_steps: int,
+    parameters: Mapping[str, Parameter],
+    mask: Callable[[Any], Any] = decay_mask,
 ) -> optax.GradientTransformation:
     rate = make_schedule(section, num_steps)
     assert rate is not None
-    decay: dict[str, Any] = {"weight_decay": section.weight_decay, "mask": decay_mask}
+    decay: dict[str, Any] = {"weight_decay": section.weight_decay, "mask": mask}
     if isinstance(section, AdamW):
         betas: dict[str, Any] = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps}
         return optax.adamw(rate, **betas, **decay) if section.weight_decay else optax.adam(rate, **betas)

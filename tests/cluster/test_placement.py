@@ -21,6 +21,7 @@ from posttrain.config import AdamW, LoRA, MeshSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import RunError
+from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
@@ -38,7 +39,7 @@ from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights, without_adapter
 from tests.rl.helpers import collector, example, make_algorithm, step_settings
 from tests.rollout.test_placement import in_loops, of_weights
-from tests.tiny import WINDOW, tiny_model
+from tests.tiny import WINDOW, sgd, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
 PROMPTS = ("1+1=", "2*")
@@ -254,6 +255,35 @@ def test_offload_is_bitwise_and_the_ledger_adds_up(place: str) -> None:
     arrays = [x for x in jax.live_arrays() if id(x) not in before and len(x.sharding.device_set) > 1]
     live = sum(map(local_bytes, arrays)) / 2**30
     assert_allclose(ledger, live, rtol=0.01)
+
+
+@pytest.mark.parametrize("placed", ["beside", "apart"])
+def test_a_moving_reference_of_bfloat16_is_an_average_in_float32(placed: str) -> None:
+    """Of weights that lie within 1 % of half the distance of two numbers: 1 - 0.99^n of the way, by float64."""
+    model = tiny_model(num_layers=1, windows=(None,), dtype=jnp.bfloat16)
+    actor = Trainer(model, SFTLoss(), sgd(0.0), TrainSettings(temperature=1.0, max_grad_norm=1.0))
+    moving: dict[str, Any] = {"refresh_every": 1, "mixup": 0.01}
+
+    def made() -> Any:
+        if placed == "beside":
+            return Reference(actor, **moving)
+        apart = make_mesh(MeshSection(), jax.devices()[1:2])
+        return ModelReference.of_actor(actor, apart, temperature=1.0, rows=None, **moving)
+
+    reference, path = made(), "stages.0.blocks.0.mlp.up.kernel"
+    start = np.asarray(actor.params[path], np.float64)
+    params = {name: (x.astype(jnp.float32) * 1.05).astype(x.dtype) for name, x in actor.params.items()}
+    actor.restore({**actor.state(), "params": params}, 0)
+    goal = np.asarray(actor.params[path], np.float64)
+    for version in range(1, 101):
+        reference.refresh(version)
+        if version == 50:
+            state = jax.tree.map(jnp.copy, reference.state())
+            reference = made()
+            reference.restore(state)
+    assert_allclose(reference.state()[path], start + (1 - 0.99**100) * (goal - start), rtol=1e-5, atol=1e-7)
+    held = [x for x in reference.arrays() if x.shape == goal.shape]
+    assert {x.dtype for x in held} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.thorough

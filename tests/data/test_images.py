@@ -175,6 +175,17 @@ def test_16_bit_gray_keeps_its_shades() -> None:
     assert np.asarray(picture.pixels())[0, :, 0].tolist() == [0, 1, 255, 128]
 
 
+def test_gray_of_32_bits_is_refused_and_transparent_gray_is_white() -> None:
+    """An int32 array may hold 8 or 16 bits; a colour of a 16-bit PNG may be transparent."""
+    gray = Image.fromarray(np.asarray([[0, 200]], np.int32))
+    with pytest.raises(ConfigError, match="32 bits"):
+        Picture("x", gray).pixels()
+    image = Image.fromarray(np.asarray([[0, 257 * 10, 1]], np.uint16))
+    held = io.BytesIO()
+    image.save(held, "PNG", transparency=0)
+    assert np.asarray(Picture("x", held.getvalue()).pixels())[0, :, 0].tolist() == [255, 10, 0]
+
+
 def bomb() -> bytes:
     """PNG of a few bytes with more pixels than may be decoded, by its header."""
     whole = bytearray(png(Image.new("1", (8, 8))))

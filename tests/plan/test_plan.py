@@ -317,6 +317,19 @@ def test_a_critic_is_counted(tmp_path: Path) -> None:
     assert spare("rloo") - spare("ppo") == sum(of_critic.values())
 
 
+def test_the_average_of_a_moving_reference_is_counted(tmp_path: Path) -> None:
+    """In float32 beside a copy in bfloat16: 4 bytes and 2; parameters in float32 are the average themselves."""
+
+    def reference(dtype: str, mixup: float) -> int:
+        stage = rl_stage(algorithm=KL, reference={"refresh_every": 1, "mixup": mixup})
+        config = load_config(write_run(tmp_path, stage), [f"model.dtype={dtype}"])
+        return beside_of(_stage(setup_of(config), CPU_8))["sampler: decode"]["reference"]
+
+    assert reference("float32", 0.1) == reference("float32", 1.0) == weights_on(8)
+    assert reference("bfloat16", 1.0) * 2 == weights_on(8)
+    assert reference("bfloat16", 0.1) * 2 == 3 * weights_on(8)
+
+
 def test_what_is_not_counted_is_said_or_refused(tmp_path: Path) -> None:
     refreshed = stage_of(tmp_path, algorithm=KL, reference={"refresh_every": 5})
     assert refreshed.not_counted == ["the second copy of the reference at its refresh, every 5 versions"]

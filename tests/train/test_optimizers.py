@@ -15,7 +15,9 @@ import optax
 import optax.contrib
 import pytest
 
-from posttrain.config import AdamW, MeshSection
+from posttrain.config import AdamW, MeshSection, Muon, UserOptimizer
+from posttrain.config.optimizer import KINDS
+from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.train.checkpoint import Checkpointer
@@ -24,6 +26,7 @@ from posttrain.train.optimizers import Optimizer, clipped, decay_mask, global_no
 from posttrain.train.trainer import Trainer
 from posttrain.train.transformations import make_optimizer, make_schedule
 from posttrain.tree import map_with_path
+from posttrain.weights.state import ModelWeights
 from tests.often import often
 from tests.tiny import tiny_model
 from tests.train.test_trainer import rows
@@ -45,6 +48,43 @@ def test_schedules_are_those_of_transformers(case):
     assert float(schedule(0)) == (0.0 if case["warmup"] else np.float32(case["base_lr"]))
     if section.schedule != "constant":
         assert abs(schedule(case["total"])) < 1e-16
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "user"])
+def test_the_schedule_reads_the_step_also_after_skipped_updates(kind, tmp_path):
+    """Rates by hand, from the size of each change; the run is resumed between. Adam's moments count what is in them."""
+    fields = {"learning_rate": 0.1, "schedule": "linear"}
+    sections = {
+        "adamw": AdamW(**fields, beta1=0.0, beta2=0.0, eps=1e-30),
+        "muon": Muon(**fields, beta1=0.0, beta2=0.0, eps=1e-30),
+        "user": UserOptimizer(fn=optax.sign_sgd, **fields),
+    }
+    path = "embed.embedding"
+
+    def made() -> Trainer:
+        model = tiny_model(num_layers=1, windows=(None,))
+        settings = TrainSettings(temperature=1.0, max_grad_norm=1e9)
+        return Trainer(model, SFTLoss(), make_optimizer(sections[kind], 5, seed=0, model=model), settings)
+
+    trainer, rates = made(), []
+    for step, update in enumerate([True, False, False, True, True]):
+        before = np.asarray(trainer.params[path], np.float64)
+        metrics = trainer.step(rows(step), update=update)
+        change = np.asarray(trainer.params[path], np.float64) - before
+        rates.append(np.abs(change).max())
+        assert float(metrics["update_skipped"]) == (not update)
+        if step == 1:
+            with Checkpointer(tmp_path) as checkpointer:
+                checkpointer.save(2, trainer.state(), {})
+                state, _ = checkpointer.restore(2, trainer.state())
+            trainer = made()
+            trainer.restore(state, 2)
+    np.testing.assert_allclose(rates, [0.1, 0.0, 0.0, 0.04, 0.02], rtol=1e-4)
+    inner = trainer.state()["opt_state"].inner
+    counts = optax.tree_utils.tree_get_all_with_path(inner, "count")
+    found = {int(count) for keys, count in counts if "Schedule" in str(keys)}
+    assert found == {5}, counts
+    assert {int(count) for keys, count in counts if "Adam" in str(keys)} <= {3}
 
 
 def test_phases_are_joined():
@@ -302,6 +342,39 @@ def test_an_elementwise_update_by_layers_is_that_of_the_tree():
                 counts = [int(x) for x in jax.tree.leaves(state) if x.ndim == 0]
                 assert counts and {*counts} == {STEPS}
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=atol), *ends)
+
+
+@pytest.mark.parametrize(
+    ("transformation", "field"),
+    [
+        (optax.contrib.ademamix(1e-2), "ScaleByAdemamixState.m1"),
+        (optax.contrib.schedule_free_adamw(1e-2), "ScheduleFreeState.z"),
+        (optax.contrib.prodigy(), "ProdigyState.exp_avg"),
+        (optax.contrib.sophia(1e-2), "SophiaState.mu"),
+        (optax.contrib.muon(1e-2), "MuonState.mu"),
+        (optax.rmsprop(1e-2, centered=True), "ScaleByRStdDevState.mu"),
+        (optax.rprop(1e-2), "ScaleByRpropState.step_sizes"),
+        (optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(), "MultiStepsState.acc_grads"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_state_that_is_no_known_moment_is_refused_in_8_bits(transformation, field):
+    with pytest.raises(ConfigError, match=f"moments=int8.*{field}.*bfloat16"):
+        Optimizer(transformation=transformation, moments="int8", seed=0).init({"a.kernel": jnp.ones((64, 8))})
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion", "adafactor", "muon"])
+def test_decay_of_a_group_acts_on_all_that_it_matches(kind):
+    """Without gradients a norm of 1 becomes 1 - rate x decay; others without decay stay."""
+    model = tiny_model(num_layers=1, windows=(None,), bias=True)
+    fields = {"kind": kind, "learning_rate": 0.1, "weight_decay": 0.2}
+    section = KINDS[kind](**fields, groups=[{"match": "final_norm", "weight_decay": 0.5}])
+    params = jax.tree.map(jnp.ones_like, ModelWeights(model).read())
+    optimizer = make_optimizer(section, 4, seed=0, model=model)
+    new, _ = apply(optimizer, jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    for path, x in new.items():
+        plain = 1.0 if "norm" in path or path.endswith("bias") else 0.98
+        np.testing.assert_allclose(x, 0.95 if path == "final_norm.scale" else plain, rtol=1e-6, err_msg=path)
 
 
 def test_codes_have_a_sign_but_for_what_is_never_negative():
