@@ -174,6 +174,13 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need --api-key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="POSTTRAIN_API_KEY", help="Key that requests send.")] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="Another name of this server in requests, as behind a proxy; repeatable.")
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A site whose pages may ask, such as http://localhost:3000, or *; repeatable."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in requests; by default MODEL|RUN.")] = None,
     slots: Annotated[int, typer.Option(min=1, help="Samples that are decoded at once.")] = 32,
     max_length: Annotated[
@@ -196,6 +203,7 @@ def serve(
     from posttrain.runs.finished import load_generator
     from posttrain.runtime.xla import enable_compile_cache
     from posttrain.serve import app
+    from posttrain.serve.middleware import AllowedHosts
     from posttrain.serve.model import Limits, Served
 
     enable_compile_cache()
@@ -223,7 +231,8 @@ def serve(
         served.add_adapter(adapter_name, folder)
     if warm_up:
         served.warm_up()
-    app.serve(served, listener, api_key, loads=load_adapters)
+    hosts = AllowedHosts(host, allowed_host or [])
+    app.serve(served, listener, api_key, hosts=hosts, origins=allowed_origin or [], loads=load_adapters)
 
 
 def _with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:

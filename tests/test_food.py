@@ -29,7 +29,7 @@ def tool(table: Path) -> FunctionTool:
     return FunctionTool(food.lookup_nutrition, timeout_s=20.0, max_chars=200, args={"csv": table})
 
 
-def call(tool: FunctionTool, name: str, nutrient: str) -> str:
+def answer_of(tool: FunctionTool, name: str, nutrient: str) -> str:
     return asyncio.run(tool({"food": name, "nutrient": nutrient}))
 
 
@@ -39,12 +39,12 @@ def test_the_tool_says_what_the_table_says(table: Path, tool: FunctionTool) -> N
     for name in ("KALE,RAW", "BUTTER,WITH SALT", "CHEESE,FETA"):
         for nutrient, (column, unit) in food.COLUMNS.items():
             amount = float(rows[name][column])
-            assert call(tool, name, nutrient) == f"{amount:g} {unit} in 100 g of {name}"
-    assert call(tool, "butter, with salt", "fat") == "81.11 g in 100 g of BUTTER,WITH SALT"
-    assert call(tool, "feta", "fat") == "21.28 g in 100 g of CHEESE,FETA"
-    assert call(tool, "cheese", "fat").startswith("100 foods match 'cheese', look up one of them: CHEESE,BLUE; ")
-    assert call(tool, "unobtainium", "fat") == "Error: LookupError: no food 'unobtainium' with a value of fat"
-    assert 'nutrient must be one of ["energy"' in call(tool, "kale", "salt")
+            assert answer_of(tool, name, nutrient) == f"{amount:g} {unit} in 100 g of {name}"
+    assert answer_of(tool, "butter, with salt", "fat") == "81.11 g in 100 g of BUTTER,WITH SALT"
+    assert answer_of(tool, "feta", "fat") == "21.28 g in 100 g of CHEESE,FETA"
+    assert answer_of(tool, "cheese", "fat").startswith("100 foods match 'cheese', look up one of them: CHEESE,BLUE; ")
+    assert answer_of(tool, "unobtainium", "fat") == "Error: LookupError: no food 'unobtainium' with a value of fat"
+    assert 'nutrient must be one of ["energy"' in answer_of(tool, "kale", "salt")
 
 
 @pytest.mark.parametrize("short", [True, False])
@@ -55,7 +55,7 @@ def test_questions_have_their_answers(table: Path, tool: FunctionTool, short: bo
     names = [{one["arguments"]["food"] for row in some for one in row["calls"]} for some in (rows, other)]
     assert not names[0] & names[1], "held-out foods are never trained on"
     for row in rows:
-        amounts = [float(call(tool, **given(one)).split()[0]) for one in row["calls"]]
+        amounts = [float(answer_of(tool, **given(one)).split()[0]) for one in row["calls"]]
         question = row["prompt"][-1]["content"]
         calls = [{"type": "function", "id": "a", "function": one} for one in row["calls"]]
         asked = {"role": "assistant", "content": "", "tool_calls": calls}

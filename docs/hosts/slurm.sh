@@ -12,6 +12,6 @@ set -euo pipefail
 
 # The folder from which the job is submitted: this repository, on a file system that all nodes share.
 cd "$SLURM_SUBMIT_DIR"
-# Stopped by SIGTERM with a checkpoint, or without one of its processes: the same job goes on.
-trap 'case $? in 75 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac' EXIT
+# Stopped by SIGTERM with a checkpoint, killed, or without one of its processes: the same job goes on.
+trap 'case $? in 75 | 137 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac' EXIT
 srun --kill-on-bad-exit=1 .venv/bin/posttrain run configs/sft_gsm8k.yaml output=runs/sft_gsm8k

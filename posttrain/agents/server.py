@@ -16,6 +16,7 @@ from posttrain.errors import RunError
 from posttrain.rollout.types import NewTokens
 from posttrain.serve.app import LOOPBACK, application, check_key, listen, server_of
 from posttrain.serve.body import ChatAsk, Refused, wrong
+from posttrain.serve.middleware import AllowedHosts
 from posttrain.serve.model import Backend, Delta, Turns, finish_reason, logprob_entries
 from posttrain.tools.types import ToolCall
 
@@ -156,7 +157,7 @@ class Sessions:
             return
         listener = listen(self._host, 0, "agent.host")
         self._port = listener.getsockname()[1]
-        self._server = server_of(application(self._lookup, prefix="/{session}"))
+        self._server = server_of(application(self._lookup, hosts=AllowedHosts(self._host), prefix="/{session}"))
         self._thread = threading.Thread(
             target=self._server.run, args=([listener],), daemon=True, name="server of agents"
         )

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from posttrain.data.chat import Renderer
 from posttrain.data.grammar import Grammar
-from posttrain.data.messages import Message, said_calls
+from posttrain.data.messages import Message, said_calls, text_of
 from posttrain.environments.conversation import Generate, message_of
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import Completion, Requests, SamplingParams, StopReason, Transcript, grammar_of
 from posttrain.serve.body import Refused
+from posttrain.serve.model import check_text
 from posttrain.serve.text import in_thought
 from posttrain.tools.formats import Format
 from posttrain.tools.grammar import tool_grammar
@@ -127,6 +128,8 @@ class Session:
             raise Refused(410, "session_closed", "the sample of this session has ended")
         if self.num_turns >= self.max_turns:
             raise Refused(403, "max_turns", f"this session has had its {self.max_turns} turns (agent.max_turns)")
+        texts = [text_of(message) for message in messages]
+        check_text(texts, self.renderer.tokenizer, self.row_tokens, "messages")
         tool_format = self._format(tools)
         try:
             self.params_of(0).stopped_at(stop, self.renderer.tokenizer)

@@ -49,6 +49,8 @@ MEDIA = ("<|video_pad|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
 CONTEXT_TOKENS = 4
 """Tokens before others that decide how these are decoded: one for the space between words, three for the bytes of a
 character."""
+LONG_TEXT = 1 << 14
+"""Characters beyond which a text is encoded as a batch of one, which lets other threads run meanwhile."""
 ADD_ROWS = "give the model rows for added tokens: transformers' model.resize_token_embeddings(len(tokenizer))"
 
 
@@ -284,6 +286,13 @@ class Tokenizer:
         return max(self.hf.get_vocab().values()) + 1
 
     @cached_property
+    def max_token_bytes(self) -> int:
+        """Upper bound of the bytes of text that one token stands for. A normalizer composes characters: up to a
+        quarter of the bytes are left."""
+        longest = max(len(text.encode()) for text in self.hf.get_vocab())
+        return longest if self.hf.backend_tokenizer.normalizer is None else 4 * longest
+
+    @cached_property
     def control_tokens(self) -> tuple[str, ...]:
         """Texts of the special tokens, longest first."""
         return tuple(sorted(self.control_ids, key=lambda text: (-len(text), text)))
@@ -425,6 +434,8 @@ class Tokenizer:
 def _encoded(backend: Any, text: str) -> Any:
     """Encode a text. Raises ConfigError for half of a surrogate pair, which no UTF-8 text can hold."""
     try:
+        if len(text) > LONG_TEXT:
+            return backend.encode_batch([text], add_special_tokens=False)[0]
         return backend.encode(text, add_special_tokens=False)
     except TypeError as error:
         lone = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)

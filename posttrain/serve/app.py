@@ -7,7 +7,7 @@ import secrets
 import socket
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from posttrain.errors import ConfigError
@@ -15,11 +15,10 @@ from posttrain.serve.body import Body, Refused
 from posttrain.serve.chat import ChatRequest, ResponseRequest
 from posttrain.serve.completions import Answer, CompletionRequest, event
 from posttrain.serve.metrics import Metrics
+from posttrain.serve.middleware import AllowedHosts, RequestGuard
 from posttrain.serve.model import Backend, Served
 
 T = TypeVar("T")
-MAX_BODY = 64 << 20
-"""Maximum bytes of a request."""
 HUNG_UP = 499
 """Status in the metrics of a request whose client hung up."""
 KEEP_ALIVE_S = 75
@@ -34,11 +33,20 @@ Lookup = Callable[[Any], Backend]
 """Backend of a request, by its address and key. Refused for one that has none."""
 
 
-def application(lookup: Lookup, *, prefix: str = "", served: Served | None = None, loads: bool = False) -> Any:
+def application(
+    lookup: Lookup,
+    *,
+    hosts: AllowedHosts,
+    origins: Sequence[str] = (),
+    prefix: str = "",
+    served: Served | None = None,
+    loads: bool = False,
+) -> Any:
     """ASGI application over the backends that `lookup` finds, below a prefix of the path.
 
-    `served`: the model of `posttrain serve`, which also answers plain completions and has metrics; with `loads` clients
-    may load and drop its adapters.
+    `hosts`, `origins`: names of the server, and other sites whose pages may ask, see `RequestGuard`. `served`: the
+    model of `posttrain serve`, which also answers plain completions and has metrics; with `loads` clients may load and
+    drop its adapters.
     """
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse, PlainTextResponse
@@ -65,15 +73,15 @@ def application(lookup: Lookup, *, prefix: str = "", served: Served | None = Non
         return Route(f"{prefix}{path}", endpoint, methods=[method])
 
     async def chat(request: Any, backend: Backend) -> Any:
-        return await _answer(request, ChatRequest(await _body(request)), backend)
+        return await _answer(request, await _read(request, ChatRequest), backend)
 
     async def responses(request: Any, backend: Backend) -> Any:
-        return await _answer(request, ResponseRequest(await _body(request)), backend)
+        return await _answer(request, await _read(request, ResponseRequest), backend)
 
     async def completions(request: Any, backend: Backend) -> Any:
         if served is None:
             raise Refused(404, "not_found", "a session answers chats alone: /v1/chat/completions or /v1/responses")
-        return await _answer(request, CompletionRequest(await _body(request)), served)
+        return await _answer(request, await _read(request, CompletionRequest), served)
 
     async def models(request: Any, backend: Backend) -> Any:
         return JSONResponse({"object": "list", "data": [_model(name) for name in backend.names]})
@@ -92,7 +100,7 @@ def application(lookup: Lookup, *, prefix: str = "", served: Served | None = Non
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
     own = [Route("/health", health), Route("/metrics", measured)] if metrics is not None else []
-    return Starlette(
+    app = Starlette(
         routes=[
             route("/v1/chat/completions", chat),
             route("/v1/responses", responses),
@@ -104,6 +112,7 @@ def application(lookup: Lookup, *, prefix: str = "", served: Served | None = Non
         ],
         exception_handlers={404: _no_route, 405: _no_route},
     )
+    return RequestGuard(app, hosts=hosts, origins=origins)
 
 
 def _adapter_changes(served: Served) -> dict[str, Callable[[Any, Backend], Awaitable[Any]]]:
@@ -111,14 +120,14 @@ def _adapter_changes(served: Served) -> dict[str, Callable[[Any, Backend], Await
     from starlette.responses import PlainTextResponse
 
     async def load(request: Any, backend: Backend) -> Any:
-        body = await _body(request)
+        body = await _read(request, lambda fields: fields)
         name, folder = body.text("lora_name"), body.text("lora_path")
         body.finish()
         await served.load_adapter(name, folder)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(request: Any, backend: Backend) -> Any:
-        body = await _body(request)
+        body = await _read(request, lambda fields: fields)
         name = body.text("lora_name")
         body.finish()
         served.drop_adapter(name)
@@ -142,19 +151,17 @@ class ClientGone(Exception):
     """The client has hung up."""
 
 
-async def _body(request: Any) -> Body:
-    """Fields of a request."""
+async def _read(request: Any, make: Callable[[Body], T]) -> T:
+    """Request that is made of the fields of a body, in a thread: a large one takes seconds to parse and to check."""
     from starlette.requests import ClientDisconnect
 
     body = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
-            if len(body) > MAX_BODY:
-                raise Refused(413, "request_too_large", f"the body must be at most {MAX_BODY >> 20} MiB")
     except ClientDisconnect as error:
         raise ClientGone from error
-    return Body.of(bytes(body))
+    return await asyncio.to_thread(lambda: make(Body.of(bytes(body))))
 
 
 async def _answer(request: Any, asked: Any, backend: Any) -> Any:
@@ -287,16 +294,24 @@ def server_of(app: Any) -> Any:
     return uvicorn.Server(config)
 
 
-def serve(served: Served, listener: socket.socket, api_key: str | None, *, loads: bool = False) -> None:
-    """Serve a model until the process is interrupted; then samples under way are ended at once. `loads`: see
-    `application`."""
+def serve(
+    served: Served,
+    listener: socket.socket,
+    api_key: str | None,
+    *,
+    hosts: AllowedHosts,
+    origins: Sequence[str] = (),
+    loads: bool = False,
+) -> None:
+    """Serve a model until the process is interrupted; then samples under way are ended at once. `hosts`, `origins`,
+    `loads`: see `application`."""
 
     def lookup(request: Any) -> Backend:
         if api_key is not None:
             check_key(request, api_key)
         return served
 
-    server = server_of(application(lookup, served=served, loads=loads))
+    server = server_of(application(lookup, hosts=hosts, origins=origins, served=served, loads=loads))
     leave = server.handle_exit
 
     def end() -> None:

@@ -14,6 +14,8 @@ from posttrain.data.messages import Message, checked_tools, from_wire
 from posttrain.data.pictures import RowPictures
 from posttrain.errors import ConfigError
 
+MAX_VALUES = 1 << 20
+"""Maximum commas and brackets of a request, in texts too: each value in it takes up to a hundred bytes of memory."""
 MAX_DEPTH = 100
 """Maximum nesting of a request, and of the arguments of calls in it."""
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -63,6 +65,9 @@ class Body:
     @classmethod
     def of(cls, text: bytes) -> Body:
         """Parse a body. Refused for anything but a JSON object of text and numbers."""
+        count = sum(map(text.count, (b",", b"[", b"{")))
+        if count > MAX_VALUES:
+            raise Refused(413, "request_too_large", f"the body has {count} commas and brackets; at most {MAX_VALUES}")
         try:
             fields = json.loads(text, parse_constant=_no_number)
             if not isinstance(fields, dict):

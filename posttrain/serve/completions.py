@@ -3,6 +3,7 @@ answers have: streams of events."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -14,7 +15,7 @@ from posttrain.data.chat import Renderer
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import NOT_A_CHARACTER, Call, Completion, NewTokens, SamplingParams, TokenLogp, samples_of
 from posttrain.serve.body import MAX_CHOICES, Body, grammar_of, wrong
-from posttrain.serve.model import Samples, Served
+from posttrain.serve.model import Samples, Served, check_text
 from posttrain.serve.text import TextStream, token_texts
 
 DEFAULT_TOKENS = 16
@@ -78,7 +79,7 @@ class CompletionRequest:
     async def begin(self, served: Served) -> CompletionAnswer:
         """Begin the samples. Refused for what cannot be answered."""
         adapter = served.check_model(self._model)
-        prompts = _prompts(self._prompt, served)
+        prompts = await asyncio.to_thread(_prompts, self._prompt, served, self._n, max(self._max_tokens, 1))
         scored = self._echo and self._logprobs is not None
         params, seed = served.params_of(
             self._body,
@@ -86,7 +87,7 @@ class CompletionRequest:
             max(self._max_tokens, 1),
             self._stop,
             top_logps=self._logprobs or 0,
-            grammar=grammar_of(self._body),
+            grammar=await asyncio.to_thread(grammar_of, self._body),
             adapter=adapter,
             field="prompt",
             prompt_logps=scored,
@@ -124,12 +125,22 @@ class CompletionRequest:
         )
 
 
-def _prompts(value: Any, served: Served) -> list[tuple[str | None, list[int]]]:
-    """Prompts as tokens, with the text of those that are given as text."""
+def _prompts(value: Any, served: Served, n: int, max_tokens: int) -> list[tuple[str | None, list[int]]]:
+    """Prompts as tokens, with the text of those that are given as text. What can be refused by counts is refused before
+    a text is encoded, and the first one that leaves no room for its `n` answers of `max_tokens` ends the work."""
     several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     if len(several) > MAX_PROMPTS:
         raise wrong("prompt", f"{len(several)} prompts in one request; at most {MAX_PROMPTS}")
-    return [_tokens(one, served) for one in several]
+    served.check_count(len(several) * n)
+    for one in several:
+        if isinstance(one, str):
+            check_text([one], served.tokenizer, served.engine.max_length, "prompt")
+    prompts = []
+    for one in several:
+        text, tokens = _tokens(one, served)
+        served.check_room(len(tokens), max_tokens, "prompt")
+        prompts.append((text, tokens))
+    return prompts
 
 
 def _tokens(prompt: Any, served: Served) -> tuple[str | None, list[int]]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from posttrain.config import Drafts
 from posttrain.data.chat import Prompt, Renderer
 from posttrain.data.grammar import Grammar
-from posttrain.data.messages import pictures_in
+from posttrain.data.messages import pictures_in, text_of
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
@@ -34,6 +34,19 @@ from posttrain.tools.types import ToolCall
 
 DEFAULT_LENGTH = 4096
 """Maximum tokens of prompt and answer, unless the model has fewer or it is set."""
+OPTIONS = {
+    "rollout: a cache of": "--cache-tokens: a cache of",
+    "rollout: ": "",
+    "max_length=": "--max-length ",
+    "the engine's adapters.rank=": "--adapter-rank ",
+    "make the engine with more": "start the server with more --adapter-slots",
+    "set rollout.tensor": "use fewer devices",
+    "set chat to false, or model.chat_template to": "start the server with --chat-template and",
+    "set model.chat_template": "start the server with --chat-template",
+    "model.chat_template": "--chat-template",
+    "dataset.chat: ": "",
+}
+"""Words of errors of the layers below, which name fields of a configuration or arguments, and those of this server."""
 RENDERERS = 16
 """Chat templates with arguments of requests that are kept."""
 
@@ -145,7 +158,7 @@ class Served:
                 speculation=Speculation.of(speculative, model, tokenizer, "serve: --speculative"),
             )
         except ValueError as error:
-            raise ConfigError(f"serve: {error}") from error
+            raise ConfigError(f"serve: {with_options(error)}") from error
         return cls(engine, tokenizer, name, model.config.vocab_size, tool_format, limits)
 
     def warm_up(self) -> None:
@@ -176,7 +189,7 @@ class Served:
         try:
             self.engine.load_adapter(name, folder)
         except ValueError as error:
-            raise ConfigError(f"serve: --adapter {name}={folder}: {error}") from error
+            raise ConfigError(f"serve: --adapter {name}={folder}: {with_options(error)}") from error
 
     async def load_adapter(self, name: str | None, folder: str | None) -> None:
         """Serve a PEFT adapter under a name, while requests go on. Refused for what cannot be."""
@@ -187,7 +200,7 @@ class Served:
             read = await asyncio.to_thread(self.engine.read_adapter, name, folder)
             self.engine.load_adapter(name, read)
         except (ConfigError, ValueError) as error:
-            raise Refused(400, "invalid_value", str(error), "lora_path") from error
+            raise Refused(400, "invalid_value", with_options(error), "lora_path") from error
 
     def drop_adapter(self, name: str | None) -> None:
         """Answer no more requests of an adapter; those that have come end with it."""
@@ -198,19 +211,22 @@ class Served:
     async def chat(self, ask: ChatAsk) -> Turns:
         """Begin the turns of a chat completion."""
         adapter = self.check_model(ask.model)
+        self.check_count(ask.n)
+        check_text([text_of(message) for message in ask.messages], self.tokenizer, self.engine.max_length, ask.field)
         arguments = ask.body.take("chat_template_kwargs") or {}
         try:
-            renderer = self.renderer(json.dumps(arguments, sort_keys=True))
+            renderer = await asyncio.to_thread(self.renderer, json.dumps(arguments, sort_keys=True))
         except ConfigError as error:
-            raise Refused(400, "invalid_value", str(error), "chat_template_kwargs") from error
-        (prompt, images), tool_format = self._prompt(renderer, ask)
+            raise Refused(400, "invalid_value", with_options(error), "chat_template_kwargs") from error
+        (prompt, images), tool_format = await asyncio.to_thread(self._prompt, renderer, ask)
+        self.check_room(len(prompt), ask.max_tokens, ask.field)
         if images is not None:
             try:
                 await self.engine.decode(images)
             except ConfigError as error:
-                raise Refused(400, "invalid_value", str(error), ask.field) from error
+                raise Refused(400, "invalid_value", with_options(error), ask.field) from error
         top_logps = ask.top_logprobs
-        grammar = self._grammar(ask, renderer, prompt, tool_format)
+        grammar = await asyncio.to_thread(self._grammar, ask, renderer, prompt, tool_format)
         own: dict[str, Any] = {"top_logps": top_logps, "grammar": grammar, "adapter": adapter, "field": ask.field}
         params, seed = self.params_of(ask.body, prompt, ask.max_tokens, ask.stop, **own)
         samples = self.sample([Call(prompt, one, images=images) for one in samples_of(params, n=ask.n, seed=seed)])
@@ -235,7 +251,7 @@ class Served:
         try:
             return renderer.prompt_with_images(ask.messages, ask.tools), tool_format
         except ConfigError as error:
-            raise Refused(400, "invalid_value", str(error), ask.field) from error
+            raise Refused(400, "invalid_value", with_options(error), ask.field) from error
 
     def _grammar(
         self, ask: ChatAsk, renderer: Renderer, prompt: Sequence[int], tool_format: Format | None
@@ -280,15 +296,7 @@ class Served:
     ) -> tuple[SamplingParams, int]:
         """Read the sampling settings of a request, the last of its fields; also returns its seed. `field`: the one that
         the prompt was in."""
-        room = self.engine.max_length - len(prompt)
-        if (max_tokens or 1) > room:
-            raise Refused(
-                400,
-                "context_length_exceeded",
-                f"this model's maximum context length is {self.engine.max_length} tokens; the prompt has {len(prompt)}"
-                f"{f', max_tokens is {max_tokens}' if max_tokens else ''}",
-                "max_tokens" if max_tokens and room > 0 else field,
-            )
+        room = self.check_room(len(prompt), max_tokens, field)
         temperature, top_p, top_k = (
             body.number("temperature", 0.0, 100.0),
             body.number("top_p", 0.0, 1.0),
@@ -323,11 +331,30 @@ class Served:
             raise Refused(400, "invalid_value", text, text.partition("=")[0].partition(":")[0]) from error
         return params, secrets.randbits(62) if seed is None else seed
 
+    def check_room(self, num_tokens: int, max_tokens: int | None, field: str) -> int:
+        """Tokens that are left for the answer to a prompt. Refused for fewer than `max_tokens`, and for none."""
+        room = self.engine.max_length - num_tokens
+        if (max_tokens or 1) > room:
+            raise Refused(
+                400,
+                "context_length_exceeded",
+                f"this model's maximum context length is {self.engine.max_length} tokens; the prompt has {num_tokens}"
+                f"{f', max_tokens is {max_tokens}' if max_tokens else ''}",
+                "max_tokens" if max_tokens and room > 0 else field,
+            )
+        return room
+
+    def check_count(self, count: int) -> None:
+        """Refused for more samples in one request than may run and wait at once."""
+        most = self.engine.slots + self.limits.queue
+        if count > most:
+            rule = f"{count} samples in one request; at most {most}, the server's --slots and --max-queue"
+            raise wrong("n", rule)
+
     def sample(self, calls: Sequence[Call]) -> Samples:
         """Begin samples. Refused if more wait than the limits allow."""
+        self.check_count(len(calls))
         most = self.engine.slots + self.limits.queue
-        if len(calls) > most:
-            raise wrong("n", f"{len(calls)} samples in one request; at most {most}")
         if self.closing:
             raise Refused(503, "shutting_down", "the server is shutting down")
         if self.num_open + len(calls) > most:
@@ -377,6 +404,30 @@ class Served:
 def finish_reason(stop: str, calls: Sequence[ToolCall]) -> str:
     """`finish_reason` of the API. A turn that was cut says `length` also behind whole calls: others may be missing."""
     return "tool_calls" if calls and stop == "stop" else stop
+
+
+def with_options(error: Exception) -> str:
+    """Words of an error with the options of `posttrain serve` in place of what only Python or a configuration sets."""
+    text = str(error)
+    for words, option in OPTIONS.items():
+        text = text.replace(words, option)
+    return text
+
+
+def check_text(texts: Sequence[str], tokenizer: Tokenizer, max_tokens: int, field: str) -> None:
+    """Refuse texts that are longer than a context of `max_tokens` can be, before any of them is encoded."""
+    most = max_tokens * tokenizer.max_token_bytes
+    count = sum(map(len, texts))
+    if count <= most:
+        count = sum(len(text.encode(errors="replace")) for text in texts)
+    if count > most:
+        raise Refused(
+            400,
+            "context_length_exceeded",
+            f"this model's maximum context length is {max_tokens} tokens, at most {most} bytes of text; {field} has "
+            f"{count}",
+            field,
+        )
 
 
 def _last(turn: TurnStream) -> tuple[str, tuple[()], list[ToolCall]]:
@@ -458,7 +509,7 @@ class Samples:
                 limit = self._served.limits.timeout_s
                 raise Refused(504, "timeout", f"the answer takes longer than {limit:g} s") from error
             if isinstance(part, ValueError):
-                raise Refused(400, "invalid_value", str(part)) from part
+                raise Refused(400, "invalid_value", with_options(part)) from part
             if isinstance(part, Exception):
                 raise Refused(500, "engine_error", f"{type(part).__name__}: {part}") from part
             if isinstance(part, Completion):

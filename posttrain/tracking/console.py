@@ -136,7 +136,11 @@ def host_log(output: Path) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            log.line("".join(traceback.format_exception(error)))
+            # A signal is no fault: all processes stop after the same step, and say where the run goes on.
+            if isinstance(error, KeyboardInterrupt | processes.SameEverywhere):
+                log.line(str(error))
+            else:
+                log.line("".join(traceback.format_exception(error)))
             log.line(f"ended by {type(error).__name__}")
             raise
         log.line("ended")

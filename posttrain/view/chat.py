@@ -16,7 +16,8 @@ from posttrain.data.messages import Message
 from posttrain.data.pictures import Picture
 from posttrain.errors import ConfigError, RunError
 from posttrain.serve.app import check_installed, listen
-from posttrain.view.serve import HOST, Refused, serve
+from posttrain.serve.body import Refused
+from posttrain.view.serve import HOST, serve
 
 SHOWN_SIDE = 1024
 """Most pixels of a shown picture's side."""
@@ -74,7 +75,7 @@ class ChatPage:
         """Picture of a number as the model sees it before it is resized: upright, and over white."""
         number = given.get("number", "")
         if not number.isdecimal() or len(number) > 9 or int(number) >= len(self._pictures):
-            raise Refused(404, f"number={number[:9]}: there are {len(self._pictures)} pictures")
+            raise Refused(404, "not_found", f"number={number[:9]}: there are {len(self._pictures)} pictures")
         image, file = self._pictures[int(number)].pixels(), io.BytesIO()
         image.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
         image.save(file, "PNG")
@@ -124,7 +125,7 @@ class ChatPage:
 
     def _refuse_busy(self) -> None:
         if self._busy:
-            raise Refused(409, "the model answers another message; stop it, or wait")
+            raise Refused(409, "busy", "the model answers another message; stop it, or wait")
 
     def _answer(self, answer: Callable[[], str]) -> Any:
         def work() -> None:

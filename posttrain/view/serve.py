@@ -18,6 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from posttrain.errors import ConfigError
 from posttrain.serve.app import check_installed, listen, server_of
+from posttrain.serve.body import Refused
+from posttrain.serve.middleware import AllowedHosts, RequestGuard
 from posttrain.view import queries
 from posttrain.view.folder import CurveReader, RunFolder, Stage, find_runs, runs_in
 from posttrain.view.microscope import Microscope
@@ -36,9 +38,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-HOSTS = ("127.0.0.1", "localhost")
-MAX_BODY = 64 << 20
-"""Most bytes of a request, such as those of a message's pictures."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,6 @@ class Roster:
         for run in added:
             if self._begun is not None:
                 self._begun(run)
-
-
-class Refused(Exception):
-    """Request that gets an answer other than 200."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 @runtime_checkable
@@ -170,7 +161,7 @@ class Api:
         with connection(self._run(given).index) as index:
             found = queries.rollout(index, queries.whole(given, "id"))
         if found is None:
-            raise Refused(404, "there is no such rollout; the run may have removed its record")
+            raise Refused(404, "not_found", "there is no such rollout; the run may have removed its record")
         return found | {"pictures": [] if found["grp"] is None else self._pictures(given, found)}
 
     def _pictures(self, given: Mapping[str, str], found: Mapping[str, Any]) -> list[str]:
@@ -188,12 +179,12 @@ class Api:
         with connection(run.index) as index:
             found = queries.rollout(index, queries.whole(given, "id"))
             if found is None or found["grp"] is None:
-                raise Refused(404, "there is no record of this rollout, only its text")
+                raise Refused(404, "not_found", "there is no record of this rollout, only its text")
             stage, step = run.folder.path / found["stage"], found["step"]
             try:
                 parts = read_sample(_record(stage, step), found["grp"], found["sample"])
             except FileNotFoundError:
-                raise Refused(404, "the run has removed this record") from None
+                raise Refused(404, "not_found", "the run has removed this record") from None
             texts = queries.token_texts(index, [int(token) for part in parts for token in part.tokens])
         losses = run.microscope.tokens(stage, step, found["grp"], found["sample"])
         return {"parts": [_part(part, texts) for part in parts], "losses": losses}
@@ -209,7 +200,7 @@ class Api:
         run = self._run(given)
         stage, step = self._place(run, given)
         if not _record(stage, step).is_file():
-            raise Refused(404, f"step {step} has no record of trajectories")
+            raise Refused(404, "not_found", f"step {step} has no record of trajectories")
         return run.microscope.start(stage, step)
 
     def prompts(self, given: Mapping[str, str]) -> Any:
@@ -229,7 +220,7 @@ class Api:
     def _run(self, given: Mapping[str, str]) -> Viewed:
         number, runs = given.get("run", ""), self._roster.runs
         if not number.isdecimal() or len(number) > 9 or int(number) >= len(runs):
-            raise Refused(404, f"run={number[:9]}: there are runs 0 to {len(runs) - 1}")
+            raise Refused(404, "not_found", f"run={number[:9]}: there are runs 0 to {len(runs) - 1}")
         return runs[int(number)]
 
     def _place(self, run: Viewed, given: Mapping[str, str]) -> tuple[Path, int]:
@@ -237,7 +228,7 @@ class Api:
 
 
 def application(site: Site, token: str) -> Any:
-    """ASGI application. Everything but the right token in the path, on a loopback host, is answered with 404."""
+    """ASGI application. Everything but the right token in the path is answered with 404."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
@@ -247,8 +238,7 @@ def application(site: Site, token: str) -> Any:
     files = {str(path.relative_to(STATIC)): path for path in STATIC.rglob("*") if path.suffix in TYPES}
 
     def allowed(request: Request) -> bool:
-        right = secrets.compare_digest(request.path_params["token"].encode(), token.encode())
-        return right and request.url.hostname in HOSTS
+        return secrets.compare_digest(request.path_params["token"].encode(), token.encode())
 
     async def page(request: Request) -> Any:
         name = request.path_params.get("file") or site.page
@@ -265,28 +255,20 @@ def application(site: Site, token: str) -> Any:
             if reads:
                 found = await run_in_threadpool(site.answers[name], request.query_params)
             else:
-                found = await run_in_threadpool(site.changes[name], request.query_params, await _body(request))
+                found = await run_in_threadpool(site.changes[name], request.query_params, await request.body())
         except Refused as refused:
             return JSONResponse({"error": str(refused)}, status_code=refused.status, headers=HEADERS)
         except ConfigError as error:
             return JSONResponse({"error": str(error)}, status_code=400, headers=HEADERS)
         return JSONResponse(_finite(found), headers=HEADERS)
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/{token}/api/{name}", answer, methods=["GET", "POST"]),
             Route("/{token}/{file:path}", page, methods=["GET"]),
         ]
     )
-
-
-async def _body(request: Any) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise Refused(413, f"a request has at most {MAX_BODY >> 20} MiB")
-    return bytes(body)
+    return RequestGuard(app, hosts=AllowedHosts(HOST), form=lambda refused: {"error": str(refused)}, headers=HEADERS)
 
 
 def _record(stage: Path, step: int) -> Path:

@@ -129,8 +129,7 @@ def test_tokens_are_handed_over_as_they_are_sampled(engine: NativeEngine) -> Non
         while not told[0]:
             await asyncio.sleep(0)
         running[0].cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.wait(running[:1])
         assert all(call.prompt != tuple(prompts[0]) for call in engine.under_way())
         chains = [row.chain for row in engine._scheduler.running.values()]
         held = {block for chain in chains for block in (*chain.blocks, *([chain.source.block] if chain.source else ()))}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from posttrain.serve.app import application, listen, server_of
+from posttrain.serve.middleware import AllowedHosts
 from posttrain.serve.model import Served
 
 
@@ -14,7 +15,7 @@ from posttrain.serve.model import Served
 def listening(served: Served) -> Iterator[str]:
     """Serve on a free port of this machine, with the address as the value."""
     listener = listen("127.0.0.1", 0, "test")
-    server = server_of(application(lambda request: served, served=served, loads=True))
+    server = server_of(application(lambda request: served, hosts=AllowedHosts("127.0.0.1"), served=served, loads=True))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"

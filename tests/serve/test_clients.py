@@ -18,6 +18,7 @@ import posttrain as pt
 from posttrain.generation import without_padding
 from posttrain.runs.finished import load_generator
 from posttrain.serve.app import application, listen, server_of
+from posttrain.serve.middleware import AllowedHosts
 from posttrain.serve.model import Limits, Served
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # the clients have their own warnings
@@ -109,7 +110,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         limits=Limits(queue=8, timeout_s=300.0),
     )
     listener = listen("127.0.0.1", 0, "test")
-    server = server_of(application(lambda request: served, served=served))
+    server = server_of(application(lambda request: served, hosts=AllowedHosts("127.0.0.1"), served=served))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from safetensors.numpy import save_file
 
 from posttrain.config import LookupDrafts
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
 from posttrain.generation import without_padding
 from posttrain.rollout.adapters import AdapterSlots
 from posttrain.rollout.engine import NativeEngine
@@ -460,7 +462,10 @@ def test_adapters_have_names_of_models(
     for body, words in {
         ("other", str(adapter)): "is served already",
         (MODEL, str(adapter)): "is served already",
-        ("third", str(adapter)): "all 1 slots are taken, by other",
+        (
+            "third",
+            str(adapter),
+        ): "all 1 slots are taken, by other; drop one, or start the server with more --adapter-slots",
         ("third", ""): "needs lora_name and lora_path",
     }.items():
         status, text = post("load_lora_adapter", lora_name=body[0], lora_path=body[1])
@@ -523,3 +528,21 @@ def test_limits(client: openai.OpenAI, served: Served, monkeypatch: pytest.Monke
     with pytest.raises(openai.APIError, match="longer than 0.001 s"):
         list(plain(client, [65], max_tokens=100, stream=True))
     assert math.isfinite(served.metrics.request_s.total)
+
+
+def test_refusals_name_options_of_serve(tokenizer: Tokenizer, served: Served, adapter: Path) -> None:
+    """No field of a configuration, which whoever serves does not write."""
+    model = without_padding(tiny_model(num_layers=1, windows=(None,), max_positions=LENGTH), tokenizer)
+    sizes: dict[str, Any] = {"slots": 4, "max_length": LENGTH, "decode_steps": 5, "tool_format": "hermes"}
+    limits = Limits(queue=1, timeout_s=1.0)
+    with pytest.raises(ConfigError, match=r"^serve: --cache-tokens: a cache of .* of --max-length 512; it needs \d+$"):
+        Served.of(model, tokenizer, name=MODEL, cache_tokens=64, limits=limits, **sizes)
+    narrow = make(tokenizer, adapters=AdapterSlots(count=1, rank=1))
+    with pytest.raises(ConfigError, match=r"--adapter x=.* has rank 2 at .*, above --adapter-rank 1"):
+        narrow.add_adapter("x", str(adapter))
+    bare = replace(tokenizer, hf=copy.copy(tokenizer.hf))
+    bare.hf.chat_template = None
+    ask = chat_ask(Body({"model": MODEL, "messages": [{"role": "user", "content": "a"}]}))
+    plain = Served(served.engine, bare, MODEL, served.vocab_size, "hermes", limits)
+    with pytest.raises(Refused, match="has no chat template; start the server with --chat-template"):
+        asyncio.run(plain.chat(ask))

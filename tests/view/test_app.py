@@ -60,7 +60,7 @@ def test_only_the_token_on_loopback_is_answered(address: str) -> None:
     for path in ("api/runs", "", "app.js"):
         assert httpx.get(address + path).status_code == 200
         assert httpx.get(f"{root}other/{path}").status_code == 404
-        assert httpx.get(address + path, headers={"Host": "example.org"}).status_code == 404
+        assert httpx.get(address + path, headers={"Host": "example.org"}).status_code == 403
     assert httpx.get(f"{address}%2e%2e/app.py").status_code == 404
     assert httpx.post(f"{address}api/rollouts").status_code == 404
 

@@ -74,7 +74,8 @@ async function update() {
 
 async function change(name, body) {
   try {
-    const response = await fetch(`api/${name}`, { method: "POST", body: body && JSON.stringify(body) });
+    const headers = { "Content-Type": "application/json" };
+    const response = await fetch(`api/${name}`, { method: "POST", headers, body: body && JSON.stringify(body) });
     if (!response.ok) throw new Error((await response.json()).error);
   } catch (error) {
     await update();
