@@ -14,6 +14,8 @@ from posttrain.serve.body import Refused
 
 MAX_BODY = 64 << 20
 """Maximum bytes of a request."""
+MAX_DROPPED = 4 * MAX_BODY
+"""Maximum bytes that are read of a request after it is refused."""
 PREFLIGHT_AGE_S = 600
 """Seconds for which a browser keeps the answer to a preflight request."""
 
@@ -95,6 +97,10 @@ class RequestGuard:
                 if scope["method"] == "OPTIONS":
                     return await self._answer_preflight(headers, send_with_cors)
             self._check_body(scope, headers)
+        except Refused as refused:
+            await _drop_body(receive)
+            return await self._refuse(refused, send_with_cors)
+        try:
             await self._app(scope, _limited(receive), send_with_cors)
         except Refused as refused:
             if begun:
@@ -161,8 +167,7 @@ class RequestGuard:
 
     async def _refuse(self, refused: Refused, send: Any) -> None:
         body = json.dumps(self._form(refused), ensure_ascii=False).encode()
-        # What is left of a body is not read: the connection ends.
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
         encoded = [
             (name.lower().encode(), value.encode("latin-1")) for name, value in {**headers, **self._headers}.items()
         ]
@@ -187,10 +192,22 @@ def _limited(receive: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[An
         message = await receive()
         count += len(message.get("body", b""))
         if count > MAX_BODY:
+            if message.get("more_body"):
+                await _drop_body(receive)
             raise _too_large()
         return message
 
     return counted
+
+
+async def _drop_body(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Read what is left of a body, up to `MAX_DROPPED`, and keep nothing: clients read no answer while they send."""
+    count = 0
+    while count < MAX_DROPPED:
+        message = await receive()
+        count += len(message.get("body", b""))
+        if not message.get("more_body"):
+            return
 
 
 def _too_large() -> Refused:

@@ -136,11 +136,9 @@ def host_log(output: Path) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # A signal is no fault: all processes stop after the same step, and say where the run goes on.
-            if isinstance(error, KeyboardInterrupt | processes.SameEverywhere):
-                log.line(str(error))
-            else:
-                log.line("".join(traceback.format_exception(error)))
+            # A signal is no fault, and has no traceback: after it all processes stop at the same step.
+            is_signal = isinstance(error, KeyboardInterrupt | processes.SameEverywhere)
+            log.line(str(error) if is_signal else "".join(traceback.format_exception(error)))
             log.line(f"ended by {type(error).__name__}")
             raise
         log.line("ended")

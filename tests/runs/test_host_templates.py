@@ -169,6 +169,17 @@ def test_manifests() -> None:
     assert pod["containers"][0]["resources"]["limits"]["google.com/tpu"] * job["parallelism"] == chips
 
 
+def test_templates_start_again_what_would_resume() -> None:
+    """The same exit codes in both, those of the page that come from outside of the run and are no wish of a person."""
+    page = (FOLDER / "hosts.md").read_text()
+    resuming = {int(code) for code in re.findall(r"^\| (\d+) \|.*\| resumes \|$", page, re.M)} - {130}
+    job = manifest("jobset.yaml")["spec"]["replicatedJobs"][0]["template"]["spec"]
+    rule = job["podFailurePolicy"]["rules"][0]["onExitCodes"]
+    assert rule["operator"] == "In" and set(rule["values"]) == resuming == {75, 137, 143}
+    (codes,) = re.findall(r"in ([\d| ]+)\) scontrol requeue", (FOLDER / "slurm.sh").read_text())
+    assert set(map(int, codes.split(" | "))) == resuming
+
+
 def test_slurm_sets_what_jax_reads() -> None:
     """The variables of a step, which only `srun` sets."""
     names = ("_JOBID_PARAM", "_NODE_LIST", "_PROCESS_COUNT", "_PROCESS_ID", "_LOCAL_PROCESS_ID")

@@ -154,6 +154,9 @@ def test_stopped_and_resumed_as_one_process(tmp_path: Path, one_process: Path, w
     assert launcher.returncode == 143, told
     assert re.search(r"^stopped after step \d of 6; run the same command again to resume", told, re.M), told
     assert "Traceback" not in told and "FATAL" not in told
+    for index in range(2):
+        log = (output / f"hosts/{index}.log").read_text()
+        assert "Traceback" not in log and log.endswith(" ended by Interrupted\n")
     check_finished(file, one_process)
 
 

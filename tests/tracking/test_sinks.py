@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from posttrain.runtime import processes
 from posttrain.tracking.console import host_log
 from posttrain.tracking.history import JsonlSink
 from posttrain.tracking.sinks import Sinks, TensorBoardSink, open_sinks
+from posttrain.train.loop import Interrupted
 
 pytestmark = pytest.mark.fast
 
@@ -272,4 +274,9 @@ def test_each_of_several_processes_has_its_own_metrics_and_log(tmp_path, monkeyp
         fail()
     log = (tmp_path / "hosts/1.log").read_text()
     assert "begun: process 1 of 2" in log and " to the user\n" in log and "ValueError: why\n" in log
-    assert log.endswith("ended by ValueError\n") and capsys.readouterr().err == "to the user\n"
+    assert log.endswith("ended by ValueError\n") and "Traceback" in log and capsys.readouterr().err == "to the user\n"
+    with pytest.raises(Interrupted), host_log(tmp_path):
+        raise Interrupted("stopped after step 3", signal.SIGTERM)
+    stopped = (tmp_path / "hosts/1.log").read_text().removeprefix(log)
+    assert "Traceback" not in stopped and " stopped after step 3\n" in stopped
+    assert stopped.endswith("ended by Interrupted\n")

@@ -99,7 +99,8 @@ def get(address: str, name: str) -> Any:
 
 def post(address: str, name: str, body: bytes = b"") -> tuple[int, Any]:
     try:
-        request = urllib.request.Request(f"{address}api/{name}", data=body, method="POST")
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{address}api/{name}", data=body, headers=kind, method="POST")
         with urllib.request.urlopen(request) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
