@@ -16,68 +16,61 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch, model_inputs
 from posttrain.data.pair_examples import ComparisonBatches, NumberedRows, PairExample, PairExamples, all_rows
-from posttrain.data.pipeline import fingerprint, token_fingerprint
-from posttrain.errors import ConfigError
+from posttrain.data.pipeline import fingerprint
 from posttrain.runtime import processes
 from posttrain.runtime.files import cache_folder, digest
 from posttrain.tracking.console import console, progress_bar
 from posttrain.train.trainer import Trainer
 
-VERSION = 2
+VERSION = 3
 """Version of the file format; part of the key."""
 
 SHARD_BATCHES = 32
 """Batches per shard, the most that a killed run computes again."""
 
-ALL = "all"
-"""File that marks a folder in which every unit is scored."""
+NOT_READ = ("unit", "source", "patches", "margins", "ref_logps")
+"""Arrays of a unit that do not decide its log-probabilities: numbers of its rows, and patches, of which `files` has the
+digests of the pictures."""
 
 
 class _Scored(NamedTuple):
     """Log-probabilities of one unit."""
 
-    number: int
-    text: np.uint64
-    """Hash of its tokens, their weights, and the sizes of its pictures' files."""
+    key: bytes
+    """Digest of all that the model reads of it, see `unit_key`."""
     logps: Float[np.ndarray, " N"]
 
 
 class _CachedRow(NamedTuple):
-    text: np.uint64
     values: np.ndarray
     start: int
     stop: int
 
 
 class CachedLogps:
-    """Log-probabilities of the weighted tokens of units, read from disk on access."""
+    """Log-probabilities of the weighted tokens of units by their content, read from disk on access."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._places: dict[int, _CachedRow] = {}
+        self._places: dict[bytes, _CachedRow] = {}
         for shard in sorted(folder.glob("shard-*")):
             self.add(shard)
 
     def add(self, shard: Path) -> None:
         values = np.load(shard / "values.npy", mmap_mode="r")
         with np.load(shard / "index.npz") as index:
-            numbers, texts, ends = (index[name] for name in ("numbers", "texts", "ends"))
-        for number, text, start, stop in zip(numbers, texts, [0, *ends[:-1]], ends, strict=True):
-            self._places[int(number)] = _CachedRow(text, values, int(start), int(stop))
+            keys, ends = (index[name] for name in ("keys", "ends"))
+        for key, start, stop in zip(keys, [0, *ends[:-1]], ends, strict=True):
+            self._places[key.tobytes()] = _CachedRow(values, int(start), int(stop))
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._places
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
 
     def __call__(self, index: int, unit: PairExample) -> Float[np.ndarray, " N"]:
-        """NaN for a unit that was not scored. ConfigError where the unit was another text."""
-        place = self._places.get(index)
+        """NaN for a unit that was not scored."""
+        place = self._places.get(unit_key(unit))
         if place is None:
             return np.full(int((unit["loss_weight"] > 0).sum()), np.nan, np.float32)
-        if place.text != _text(unit):
-            raise ConfigError(
-                f"the reference's log-probabilities in {self.folder} are of another text or picture: the dataset has "
-                "changed since; delete the folder"
-            )
         return np.asarray(place.values[place.start : place.stop])
 
 
@@ -86,8 +79,8 @@ def with_reference(
 ) -> PairExamples:
     """Training units with log-probabilities of `trainer`'s current model, for the units that `num_steps` will read.
 
-    `stage`: folder of the stage. The cache key is a hash of `model` (see `model_key`) and of the dataset; the text of
-    each unit is compared as well.
+    `stage`: folder of the stage. The cache's folder is named by a hash of `model` (see `model_key`), and a unit in it
+    by its content: units that another dataset or an earlier state of this one had are not scored again.
     """
     stream = ComparisonBatches(units, seed=seed)
     seen = f"seen-{_digest([stream.state()['identity'], num_steps])}"
@@ -97,7 +90,14 @@ def with_reference(
 
 def with_reference_of_all(units: PairExamples, trainer: Trainer, model: Mapping[str, str], stage: Path) -> PairExamples:
     """Evaluation units with log-probabilities of `trainer`'s current model. `stage`: folder of the stage."""
-    return _with(units, trainer, _folder(units, model, stage), all_rows(units), len(units), ALL)
+    section = units.section
+    data: dict[str, Any] = {
+        "dataset": fingerprint(units.dataset, units.rows),
+        **({"pictures": units.pictures.fingerprint} if units.renderer.tokenizer.has_images else {}),
+        "rows": [repr(units.dataset), units.kind, units.weigh_prompts, units.share_prompts],
+        "fit": [section.row_tokens, section.overlong, section.packing, section.batch_rows],
+    }
+    return _with(units, trainer, _folder(units, model, stage), all_rows(units), None, f"all-{_digest(data)}")
 
 
 def check_scored(batch: Batch) -> Batch:
@@ -111,31 +111,29 @@ def check_scored(batch: Batch) -> Batch:
 
 
 def _folder(units: PairExamples, model: Mapping[str, str], stage: Path) -> Path:
-    section = units.section
-    data = {
-        "dataset": fingerprint(units.dataset, units.rows),
-        "tokens": token_fingerprint(units.rows, units.as_sequences),
-        **({"pictures": units.pictures.fingerprint} if units.renderer.tokenizer.has_images else {}),
-        "rows": [units.kind, units.weigh_prompts, units.share_prompts, section.row_tokens, section.overlong],
-    }
+    tokenizer = units.renderer.tokenizer
+    # What the model sees of a picture depends on how it is resized and scaled; the family's functions are code.
+    policy = [tokenizer.images.model_type, repr(tokenizer.images.settings)] if tokenizer.has_images else []
     # Several hosts may have caches of their own, of which one lacks what another has.
     cache = cache_folder("reference") if processes.count() == 1 else stage / "reference"
-    return cache / _digest([VERSION, dict(model), data])
+    return cache / _digest([VERSION, dict(model), policy])
 
 
 def _with(
-    units: PairExamples, trainer: Trainer, folder: Path, batches: Iterable[NumberedRows], total: int, seen: str
+    units: PairExamples, trainer: Trainer, folder: Path, batches: Iterable[NumberedRows], total: int | None, seen: str
 ) -> PairExamples:
+    """Units with what is known of them, of which those in `batches` are scored unless the file `seen` says that they
+    were. `total`: rows of all batches; None: one pass over the units."""
     if processes.writes():
         folder.mkdir(parents=True, exist_ok=True)
     processes.wait_for_all(str(folder))
     known = CachedLogps(folder)
-    if processes.agreed(lambda: (folder / ALL).exists() or (folder / seen).exists()):
+    if processes.agreed(lambda: (folder / seen).exists()):
         console().print(f"reference log-probabilities: read from {folder}", markup=False, soft_wrap=True)
     else:
-        with progress_bar(f"reference log-probabilities of {units.rows.name}", total) as advance:
+        with progress_bar(f"reference log-probabilities of {units.rows.name}", total or len(units)) as advance:
             for count in _score(units, trainer, known, batches):
-                advance(count if seen == ALL else units.section.batch_rows)
+                advance(count if total is None else units.section.batch_rows)
         if processes.writes():
             (folder / seen).touch()
     return replace(units, ref_logps=known)
@@ -143,13 +141,15 @@ def _with(
 
 def _score(units: PairExamples, trainer: Trainer, known: CachedLogps, batches: Iterable[NumberedRows]) -> Iterator[int]:
     """Score the missing units, shard by shard; yields the number of units of each batch."""
-    found: dict[int, _Scored] = {}
+    found: dict[bytes, _Scored] = {}
+    keys: dict[int, bytes] = {}
     started, passed, missing = 0, 0, set(range(len(units)))
     for rows in batches:
         numbers = np.unique(rows.units[np.asarray(rows.batch.segments) > 0])
-        if any(int(n) not in known and int(n) not in found for n in numbers):
+        keys |= {int(n): unit_key(_unit(units, int(n))) for n in numbers if int(n) not in keys}
+        if any(keys[int(n)] not in known and keys[int(n)] not in found for n in numbers):
             logps = np.asarray(trainer.stats(model_inputs(rows.batch)).logps)
-            found |= {one.number: one for one in _scored(units, rows, logps) if one.number not in known}
+            found |= {one.key: one for one in _scored(keys, rows, logps) if one.key not in known}
             started += 1
         if started == SHARD_BATCHES:
             known.add(_write(known.folder, list(found.values())))
@@ -164,22 +164,30 @@ def _score(units: PairExamples, trainer: Trainer, known: CachedLogps, batches: I
         known.add(_write(known.folder, list(found.values())))
 
 
-def _scored(units: PairExamples, rows: NumberedRows, logps: Float[np.ndarray, "B T"]) -> Iterator[_Scored]:
+def _scored(keys: Mapping[int, bytes], rows: NumberedRows, logps: Float[np.ndarray, "B T"]) -> Iterator[_Scored]:
     weight, segments = (np.asarray(x) for x in (rows.batch.loss_weight, rows.batch.segments))
     for row, numbers in enumerate(rows.units):
         for number in np.unique(numbers[segments[row] > 0]):
             here = (numbers == number) & (segments[row] > 0)
             values = logps[row][here & (weight[row] > 0)]
-            unit = units(int(number))
-            assert unit is not None
-            yield _Scored(int(number), _text(unit), values)
+            yield _Scored(keys[int(number)], values)
 
 
-def _text(unit: PairExample) -> np.uint64:
-    hashed = hashlib.blake2b(unit["tokens"].astype(np.int32).tobytes(), digest_size=8)
-    hashed.update(unit["loss_weight"].astype(np.float32).tobytes())
-    hashed.update(unit["files"].astype(np.int64).tobytes() if "files" in unit else b"")
-    return np.frombuffer(hashed.digest(), np.uint64)[0]
+def _unit(units: PairExamples, number: int) -> PairExample:
+    unit = units(number)
+    assert unit is not None
+    return unit
+
+
+def unit_key(unit: PairExample) -> bytes:
+    """Digest of all that a unit's log-probabilities depend on beside the model: every array by name, type and content,
+    of its pictures the digests. 128 bits."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for name in sorted(unit.keys() - NOT_READ):
+        array = np.ascontiguousarray(unit[name])
+        hashed.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        hashed.update(array.tobytes())
+    return hashed.digest()
 
 
 def _digest(value: Any) -> str:
@@ -195,14 +203,13 @@ def _write_shard(folder: Path, scored: list[_Scored]) -> Path:
     """Write a shard atomically; another run may write the same one."""
     values = np.concatenate([one.logps for one in scored])
     index = {
-        "numbers": np.asarray([one.number for one in scored]),
-        "texts": np.asarray([one.text for one in scored], np.uint64),
+        "keys": np.frombuffer(b"".join(one.key for one in scored), np.uint8).reshape(len(scored), -1),
         "ends": np.cumsum([len(one.logps) for one in scored]),
     }
     name = digest(b"".join(x.tobytes() for x in (values, *index.values())))
     partial, shard = Path(tempfile.mkdtemp(dir=folder, prefix=".shard-")), folder / f"shard-{name}"
     np.save(partial / "values.npy", values)
-    np.savez(partial / "index.npz", numbers=index["numbers"], texts=index["texts"], ends=index["ends"])
+    np.savez(partial / "index.npz", keys=index["keys"], ends=index["ends"])
     try:
         partial.rename(shard)
     except OSError:

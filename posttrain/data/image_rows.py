@@ -20,12 +20,12 @@ from posttrain.batch import Batch, ImageFeatures
 from posttrain.config import OfflineSection, PairSection, SequenceSection, TrainSection
 from posttrain.data.images import Grid, ImagePolicy
 from posttrain.data.packing import RowMembers
-from posttrain.data.pictures import Picture
+from posttrain.data.pictures import Picture, PictureError
 from posttrain.data.prompt_images import DIGEST_BYTES, PromptImage, PromptImages
-from posttrain.data.sources import RowError, Rows, picked
+from posttrain.data.sources import RowError, Rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.runtime.files import digest
+from posttrain.tracking.console import progress
 
 Arrays = dict[str, np.ndarray]
 
@@ -196,21 +196,33 @@ class PictureSource(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the files of pictures in up to 64 rows."""
-        contents = []
-        for index in picked(len(self.rows)):
-            with self.rows.named(index) as row:
-                contents += [self._content(picture) for picture in self.pictures(row)]
-        return digest(" ".join(contents))
+        """Hash of the pictures of all rows; of one that is left out its name."""
+        contents = hashlib.sha256()
+        for index in progress(range(len(self.rows)), f"comparing the pictures of {self.rows.name}", len(self.rows)):
+            try:
+                with self.rows.named(index) as row:
+                    pictures = self.pictures(row)
+            except RowError as error:
+                if not self.drop or not isinstance(error.__cause__, PictureError):
+                    raise
+                contents.update(str(error).encode())
+                continue
+            for picture in pictures:
+                contents.update(f"{index} {self._content(picture)} ".encode())
+        return contents.hexdigest()[:16]
 
     def _content(self, picture: Picture) -> str:
-        """Digest of a picture's file; of one that is not there its name, if it is left out."""
         try:
-            return digest(picture.content())
-        except OSError:
+            return picture.digest
+        except OSError as error:
             if not self.drop:
-                raise
+                raise PictureError(f"{picture.name} cannot be read: {error.strerror or error}") from error
             return picture.name
+
+
+def picture_digests(pictures: Sequence[Picture]) -> Int[np.ndarray, " N"]:
+    """The first 64 bits of the digest of each picture."""
+    return np.asarray([int(picture.digest[:16], 16) for picture in pictures], np.uint64).view(np.int64)
 
 
 Key = tuple[int, ...]

@@ -14,7 +14,15 @@ from posttrain.batch import Batch
 from posttrain.config import DatasetSection, PairSection
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import prompt_messages, refuse_pictures, row_pictures
-from posttrain.data.image_rows import ImageRows, PictureSource, keys_of, most_patches, sharing_arrays, with_images
+from posttrain.data.image_rows import (
+    ImageRows,
+    PictureSource,
+    keys_of,
+    most_patches,
+    picture_digests,
+    sharing_arrays,
+    with_images,
+)
 from posttrain.data.images import Grid
 from posttrain.data.messages import Message, parts_of
 from posttrain.data.packing import PackedBatches, Window, common_prefix, image_start, to_batch
@@ -153,8 +161,8 @@ class PairExamples:
         shared, tokenizer = self._shared(fitted), self.renderer.tokenizer
         pieces = [(one, slice(shared, None)) for one in images]
         beside = sharing_arrays(tokenizer.images, [(images[0], slice(0, shared)), *pieces] if shared else pieces, grids)
-        files = [picture.num_bytes for picture in self.pictures.pictures(self.rows[row])]
-        kept = {"source": keys_of(beside["grids"], 0, row), "files": np.asarray(files[: len(beside["grids"])])}
+        files = picture_digests(self.pictures.pictures(self.rows[row]))
+        kept = {"source": keys_of(beside["grids"], 0, row), "files": files[: len(beside["grids"])]}
         return with_images(unit, beside | kept, self.section, tokenizer)
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import ConfigError
-from posttrain.runtime.files import digest
+from posttrain.runtime.files import content_digest, digest
 from posttrain.user_code import missing_path
 
 MAX_PIXELS = 64 * 2**20
@@ -54,9 +54,14 @@ class Picture:
         return str(self.source) if isinstance(self.source, Path) else digest(self.content())
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the file, or of the pixels of an open image."""
-        return self.source.stat().st_size if isinstance(self.source, Path) else len(self.content())
+    def digest(self) -> str:
+        """Digest of the whole file, or of the pixels of an open image. OSError without the file."""
+        if isinstance(self.source, Path):
+            return content_digest(self.source)
+        if isinstance(self.source, bytes):
+            return digest(self.source)
+        pixels = self.pixels()
+        return digest(f"{pixels.size} ".encode() + pixels.tobytes())
 
     @cached_property
     def size(self) -> tuple[int, int]:

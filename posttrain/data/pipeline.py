@@ -24,14 +24,14 @@ from posttrain.data.format import (
     tokenize_example,
     use_chat,
 )
-from posttrain.data.image_rows import ImageRows, PictureSource, image_arrays, keys_of, with_images
+from posttrain.data.image_rows import ImageRows, PictureSource, image_arrays, keys_of, picture_digests, with_images
 from posttrain.data.messages import pictures_in
 from posttrain.data.packing import Overlong, PackedBatches, Window, fit_to_row, sequence, to_batch
 from posttrain.data.pictures import Picture
 from posttrain.data.sources import Arrays, RowError, Rows, Sequences, load_rows, picked, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.runtime.files import digest, typed_text
+from posttrain.runtime.files import digest
 
 State = dict[str, Any]
 
@@ -171,7 +171,7 @@ class Prompts(Stream):
             "shuffle": section.shuffle,
         }
         if pictures:
-            contents = [digest(pictures[number].content()) for number in picked(len(pictures))]
+            contents = [picture.digest for picture in pictures]
             identity["pictures"] = f"{len(pictures):,}, {digest(' '.join(contents))}"
         numbers = order(len(kept), shuffle=section.shuffle, seed=seed)
         # Computing a number is cheaper than passing it between threads.
@@ -267,10 +267,9 @@ def _finished(rows: Mapping[str, np.ndarray], targets: RowTargets | None) -> Bat
 
 
 def fingerprint(section: DatasetSection, rows: Rows) -> str:
-    """Hash of a dataset: the last part of the source's name, the number of rows, and the content of up to 64 of
-    them."""
-    content = [Path(section.path).name, len(rows), *(rows[index] for index in picked(len(rows)))]
-    return _digest(typed_text(content))
+    """Identity of a dataset: the last part of the source's name, the number of rows, and a digest of all that they
+    hold."""
+    return f"{Path(section.path).name}, {len(rows):,} rows, {rows.content}"
 
 
 def token_fingerprint(rows: Rows, tokenize: Callable[[int], Sequences]) -> str:
@@ -387,7 +386,7 @@ def row_tokenizer(
         if isinstance(section, DistillSection) and section.cache is not None and _have_images(sequences):
             with rows.named(index) as row:
                 pictures = pictures_of(dataset, rows, renderer).pictures(row)
-                files["files"] = np.asarray([picture.num_bytes for picture in pictures])
+                files["files"] = picture_digests(pictures)
         return [
             one | files | {"source": keys_of(one["grids"], number, index)}
             if one is not None and "images" in one

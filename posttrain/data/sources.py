@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +32,7 @@ from posttrain.data.format import standard_row
 from posttrain.data.messages import Remarks
 from posttrain.data.pictures import PictureError
 from posttrain.errors import ConfigError
+from posttrain.runtime.files import content_digest, digest, typed_text
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.tracking.console import console, progress
 from posttrain.user_code import describe_error, import_object, is_object_spec, missing_path
@@ -39,7 +42,7 @@ T = TypeVar("T")
 CHECKED_ROWS = 20_000
 """Maximum number of rows per dataset that are read before a run starts."""
 FINGERPRINT_ROWS = 64
-"""Maximum number of rows per dataset whose content tells whether it is the same."""
+"""Maximum number of rows per dataset whose tokens tell whether they are made in the same way."""
 
 
 NAMED_ROWS = 3
@@ -59,6 +62,8 @@ class Rows:
     table: Table
     start: int
     stop: int
+    files: tuple[Path, ...] = ()
+    """Files that hold the whole table, in order; none of rows in memory."""
     remarks: Remarks = field(default_factory=Remarks, init=False, repr=False, compare=False)
     """Remarks about rows that were read."""
     bad_images: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -76,6 +81,19 @@ class Rows:
         if remark is not None:
             self.remarks.add("columns", remark)
         return row
+
+    @cached_property
+    def content(self) -> str:
+        """Digest of all that the rows hold: of whole files, or of each row in memory. Pictures that rows name by their
+        files are not in it."""
+        whole = hashlib.sha256(f"{self.start} {self.stop}".encode())
+        if self.files:
+            for file in self.files:
+                whole.update(content_digest(file).encode())
+            return whole.hexdigest()[:16]
+        for index in progress(range(self.start, self.stop), f"comparing the rows of {self.name}", len(self)):
+            whole.update(digest(typed_text(self.table[index])).encode())
+        return whole.hexdigest()[:16]
 
     @property
     def notes(self) -> list[str]:
@@ -134,31 +152,35 @@ def load_rows(section: DatasetSection) -> Rows:
 
     Raises `ConfigError` if the source does not exist or cannot be read, or if no rows remain.
     """
-    table = _open(section)
+    table, files = _open(section)
     if len(table) == 0:
         raise ConfigError(f"dataset.path={section.path}: the dataset is empty; it needs at least one row")
     if section.skip >= len(table):
         raise ConfigError(f"dataset.skip={section.skip} leaves none of the {len(table)} rows of {section.path}")
     stop = len(table) if section.limit is None else min(len(table), section.skip + section.limit)
-    return Rows(section.path, table, section.skip, stop)
+    return Rows(section.path, table, section.skip, stop, tuple(files))
 
 
-def _open(section: DatasetSection) -> Table:
+def _open(section: DatasetSection) -> tuple[Table, Sequence[Path]]:
+    """Table of a dataset, and the files that hold it."""
     path = section.path.found
     if is_object_spec(section.path):
         _refuse_split(section, "a function")
-        return _call(section)
+        return _call(section), ()
     if path is None:
         if file_kind(Path(section.path)) is not None or not is_hub_id(section.path):
             raise ConfigError(f"dataset.path: {missing_path(section.path.folder / Path(section.path).expanduser())}")
-        return _from_hub(section)
+        loaded = _from_hub(section)
+        return ArrowRows(loaded), _arrow_files(loaded)
     if path.is_dir() and not is_saved(path):
-        return read_files(folder_files(section, path).taken, path)
+        files = folder_files(section, path).taken
+        return read_files(files, path), files
     _refuse_args(section)
     if path.is_dir():
-        return _from_disk(section, path)
+        loaded = _from_disk(section, path)
+        return ArrowRows(loaded), _arrow_files(loaded)
     _refuse_split(section, "a single file")
-    return read_file(path)
+    return read_file(path), [path]
 
 
 def _refuse_args(section: DatasetSection) -> None:
@@ -177,7 +199,12 @@ def _refuse_split(section: DatasetSection, what: str) -> None:
         )
 
 
-def _from_disk(section: DatasetSection, folder: Path) -> Table:
+def _arrow_files(loaded: Any) -> list[Path]:
+    """Files of a dataset of the library; none if it holds its rows in memory."""
+    return [Path(file["filename"]) for file in loaded.cache_files]
+
+
+def _from_disk(section: DatasetSection, folder: Path) -> Any:
     import datasets
 
     try:
@@ -189,13 +216,13 @@ def _from_disk(section: DatasetSection, folder: Path) -> Table:
         ) from error
     if not isinstance(loaded, datasets.DatasetDict):
         _refuse_split(section, "a single saved dataset")
-        return ArrowRows(loaded)
+        return loaded
     if section.split not in loaded:
         raise no_split(section, map(str, loaded))
     return loaded[section.split]
 
 
-def _from_hub(section: DatasetSection) -> Table:
+def _from_hub(section: DatasetSection) -> Any:
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE
@@ -203,7 +230,7 @@ def _from_hub(section: DatasetSection) -> Table:
     # Offline mode answers from the library's cache at once instead of retrying for a minute.
     datasets.config.HF_HUB_OFFLINE = not reachable
     try:
-        return ArrowRows(datasets.load_dataset(str(section.path), split=section.split, **with_secrets(section.args)))
+        return datasets.load_dataset(str(section.path), split=section.split, **with_secrets(section.args))
     except (OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         hub = "on the hub" if reachable else "the hub cannot be reached"

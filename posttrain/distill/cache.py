@@ -244,7 +244,7 @@ def row_digests(rows: Iterable[Row]) -> np.ndarray:
 
 
 def row_digest(row: Row) -> np.uint64:
-    """Hash the tokens and loss masks of a row's sequences, and the sizes of their pictures' files; 0 for a row without
+    """Hash the tokens and loss masks of a row's sequences, and the digests of their pictures; 0 for a row without
     teacher targets."""
     hashed = hashlib.sha256()
     for sequence in row:

@@ -10,10 +10,11 @@ import re
 import secrets
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,8 @@ def digest(content: str | bytes, length: int = 16) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """Digest of a whole file, of which threads read sections."""
+    """Digest of a whole file, of which threads read sections: what its disk holds now. `content_digest` reads a file
+    once."""
     with file.open("rb") as source, ThreadPoolExecutor(8) as pool:
         size, number = os.fstat(source.fileno()).st_size, source.fileno()
 
@@ -162,6 +164,93 @@ def file_digest(file: Path) -> str:
             return found.digest()
 
         return digest(b"".join(pool.map(section, range(0, size, SECTION_BYTES))) + size.to_bytes(8))
+
+
+KEPT_BYTES = 1 << 16
+"""Size of a file from which on its digest is kept: a smaller one is read as fast as what was kept of it."""
+SETTLED_NS = 2 * 10**9
+"""Age of a file's last change from which on another change has another time, on any file system."""
+MAX_KEPT = 100_000
+"""Digests that are kept of those of twice as many files."""
+
+
+def content_digest(file: Path) -> str:
+    """Digest of a whole file, as `file_digest` makes it, which is kept while the file stays the same.
+
+    A file is known by its device, inode, size, and time of change of the inode in nanoseconds, which no program sets.
+    A file that was changed within the last two seconds is read again. OSError if the file cannot be read.
+    """
+    before, value = file.stat(), None
+    identity = f"{before.st_dev} {before.st_ino} {before.st_size} {before.st_ctime_ns}"
+    if before.st_size >= KEPT_BYTES:
+        value = _KEPT.get(identity)
+    if value is None:
+        value = file_digest(file)
+        settled = time.time_ns() - max(before.st_ctime_ns, before.st_mtime_ns) > SETTLED_NS
+        after = file.stat()
+        unchanged = (after.st_ino, after.st_size, after.st_ctime_ns) == (
+            before.st_ino,
+            before.st_size,
+            before.st_ctime_ns,
+        )
+        if before.st_size >= KEPT_BYTES and settled and unchanged:
+            _KEPT.put(identity, value)
+    return value
+
+
+class _KeptDigests:
+    """Digests of files by their identity, in memory and in lines of a file below the user's cache.
+
+    Processes append to that file at the same time: a line ends with a digest of itself, and one that is not whole does
+    not count. Without a folder that can be written, digests are kept in memory only.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._file: Path | None = None
+        self._digests: dict[str, str] = {}
+
+    def get(self, identity: str) -> str | None:
+        with self._lock:
+            self._open()
+            return self._digests.get(identity)
+
+    def put(self, identity: str, value: str) -> None:
+        with self._lock:
+            self._open()
+            self._digests[identity] = value
+            with suppress(OSError):
+                if self._file is not None:
+                    self._file.parent.mkdir(parents=True, exist_ok=True)
+                    number = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+                    try:
+                        os.write(number, _kept_line(identity, value).encode())  # one call: lines do not mix
+                    finally:
+                        os.close(number)
+
+    def _open(self) -> None:
+        """Read the file, if this process has not, or if the folder of caches is another one now."""
+        file = None
+        with suppress(ConfigError, RuntimeError):  # a URL, or no home
+            file = cache_folder("digests") / "files.txt"
+        if file is None or file == self._file:
+            return
+        self._file, self._digests = file, {}
+        with suppress(OSError):
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+                identity, _, value = line.rpartition(" ")[0].rpartition(" ")
+                if line == _kept_line(identity, value):
+                    self._digests[identity] = value
+            if len(self._digests) > 2 * MAX_KEPT:
+                self._digests = dict(list(self._digests.items())[-MAX_KEPT:])
+                write_whole(file, "".join(_kept_line(*one) for one in self._digests.items()))
+
+
+def _kept_line(identity: str, value: str) -> str:
+    return f"{identity} {value} {digest(f'{identity} {value}', 8)}\n"
+
+
+_KEPT = _KeptDigests()
 
 
 def typed_text(value: Any) -> str:

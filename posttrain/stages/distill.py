@@ -53,6 +53,7 @@ from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.sampler import Sampler, Source, collect
 from posttrain.rl.teachers import distances, merged_distances, refuse_blind, shares_of
 from posttrain.runtime.event_loop import run_async
+from posttrain.runtime.files import digest
 from posttrain.stages.cluster import engine_metrics, forget_prompts, make_engine, sampler_gate, warm_up
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import EpochSource, Prepared
@@ -272,7 +273,7 @@ def cache_folders(
         if aligner is not None:
             identity["aligned"] = token_fingerprint(rows, _read_by(section, aligner, number, (dataset, rows, renderer)))
         # A file may be read through several templates.
-        folder = Path(section.cache) / source.title / f"{data}-{tokens}"
+        folder = Path(section.cache) / source.title / f"{digest(data)}-{tokens}"
         folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
     return folders
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,15 +21,11 @@ from posttrain.data.tokenizer_files import (
 from posttrain.errors import ConfigError, placed
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
-from posttrain.runtime.files import typed_text
+from posttrain.runtime.files import content_digest, typed_text
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.user_code import is_object_spec
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.upscale import upscaled_config
-
-SAMPLED_BLOCKS = 256
-BLOCK_BYTES = 4096
-"""Bytes per sampled block of a weights file's digest, evenly spread: different weights differ nearly everywhere."""
 
 RANDOM_WEIGHTS = "model.init"
 """Origin name of a model with random initial weights."""
@@ -276,30 +271,15 @@ def origin_of_folder(name: str, folder: Path, upscale: Upscale | None = None) ->
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     files = [folder / "config.json", *sorted(weights)]
     grown = {} if upscale is None else {"model.upscale": str(upscale)}
-    return Origin(name=name, parts={**{file.name: _digest(file) for file in files}, **grown})
+    return Origin(name=name, parts={**{file.name: content_digest(file) for file in files}, **grown})
 
 
 def origin_of_adapter(folder: Path) -> dict[str, str]:
     """Digests of an adapter's files."""
-    return {file.name: _digest(file) for file in sorted(folder.glob("adapter_*")) if file.is_file()}
+    return {file.name: content_digest(file) for file in sorted(folder.glob("adapter_*")) if file.is_file()}
 
 
 def origin_of_init(fields: Mapping[str, Any], seed: int) -> Origin:
     """Origin of random weights: config fields and seed."""
     parts = {name: typed_text(value) for name, value in fields.items()}
     return Origin(name=RANDOM_WEIGHTS, parts={**parts, "seed": str(seed)})
-
-
-def _digest(file: Path) -> str:
-    """Digest of a whole file; for large weights of their size, header and sampled blocks."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as source:
-        if file.suffix == ".json" or size <= SAMPLED_BLOCKS * BLOCK_BYTES:
-            digest.update(source.read())
-        else:
-            digest.update(source.read(int.from_bytes(source.read(8), "little")))
-            for block in range(SAMPLED_BLOCKS):
-                source.seek((size - BLOCK_BYTES) * block // (SAMPLED_BLOCKS - 1))
-                digest.update(source.read(BLOCK_BYTES))
-    return digest.hexdigest()[:16]

@@ -156,6 +156,34 @@ def test_resuming_with_other_data_or_layout_is_an_error(folder: Path) -> None:
         stream(folder).restore(state)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "memory"])
+def test_each_row_of_a_dataset_is_compared(tmp_path: Path, kind: str) -> None:
+    """One row of 200 differs, of the same length, which no sample of rows need hold."""
+    import datasets
+
+    def state(number: int, restored: Any = None) -> Any:
+        rows = [{"text": f"row {i} of {number if i == 1 else 0}"} for i in range(200)]
+        path = tmp_path / f"{number}" / "rows" if kind == "saved" else tmp_path / f"{number}" / f"rows.{kind}"
+        path.parent.mkdir(exist_ok=True)
+        if kind == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        elif kind == "saved":
+            datasets.Dataset.from_list(rows).save_to_disk(str(path))
+        elif kind == "parquet":
+            datasets.Dataset.from_list(rows).to_parquet(str(path))
+        sizes: dict[str, Any] = {"batch_rows": 2, "row_tokens": 32, "seed": 0}
+        made = make_batches(rows if kind == "memory" else path, load_tokenizer("bytes"), **sizes)
+        assert isinstance(made, SFTBatches)
+        if restored is not None:
+            made.restore(restored)
+        return made.state()
+
+    first = state(0)
+    assert state(0, first) == first
+    with pytest.raises(ConfigError, match="cannot resume: dataset was 'rows.*, 200 rows, .* restore it"):
+        state(1, first)
+
+
 def test_errors_name_the_row(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows\.jsonl row 4: it has 9 tokens, more than row_tokens=8"):
         stream(folder, row_tokens=8)

@@ -75,9 +75,9 @@ def test_cached_and_live_reference_are_the_same(tmp_path: Path, own_cache: Path)
     held_out = {"path": "pairs.jsonl", "chat": False, "limit": 5}
     cached = losses(tmp_path / "a", eval_dataset=held_out)
     assert abs(cached[0] - np.log(2)) < 1e-5 and cached[-1] < cached[0] - 1e-3
-    assert len(list(own_cache.iterdir())) == 2
+    assert len(list(own_cache.iterdir())) == 1, "one model"
     np.testing.assert_allclose(losses(tmp_path / "b", reference="live"), cached, rtol=1e-5)
-    assert len(list(own_cache.iterdir())) == 2
+    assert len(list(own_cache.iterdir())) == 1, "one model"
     check_data_wait(tmp_path / "a" / "out")
     told = lines(tmp_path / "a" / "out")
     result = json.loads((tmp_path / "a" / "out" / "0-preference" / "result.json").read_text())
@@ -271,9 +271,9 @@ def test_a_reward_model_writes_nothing(tmp_path: Path) -> None:
     assert "a reward_model stage must be the last" in posttrain("check", file).error
 
 
-def scored_units(folder: Path) -> list[int]:
-    """Numbers of the units in the shards of a cache, as often as they stand there."""
-    return sorted(int(n) for file in folder.glob("*/shard-*/index.npz") for n in np.load(file)["numbers"])
+def scored_units(folder: Path) -> list[bytes]:
+    """Keys of the units in the shards of a cache, as often as they stand there."""
+    return sorted(key.tobytes() for file in folder.glob("*/shard-*/index.npz") for key in np.load(file)["keys"])
 
 
 def test_only_what_a_run_sees_is_scored_and_in_shards(
@@ -320,22 +320,43 @@ def test_only_what_a_run_sees_is_scored_and_in_shards(
     assert "log-probabilities: read from" in capsys.readouterr().out
     monkeypatch.setattr(trainer, "stats", scored)
     referenced(99)
-    assert scored_units(cache) == list(range(12))
+    every = [unit for unit in map(made.units, range(12)) if unit is not None]
+    assert scored_units(cache) == sorted(map(reference_cache.unit_key, every)) and len(every) == 12
     for name in ("a", "b"):
         with_reference(made.units, trainer, {"model": name}, tmp_path, seed=3, num_steps=1)
     assert len(list(cache.iterdir())) == 2
 
 
-def test_another_text_is_not_taken_for_the_known_one(tmp_path: Path) -> None:
+def test_another_unit_is_not_taken_for_the_known_one(tmp_path: Path) -> None:
+    """Tokens, masks, places and pictures each make another key; the number of a unit does not."""
     made = inputs_of(tmp_path)
     unit = made.units(0)
     assert unit is not None
     (tmp_path / "cache").mkdir()
-    scored = reference_cache._Scored(0, np.uint64(1), np.zeros(3, np.float32))
+    values = np.zeros(int((unit["loss_weight"] > 0).sum()), np.float32)
+    scored = reference_cache._Scored(reference_cache.unit_key(unit), values)
     known = reference_cache.CachedLogps(reference_cache._write(tmp_path / "cache", [scored]).parent)
-    with pytest.raises(ConfigError, match="are of another text or picture: the dataset has changed"):
-        known(0, unit)
-    assert np.isnan(known(1, unit)).all()
+    np.testing.assert_array_equal(known(7, {**unit, "unit": unit["unit"] + 7}), values)
+    for name in ("tokens", "loss_weight", "positions", "part", "parent"):
+        assert np.isnan(known(0, {**unit, name: unit[name] + 1})).all(), name
+    assert np.isnan(known(0, {**unit, "files": np.asarray([1])})).all()
+
+
+def test_a_corrected_row_alone_is_scored_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a new run on the corrected data: it is not refused, and begins at log 2."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache = tmp_path / "cache" / "posttrain" / "reference"
+    rows = [{"prompt": f"Q{i}: ", "chosen": f"hi {i}", "rejected": "no"} for i in range(80)]
+    stage = preference_stage(num_steps=20, batch_rows=8, row_tokens=64, dataset={"path": "many.jsonl", "chat": False})
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        file = write_pairs(folder, stage)
+        (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        done = posttrain("run", file)
+        assert done.code == 0, done.err
+        assert abs(lines(folder / "out")[0]["loss"] - np.log(2)) < 1e-5
+        rows[1] = {**rows[1], "chosen": "hello"}
+    assert len(scored_units(cache)) == 81 == len(set(scored_units(cache)))
 
 
 @pytest.mark.thorough
