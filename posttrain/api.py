@@ -351,6 +351,9 @@ def evaluate(
             raise ConfigError(f"evaluate: give {what}; only a run of a stage with rewards and eval_dataset has its own")
         written = {key: getattr(before, key) for key in before.model_fields_set}
         stage["eval_sampling"] = written | sampling
+        # The rewards read texts of one form, that of the samples which are evaluated.
+        texts = {"skip_special_tokens"} & stage["eval_sampling"].keys()
+        stage["sampling"] = {name: stage["eval_sampling"][name] for name in texts}
         stage["row_tokens"] = 2 * max(512, stage["eval_sampling"].get("max_tokens") or 0)
         described = RL("evaluated", data, output=folder, seed=seed, **stage, **templates)
         for file, text in described._files.items():

@@ -114,5 +114,5 @@ class OnlinePreferenceSection(OnlineSection):
                 f"sampling.max_tokens={self.sampling.max_tokens} must be less than half of row_tokens="
                 f"{self.row_tokens}: a row holds two completions, each behind its prompt"
             )
-        check_sampling(self.sampling, self.row_tokens, self.rollout, self.eval_sampling)
+        check_sampling(self.sampling, self.row_tokens, self.rollout, self.held_out_sampling)
         check_drafter_stays(self.rollout)

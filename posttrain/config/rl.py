@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,6 +24,7 @@ from posttrain.config.rollout import (
     SamplingSection,
     answer_tokens,
     check_sampling,
+    with_evaluation,
     with_lengths,
 )
 from posttrain.config.teacher import TeacherSection, check_teachers
@@ -148,8 +150,8 @@ class OnlineSection(TrainSection):
     sampling: SamplingSection = SamplingSection()
     """Sampling of completions in training."""
     eval_sampling: SamplingSection | None = None
-    """Sampling in evaluations; by default greedy with the other settings of `sampling`, with teachers `sampling`
-    itself."""
+    """Sampling in evaluations, as changes of its default: greedy (temperature 0, no truncation) with the other settings
+    of `sampling`, with teachers `sampling` itself. What it does not set stays as in the default."""
     evaluate: EvaluateSection | None = None
     """Evaluation with several samples per held-out prompt, on several datasets; needs `eval_dataset`."""
     rollout: RolloutSection = RolloutSection()
@@ -183,10 +185,8 @@ class OnlineSection(TrainSection):
 
     def default_lengths(self, max_positions: int) -> dict[str, Any]:
         sampling = self.sampling.at_most(answer_tokens(max_positions, self.prompts_in_row))
-        fields = super().default_lengths(max_positions) | {"sampling": sampling}
-        if self.eval_sampling is not None:
-            fields["eval_sampling"] = self.eval_sampling.at_most(sampling.max_tokens)
-        return fields
+        evaluation = self.held_out_sampling.at_most(sampling.max_tokens)
+        return super().default_lengths(max_positions) | {"sampling": sampling, "eval_sampling": evaluation}
 
     @property
     def kept_images_mib(self) -> int:
@@ -208,9 +208,9 @@ class OnlineSection(TrainSection):
 
     @property
     def held_out_sampling(self) -> SamplingSection:
-        """Sampling of evaluations, with the default resolved."""
-        greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        return self.eval_sampling or self.sampling.model_copy(update=greedy)
+        """Sampling of evaluations: `eval_sampling`, which validation completes."""
+        assert self.eval_sampling is not None
+        return self.eval_sampling
 
     @property
     def samples_in_flight(self) -> int:
@@ -231,7 +231,10 @@ class OnlineSection(TrainSection):
     @classmethod
     def _default_lengths(cls, data: Any, build: Any) -> Any:
         row = cls.model_fields["row_tokens"].default
-        return with_lengths(data, build, default_row=row, prompts_in_row=cls.prompts_in_row, fills_row=True)
+        # The KL from teachers is measured on the training distribution.
+        greedy = not (isinstance(data, Mapping) and data.get("teachers"))
+        evaluated = partial(with_evaluation, build=build, greedy=greedy)
+        return with_lengths(data, evaluated, default_row=row, prompts_in_row=cls.prompts_in_row, fills_row=True)
 
     def _mistakes(self) -> Iterator[str]:
         check_evaluation(self.evaluate, self.eval_dataset, self.scored, self.held_out_sampling.temperature)
@@ -285,10 +288,6 @@ class RLSection(OnlineSection):
     """Dynamic sampling: replace groups without a training signal until `prompts_per_step` are useful."""
     curriculum: CurriculumSection | None = None
     """Draw prompts by their pass rates so far; by default in the order of the dataset, epoch after epoch."""
-
-    @property
-    def held_out_sampling(self) -> SamplingSection:
-        return self.sampling if self.teachers and self.eval_sampling is None else super().held_out_sampling
 
     @property
     def samples_off_policy(self) -> bool:
@@ -360,8 +359,8 @@ class RLSection(OnlineSection):
             yield f"group_size={self.group_size}: rewards are compared within a group; use 2 or more"
         if not self.teachers and (self.teacher_column is not None or self.teacher_coef != 1.0):
             yield "teacher_column and teacher_coef need teachers"
-        other = self.eval_sampling
-        if self.teachers and other is not None and other.temperature != self.sampling.temperature:
+        other = self.held_out_sampling
+        if self.teachers and other.temperature != self.sampling.temperature:
             yield (
                 f"eval_sampling.temperature={other.temperature} must be that of sampling, {self.sampling.temperature}: "
                 "the KL from the teachers is measured on the training distribution"
@@ -427,7 +426,7 @@ class RLSection(OnlineSection):
             )
 
     def _fits(self) -> Iterator[str]:
-        check_sampling(self.sampling, self.row_tokens, self.rollout, self.eval_sampling)
+        check_sampling(self.sampling, self.row_tokens, self.rollout, self.held_out_sampling)
         check_selection(self.refill, self.curriculum, rewards=self.scored, shuffle=self.dataset.shuffle)
         if self.asynchronous is not None:
             check_async(

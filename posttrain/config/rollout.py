@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeGuard, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from posttrain.config.base import (
     Arguments,
@@ -196,7 +196,7 @@ class SamplingSection(Section):
 
     max_tokens: PositiveInt = MAX_NEW_TOKENS
     """Maximum number of tokens of a completion, including end-of-sequence; by default 512, or half of the row's space
-    for a prompt and its completion if that is less. The same default in `eval_sampling`."""
+    for a prompt and its completion if that is less."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_k: NonNegativeInt = 0
     """Sample from the k most probable tokens. 0: off."""
@@ -285,19 +285,47 @@ def with_lengths(data: Any, build: Callable[[Any], S], *, default_row: int, prom
     if "max_tokens" not in sampling:
         row = data.get("row_tokens", default_row)
         filled["sampling"]["max_tokens"] = answer_tokens(row if _is_length(row) else default_row, prompts_in_row)
-    other = data.get("eval_sampling")
-    evaluates = isinstance(other, Mapping) and "max_tokens" not in other
-    if evaluates:
-        filled["eval_sampling"] = {**other, "max_tokens": filled["sampling"]["max_tokens"]}
     made = build(filled)
     if "sampling" not in data:
         made.model_fields_set.discard("sampling")
     if row_is_default:
         made.model_fields_set.discard("row_tokens")
-    for name, is_default in (("sampling", "max_tokens" not in sampling), ("eval_sampling", evaluates)):
-        if is_default:
-            getattr(made, name).model_fields_set.discard("max_tokens")
+    if "max_tokens" not in sampling:
+        made.sampling.model_fields_set.discard("max_tokens")
     return made
+
+
+def with_evaluation(data: Any, build: Callable[[Any], S], *, greedy: bool) -> S:
+    """Build a stage whose `eval_sampling` is complete: the fields that are given, over those of `sampling`, which are
+    greedy by default where evaluations are. What a mistaken section has is left to the validation of its fields."""
+    if not isinstance(data, Mapping):
+        return build(data)
+    sampling, patch = (_given(data.get(name)) for name in ("sampling", "eval_sampling"))
+    try:
+        default = SamplingSection.model_validate(sampling)
+    except ValidationError:
+        return build(data)
+    if not isinstance(patch, Mapping):
+        return build(data)
+    # Nested sections are values here: a grammar is one of its kinds, a bias a whole table.
+    whole = {name: getattr(default, name) for name in SamplingSection.model_fields}
+    made = build({**data, "eval_sampling": {**whole, **(GREEDY if greedy else {}), **patch}})
+    if data.get("eval_sampling") is None:
+        made.model_fields_set.discard("eval_sampling")
+    # What is not given stays a default: `fit_lengths` lowers a length to the model's context.
+    made.eval_sampling.model_fields_set.intersection_update(patch)
+    return made
+
+
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""Fields of greedy decoding."""
+
+
+def _given(section: Any) -> Any:
+    """Fields that are given of a section; none without one."""
+    if isinstance(section, Section):
+        return {name: getattr(section, name) for name in section.model_fields_set}
+    return {} if section is None else section
 
 
 def _is_length(value: Any) -> TypeGuard[int]:

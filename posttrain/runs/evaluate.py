@@ -186,4 +186,6 @@ def of_run(run: str) -> tuple[DatasetSection | None, Sequence[RewardSection], Sa
             f"evaluate: {name} of {run} holds conversations (env, tools or agent), which are not held here; its own "
             "evaluations are in result.json"
         )
-    return section.eval_dataset, section.rewards, section.held_out_sampling
+    # Every field is given: none is a default that another model would change.
+    sampling = SamplingSection(**dict(section.held_out_sampling))
+    return section.eval_dataset, section.rewards, sampling

@@ -115,7 +115,7 @@ def prepare_scored(
     """Load prompts, tools and conversations. Also returns notes: on dropped prompts of each dataset, and on rewards."""
     tokenizer = prepared.tokenizer
     check_cache(section, prepared.config.mesh.row_shards or 1)
-    check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
+    check_token_ids({"sampling": section.sampling, "eval_sampling": section.held_out_sampling}, tokenizer)
     target = prepared.files.config
     check_drafts(section.rollout.speculative, tokenizer, section.sequence_tokens, target=target)
     room, answer = section.sequence_tokens, section.sampling.max_tokens
@@ -344,11 +344,9 @@ def pictures_of_prompts(examples: Sequence[Example]) -> list[Picture]:
     return [image.picture for one in examples if one.images is not None for image in one.images.images]
 
 
-def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:
+def check_token_ids(samplings: Mapping[str, SamplingSection], tokenizer: Tokenizer) -> None:
     """Check sampling settings. ConfigError for settings that no request may have, such as an unknown token."""
     for name, sampling in samplings.items():
-        if sampling is None:
-            continue
         try:
             params = sampling_params(sampling, tokenizer, key=(0, 0))
             params.check_vocabulary(tokenizer.vocab_size)

@@ -112,6 +112,8 @@ def test_a_run_is_evaluated_as_it_was(done: tuple[pt.RunResult, Any]) -> None:
     two = pt.evaluate(model, ROWS[:3], [low, half], samples=2, temperature=1.0, max_tokens=6, chat=False)
     assert list(two.intervals) == ["reward", "low", "half"] and two.rewards["half"].shape == (3, 2)
     assert two.intervals["half"].n == 2 and "half: 2 of 6 samples have none" in repr(two)
+    whole = pt.evaluate(model, ROWS[:3], [low], skip_special_tokens=False, max_tokens=6, chat=False)
+    assert whole.intervals["low"].n == 3, "one field alone, without a stage's rule of its training samples"
     with pytest.raises(ValueError, match="different prompts"):
         two.difference(pt.evaluate(model, ROWS[:2], [low], max_tokens=6, chat=False))
     with pytest.raises(pt.ConfigError, match="evaluate: give dataset; only a run"):

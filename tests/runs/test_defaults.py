@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import posttrain as pt
-from posttrain.config import OnlineSection, RunConfig
-from posttrain.config.yaml_file import load_config
+from posttrain.config import OnlinePreferenceSection, OnlineSection, RLSection, RunConfig, SamplingSection
+from posttrain.config.yaml_file import dump_config, load_config
 from posttrain.runs.prepare import fit_lengths
 
 PYTHON: dict[str, Any] = {
@@ -80,6 +80,72 @@ def test_default_lengths_fit_the_model(tmp_path: Path) -> None:
     evaluation = fit_lengths(config, 512).stages[0]
     assert isinstance(evaluation, OnlineSection) and evaluation.eval_sampling is not None
     assert (evaluation.eval_sampling.max_tokens, evaluation.eval_sampling.temperature) == (256, 0.5)
+
+
+SAMPLING: dict[str, Any] = {
+    "max_tokens": 24,
+    "temperature": 0.7,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": {5: -1.0},
+    "allowed_token_ids": [1, 2, 5],
+    "grammar": {"choice": ["yes", "no"]},
+    "stop": ["</answer>"],
+    "stop_token_ids": [9],
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+}
+EVALUATED: dict[str, Any] = {
+    **{"max_tokens": 12, "temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.0},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}, "allowed_token_ids": None},
+    **{"grammar": {"json_object": True}, "stop": [], "stop_token_ids": [], "ignore_eos": False},
+}
+"""Other values of each field that an evaluation may have otherwise."""
+
+
+@pytest.mark.parametrize("kind", ["rl", "online_preference", "distilling"])
+def test_eval_sampling_changes_the_fields_that_it_sets(kind: str, tmp_path: Path) -> None:
+    assert SAMPLING.keys() == SamplingSection.model_fields.keys() == EVALUATED.keys() | {"skip_special_tokens"}
+    taught = {"rewards": [], "algorithm": "distill", "teachers": [{"path": "teacher"}]}
+    kind, stage = ("rl", taught) if kind == "distilling" else (kind, {})
+    greedy = {} if stage else {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+    def evaluation(patch: Any) -> SamplingSection:
+        written, called = both(kind, tmp_path, {"path": "student"}, **stage, sampling=SAMPLING, eval_sampling=patch)
+        recorded = tmp_path / "config.yaml"
+        recorded.write_text(dump_config(written))
+        assert written == called == load_config(recorded) == fit_lengths(written, 4096)
+        assert isinstance(section := written.stages[0], OnlineSection) and section.eval_sampling is not None
+        return section.eval_sampling
+
+    default = SamplingSection(**{**SAMPLING, **greedy})
+    assert evaluation(None) == evaluation({}) == default
+    for name, value in EVALUATED.items():
+        if not (stage and name == "temperature"):  # the KL from teachers has the temperature of training
+            assert evaluation({name: value}) == SamplingSection(**{**SAMPLING, **greedy, name: value}), name
+    several = {"max_tokens": 6, "stop": ["."]}
+    assert evaluation(several) == SamplingSection(**{**SAMPLING, **greedy, **several})
+    fields = {**stage, "rewards": NEEDED[kind]["rewards"], **stage, "dataset": {"path": "rows.jsonl"}}
+    made = (RLSection if kind == "rl" else OnlinePreferenceSection)(
+        **fields, sampling=SamplingSection(**SAMPLING), eval_sampling=SamplingSection(max_tokens=6)
+    )
+    assert made.held_out_sampling == SamplingSection(**{**SAMPLING, **greedy, "max_tokens": 6})
+
+
+def test_mistakes_of_eval_sampling_are_told_once(tmp_path: Path) -> None:
+    for fields, told in (
+        ({"sampling": {"top_p": 2.0}, "eval_sampling": {"max_tokens": 4}}, ["sampling.top_p"]),
+        ({"eval_sampling": {"temprature": 1.0}}, ["eval_sampling.temprature"]),
+        ({"eval_sampling": 3}, ["eval_sampling"]),
+    ):
+        with pytest.raises(pt.ConfigError) as error:
+            both("rl", tmp_path, {"path": "student"}, **fields)
+        lines = str(error.value).splitlines()
+        assert len(lines) == 1 and all(f" {name}: " in lines[0] for name in told), lines
 
 
 def test_mistakes(tmp_path: Path) -> None:

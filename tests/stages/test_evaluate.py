@@ -44,7 +44,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rewards=[{"fn": f"rewards_of_test.py:{name}", "isolate": "thread"} for name in ("low", "high")],
         eval_dataset=HELD_OUT,
         eval_every=1,
-        eval_sampling={"max_tokens": 6},
+        eval_sampling={"max_tokens": 6, "temperature": 1.0},
         evaluate=section,
     )
     file = write_run(folder, stage)
@@ -220,7 +220,7 @@ def test_a_run_that_learns_keeps_its_best_model(tmp_path: Path) -> None:
         rewards=[{"fn": "rewards_of_test.py:low", "isolate": "thread"}],
         eval_dataset={**HELD_OUT, "limit": 24},
         eval_every=6,
-        eval_sampling={"max_tokens": 6},
+        eval_sampling={"max_tokens": 6, "temperature": 1.0},
         evaluate=section,
         checkpoint_every=6,
     )

@@ -283,7 +283,7 @@ def test_sampling(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"sampling.stop='a<eos>': contains the special token <eos>"):
         rl(folder, "sampling.stop=['a<eos>']")
     with pytest.raises(ConfigError, match=r"eval_sampling.skip_special_tokens=True must be that of sampling, False"):
-        rl(folder, "sampling.skip_special_tokens=false", "eval_sampling={max_tokens: 4}")
+        rl(folder, "sampling.skip_special_tokens=false", "eval_sampling={skip_special_tokens: true}")
     with pytest.raises(ConfigError, match=r"stages.1: sampling.allowed_token_ids=\(5,\): must be None, or hold"):
         rl(folder, "sampling.allowed_token_ids=[5]", "sampling.logit_bias={5: -.inf}")
     keys = {p.key for p in (params, sampler(2).params(3, 4), sampler(1).params(4, 4), sampler(1).params(3, 5))}
