@@ -135,7 +135,7 @@ class Renderer:
     def prompt_with_images(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
         """Prompt tokens from which a reply is sampled, and the pictures of the messages."""
         if not self.chat:
-            plain = self.tokenizer.with_prefix(self.tokenizer.encode(plain_text(messages)))
+            plain = self.tokenizer.with_prefix(self.tokenizer.encode(plain_text(messages, "user", tools)))
             return Prompt(self.tokenizer.known(plain), None)
         conversation = self._conversation(messages, tools)
         self._form(conversation.tools).check_written(conversation.messages)
@@ -200,7 +200,7 @@ class Renderer:
         template writes, that comes first. Raises `ConfigError` if the template hides the end of the turn.
         """
         if not self.chat:
-            plain = self.tokenizer.encode_spans(plain_text(messages), continues=True)[0]
+            plain = self.tokenizer.encode_spans(plain_text(messages, "user"), continues=True)[0]
             return Prompt(self.tokenizer.known(plain), None)
         turn = stand_in_turn(messages)
         conversation = self._conversation([*before, turn, *messages], tools)

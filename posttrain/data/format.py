@@ -89,7 +89,7 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
     elif renderer.chat or kind == "messages":
         sequences = renderer.conversations(messages, first=_first(messages, len(prompt), loss), tools=tools)
     else:
-        sequences = [render_answer(prompt, answer, renderer)]
+        sequences = [render_answer(prompt, answer, renderer, tools)]
     if loss == "all" and any("weight" in message for message in messages):
         raise ConfigError("weight: 0 of a message has no effect with train_on_prompt, which trains on everything")
     if loss == "all" and len(sequences) > 1:
@@ -248,7 +248,7 @@ def render_answer(
 ) -> Masked:
     """Render prompt and answer as one sequence with loss on the answer."""
     if not renderer.chat:
-        return renderer.completion(plain_text(prompt), plain_text(answer))
+        return renderer.completion(plain_text(prompt, "user", tools), plain_text(answer, "assistant"))
     return renderer.conversation([*prompt, *answer], first=len(prompt), tools=tools)
 
 

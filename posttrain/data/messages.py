@@ -452,15 +452,28 @@ def to_wire(message: Message) -> dict[str, Any]:
     return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
 
 
-def plain_text(messages: Sequence[Message]) -> str:
-    """Concatenate the contents. ConfigError for messages that hold more than text."""
+def plain_text(messages: Sequence[Message], role: str, tools: Tools | None = None) -> str:
+    """Content of the one message of a role that plain rendering takes. ConfigError for more messages, whose roles and
+    borders plain text cannot write, for another role, for a message that holds more than text, and for `tools`."""
+    if tools:
+        raise ConfigError(
+            "tools have no place in plain text: set model.chat_template to a template that writes them (and dataset.chat, "
+            "if it is false), or remove the tools"
+        )
+    roles = [message["role"] for message in messages]
+    if roles != [role]:
+        raise ConfigError(
+            f"messages of roles {roles} where plain rendering takes one {role} message: without a chat template texts "
+            "have neither roles nor borders; set model.chat_template to a file or a name such as chatml (and "
+            "dataset.chat, if it is false), or write the whole prompt as one text"
+        )
     refuse_unknown_keys(messages, "")
-    for index, message in enumerate(messages):
-        extra = [key for key in ("tool_calls", "weight", *THINKING) if key in message]
-        if extra or not isinstance(message.get("content"), str):
-            what = f"has {extra[0]}" if extra else "has no text content"
-            raise ConfigError(f"message {index} {what}; plain rendering (dataset.chat off) takes contents alone")
-    return "".join(message["content"] for message in messages)
+    (message,) = messages
+    extra = [key for key in ("tool_calls", "weight", "name", *THINKING) if key in message]
+    if extra or not isinstance(message.get("content"), str):
+        what = f"has {extra[0]}" if extra else "has no text content"
+        raise ConfigError(f"the {role} message {what}; plain rendering (dataset.chat off) takes contents alone")
+    return message["content"]
 
 
 def any_of(texts: Sequence[str]) -> re.Pattern[str]:

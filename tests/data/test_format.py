@@ -116,6 +116,25 @@ def test_columns_of_the_prompt(tokenizer: Tokenizer) -> None:
         check_columns(alpaca, section(), chat=False)
 
 
+def test_plain_text_takes_one_user_and_one_assistant_message(tokenizer: Tokenizer) -> None:
+    """Red without: contents are glued, and the user's turn behind the first answer has loss."""
+    later = {"role": "user", "content": "so?"}
+    rows: list[dict[str, Any]] = [
+        {"prompt": [USER], "completion": [ASSISTANT, later, ASSISTANT]},
+        {"prompt": [USER], "completion": [ASSISTANT, {"role": "tool", "content": "4"}, ASSISTANT]},
+        {"prompt": [USER, ASSISTANT, later], "completion": "bye"},
+        {"prompt": [later, USER], "completion": "yo"},
+        {"prompt": "hi", "completion": "yo", "history": [["a", "b"]]},
+        {"prompt": "hi", "completion": "yo", "system": "S"},
+    ]
+    for row in rows:
+        with pytest.raises(ConfigError, match=r"where plain rendering takes one .*set model.chat_template"):
+            parts(row, tokenizer, section(chat=False))
+    with pytest.raises(ConfigError, match="messages of roles .'system', 'user'. where plain rendering takes one user"):
+        parts({"prompt": "hi", "completion": "yo"}, tokenizer, section(chat=False, system="S"))
+    assert parts({"prompt": [USER], "completion": [ASSISTANT]}, tokenizer, section(chat=False))[1] == "yo<eos>"
+
+
 def test_plain_forms(tokenizer: Tokenizer) -> None:
     row = {"prompt": "Q: {1} ", "completion": "two"}
     assert parts(row, tokenizer, section(chat=False)) == ("<bos>Q: {1} two<eos>", "two<eos>")

@@ -204,7 +204,7 @@ def test_turns_without_loss(body: str) -> None:
     with pytest.raises(ConfigError, match="weight: 0 of a message has no effect with train_on_prompt"):
         tokenize_example({"messages": turns}, DatasetSection(path="x"), Renderer(chat(body), True), "all")
     plain = {"prompt": "a", "completion": turns[1:2]}
-    with pytest.raises(ConfigError, match="message 0 has weight; plain rendering"):
+    with pytest.raises(ConfigError, match="the assistant message has weight; plain rendering"):
         tokenize_example(plain, DatasetSection(path="x", chat=False), Renderer(chat(body), False), "answers")
 
 

@@ -44,6 +44,16 @@ def test_text() -> None:
     assert answers({"q": "7", "chosen": "2", "rejected": "3"}, prompt="{q}?") == [("7?", "2", 1), ("7?", "3", -1)]
 
 
+def test_plain_answers_are_one_assistant_message() -> None:
+    """Red without: the user's turn inside an answer has loss."""
+    longer = [GOOD, USER, GOOD]
+    with pytest.raises(ConfigError, match="where plain rendering takes one assistant message"):
+        pair_answers({"prompt": [USER], "chosen": longer, "rejected": [BAD]}, DATASET, PLAIN)
+    for row in ({"prompt": [USER], "completion": longer}, {"messages": [USER, *longer]}):
+        with pytest.raises(ConfigError, match="where plain rendering takes one"):
+            labelled_answers({**row, "label": True}, DATASET, PLAIN)
+
+
 def test_implicit_prompt_of_texts() -> None:
     row = {"chosen": "Human: Hi\n\nAssistant: I am well", "rejected": "Human: Hi\n\nAssistant: I ask you"}
     start = "Human: Hi\n\nAssistant: I"
