@@ -248,6 +248,7 @@ class Renderer:
             )
         conversation = self._conversation(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        self._form(conversation.tools).check_names(conversation.messages)
         self._form(conversation.tools).check_written(conversation.messages[: turns[-1]] if turns else [])
         text, marked = self._render(conversation, len(messages), generation_prompt=False)
         check_tools_written(conversation.tools, text, self.tokenizer.name)

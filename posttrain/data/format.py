@@ -34,6 +34,25 @@ SHORTEST_REPEAT = 4
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 MAX_PATH = 1024
 """Characters of the longest text that may be the path of a picture."""
+MESSAGE_COLUMNS = ("messages", "conversations")
+"""Columns whose texts are messages as JSON; a text of any other column is text."""
+ROW_FLAGS = ("weight", "train")
+"""Columns by which others leave a whole row without loss."""
+MEDIA = "the package reads no {column}: remove the column, or the rows"
+TEMPLATE = (
+    "variables of the chat template are the same for all rows: set model.chat_template_args, and remove the column"
+)
+UNREAD_OF_PROMPTS = {
+    **dict.fromkeys(("video", "videos", "audio", "audios"), MEDIA),
+    **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "reasoning_effort"), TEMPLATE),
+    "system_prompt": "rename it to system, which is read as the system message, or remove it",
+}
+"""Remedies for columns that would change a prompt and are not read."""
+UNREAD_OF_TRAINING = {
+    "documents": "write them into the prompt (dataset.prompt), or remove the column",
+    **dict.fromkeys(ROW_FLAGS, "a row has no weight of its own: leave the row out, or set dataset.weight of a dataset"),
+}
+"""Remedies for columns that would change how a row is trained and are not read."""
 Row = Mapping[str, Any]
 LossOn = Literal["all", "answers", "last"]
 """Tokens with loss: all of a sequence, completions and assistant turns, or only the last of these."""
@@ -71,7 +90,7 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
     columns are missing or a value has the wrong type.
     """
     kind = _kind(section, list(row))
-    tools = checked_tools(row.get("tools"))
+    tools = row_tools(row, section)
     if kind != "text" and renderer.chat != use_chat(section, renderer.tokenizer, list(row)):
         raise ConfigError("the first row is plain text and this one is not; set dataset.chat for all rows")
     prompt, answer = row_messages(row, section, renderer)
@@ -81,6 +100,8 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
             raise ConfigError(
                 "dataset.system has no place in the plain column text; give messages, or prompt and completion"
             )
+        if tools:
+            raise ConfigError("tools have no place in the plain column text; give messages, or prompt and completion")
         if loss == "last":
             raise ConfigError(
                 "last_turn_only has no effect on the plain column text; give messages, or prompt and completion"
@@ -270,7 +291,7 @@ def _value(row: Row, template: str | None, column: str) -> str | list[Any]:
             return list(value)
         if isinstance(value, Mapping) and {"role", "from"} & set(value):
             return [value]
-        if isinstance(value, str) and (messages := json_messages(value)) is not None:
+        if isinstance(value, str) and columns[0] in MESSAGE_COLUMNS and (messages := json_messages(value)) is not None:
             return messages
         if template is None and not isinstance(value, str):
             raise ConfigError(
@@ -305,11 +326,7 @@ def _message(role: str, content: str) -> Message:
 
 def _with_system(messages: list[Message], row: Row, section: DatasetSection) -> list[Message]:
     """Messages after the system message of the section, or of the column `system`."""
-    if row.get("chat_template_kwargs"):
-        raise ConfigError(
-            "column 'chat_template_kwargs': arguments of the chat template are the same for all rows; set "
-            "model.chat_template_args, and remove the column"
-        )
+    _refuse_unread(row, section, UNREAD_OF_PROMPTS)
     own = row.get("system") if _obeys("system", row, section) else None
     if own is not None and not isinstance(own, str):
         raise ConfigError(f"column 'system' holds a {type(own).__name__}; it must be the text of a system message")
@@ -336,10 +353,42 @@ def _history(row: Row, section: DatasetSection) -> list[Message]:
 
 def _obeys(column: str, row: Row, section: DatasetSection) -> bool:
     """Tell whether a column is part of the prompt by its name: no template names it."""
-    templates = [one for one in (section.prompt, section.completion) if one is not None]
     value = row.get(column)
     there = len(value) > 0 if isinstance(value, np.ndarray) else bool(value)
-    return there and all(column not in template_columns(one) for one in templates)
+    return there and _is_in_no_template(column, section)
+
+
+def _is_in_no_template(column: str, section: DatasetSection) -> bool:
+    templates = [one for one in (section.prompt, section.completion) if one is not None]
+    return all(column not in template_columns(one) for one in templates)
+
+
+def row_tools(row: Row, section: DatasetSection) -> list[dict[str, Any]] | None:
+    """Tools of a training row, of the column `tools` or OpenAI's older `functions`; None without any.
+
+    ConfigError for both, and for columns that would change how the row is trained and are not read.
+    """
+    _refuse_unread(row, section, UNREAD_OF_PROMPTS | UNREAD_OF_TRAINING)
+    names = [name for name in ("tools", "functions") if _obeys(name, row, section)]
+    of_columns = [tools for name in names if (tools := checked_tools(row[name])) is not None]
+    if len(of_columns) > 1 and of_columns[0] != of_columns[1]:
+        raise ConfigError("the columns tools and functions describe different tools; keep one of them")
+    return of_columns[0] if of_columns else None
+
+
+def _refuse_unread(row: Row, section: DatasetSection, remedies: Mapping[str, str]) -> None:
+    """ConfigError for a column of `remedies` that says something and that no template names."""
+    for column, remedy in remedies.items():
+        value = row.get(column)
+        # A row that is trained as others says nothing by its flag; a variable of the template does also as false.
+        says = str(value).strip().lower() not in ("1", "1.0", "true", "") if column in ROW_FLAGS else _says(value)
+        if value is not None and says and _is_in_no_template(column, section):
+            raise ConfigError(f"column {column!r} ({str(value)[:40]}) is not read; {remedy.format(column=column)}")
+
+
+def _says(value: Any) -> bool:
+    """Tell whether a value is not empty; numbers and booleans never are."""
+    return len(value) > 0 if isinstance(value, str | list | tuple | Mapping | np.ndarray) else value is not None
 
 
 def _names_a_picture(row: Row, section: DatasetSection, folder: Path) -> str | None:
@@ -397,6 +446,14 @@ def spoken(prompt: list[Message], answer: list[Message], column: str, remarks: R
             f"{column} begins with a {role} message after the prompt; it must begin with an assistant message, or "
             "repeat the prompt before it"
         )
+    # A text that is messages as JSON stays text outside of the columns for messages: say so.
+    texts = {"the prompt": prompt[-1], column: said[0]}
+    for where, message in texts.items():
+        if json_messages(text_of(message)) is not None:
+            remarks.add(
+                "json",
+                f"{where} is a text that holds messages as JSON; only messages and conversations are read as such",
+            )
     asks = text_of(prompt[-1]).strip()
     if len(asks) >= SHORTEST_REPEAT and said[0].get("content", "").lstrip().startswith(asks):
         remarks.add(column, f"{column} begins with the text of the prompt {asks[:40]!r}, which is then written twice")
@@ -412,9 +469,11 @@ def standard_row(row: Row) -> tuple[dict[str, Any], str | None]:
     if {"messages", "prompt", "text"} & set(row):
         return dict(row), None
     pair = {"chosen", "rejected"} <= set(row)
-    if isinstance(row.get("conversations"), list | str):
+    talk = row.get("conversations")
+    if isinstance(talk, list | str):
         name = "prompt" if pair else "messages"
-        return {**row, name: row["conversations"]}, f"the column conversations is read as {name}"
+        talk = json_messages(talk) or talk if isinstance(talk, str) else talk
+        return {**row, name: talk}, f"the column conversations is read as {name}"
     if isinstance(row.get("instruction"), str) and (pair or "output" in row):
         parts = [row["instruction"], row.get("input")]
         prompt = {"prompt": "\n".join(str(part) for part in parts if part)}

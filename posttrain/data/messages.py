@@ -288,6 +288,8 @@ class TemplateForm:
     render: Callable[[list[Any]], str]
     """Render messages. ConfigError if the template refuses them."""
     _written: set[tuple[Any, ...]] = field(default_factory=set)
+    _named: dict[str, bool] = field(default_factory=dict)
+    """Whether the template writes the name of a message, by its role."""
     _joins: dict[tuple[str, ...], bool] = field(default_factory=dict)
     """By the roles of messages at the beginning."""
 
@@ -326,6 +328,24 @@ class TemplateForm:
             else dict(message)
             for message in messages
         ]
+
+    def check_names(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """ConfigError for the `name` of a message that the template does not write. Results of tools are named by their
+        calls too."""
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if "name" not in message or role == "tool":
+                continue
+            if role not in self._named:
+                asked = {"role": "user", "content": "?"}
+                tried: dict[str, Any] = {"role": role, "content": "!", "name": STAND_IN}
+                turns = {"user": [tried], "assistant": [asked, tried]}.get(role, [tried, asked])
+                self._named[role] = STAND_IN in self._tried(turns)
+            if not self._named[role]:
+                raise ConfigError(
+                    f"message {index} ({role}) has the name {str(message['name'])[:40]!r}, which the chat template of "
+                    f"{self.name} does not write; remove it, write it into the content, or {REMEDY}"
+                )
 
     def check_written(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """ConfigError if the template leaves out a content or a call of a prompt, by stand-ins, once for each shape.

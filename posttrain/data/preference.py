@@ -21,14 +21,13 @@ from posttrain.data.format import (
     prompt_messages,
     render_answer,
     row_pictures,
+    row_tools,
     spoken,
 )
 from posttrain.data.messages import (
     Message,
     checked_messages,
-    checked_tools,
     is_same,
-    json_messages,
     pictures_in,
 )
 from posttrain.errors import ConfigError, did_you_mean
@@ -75,7 +74,8 @@ def pair_answers(row: Row, section: DatasetSection, renderer: Renderer) -> list[
     if not is_paired(list(row), section):
         raise ConfigError("the row holds one completion with a label; this loss needs pairs: chosen and rejected")
     chosen, rejected = _pair_parts(row, section, renderer)
-    answers = [_answer(side, renderer, row, role) for side, role in ((chosen, CHOSEN), (rejected, REJECTED))]
+    tools = row_tools(row, section)
+    answers = [_answer(side, renderer, tools, role) for side, role in ((chosen, CHOSEN), (rejected, REJECTED))]
     return None if answers[0].masked.tokens == answers[1].masked.tokens else answers
 
 
@@ -85,7 +85,7 @@ def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> l
         return pair_answers(row, section, renderer) or []
     label = _label(row["label"], "column 'label' must be")
     sides = _labelled_parts(row, section, renderer)
-    return [_answer(sides, renderer, row, CHOSEN if label else REJECTED)]
+    return [_answer(sides, renderer, row_tools(row, section), CHOSEN if label else REJECTED)]
 
 
 def pair_pictures(row: Row, section: DatasetSection, renderer: Renderer) -> list[Picture]:
@@ -152,7 +152,7 @@ def steps(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Masked
     texts, labels = (_list(row, name) for name in ("completions", "labels"))
     if len(texts) != len(labels) or not texts:
         raise ConfigError(f"there are {len(texts)} completions and {len(labels)} labels; each step needs one label")
-    tokens = renderer.prompt(prompt_messages(row, section))
+    tokens = renderer.prompt(prompt_messages(row, section), row_tools(row, section))
     mask, roles = [False] * len(tokens), [0] * len(tokens)
     for text, label in zip(texts, labels, strict=True):
         if not isinstance(text, str) or not text.strip():
@@ -174,12 +174,12 @@ def _list(row: Row, column: str) -> list[Any]:
     return list(row[column])
 
 
-def _answer(sides: Spoken, renderer: Renderer, row: Row, role: int) -> TokenizedAnswer:
+def _answer(sides: Spoken, renderer: Renderer, tools: list[dict[str, Any]] | None, role: int) -> TokenizedAnswer:
     if pictures_in(sides.answer):
         raise ConfigError(
             "an answer holds a picture in a later message; pairs and labelled answers have them in prompts"
         )
-    masked = render_answer(sides.prompt, sides.answer, renderer, checked_tools(row.get("tools")))
+    masked = render_answer(sides.prompt, sides.answer, renderer, tools)
     if not any(masked.mask):
         raise ConfigError("an answer has no token with loss; it must not be empty")
     return TokenizedAnswer(masked, role, tuple(picture.key for picture in pictures_in(sides.prompt)))
@@ -194,7 +194,7 @@ def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[
     of_sides = [row_pictures(row, section, renderer) for _ in SIDES]
     answers = [answer_messages(row, None, name, pictures) for name, pictures in zip(SIDES, of_sides, strict=True)]
     pictures = row_pictures(row, section, renderer)
-    texts = [isinstance(value, str) and json_messages(value) is None for value in values]
+    texts = [isinstance(value, str) for value in values]
     if any(texts) and not all(texts):
         raise ConfigError("one of chosen and rejected is a string and the other a list of messages; give the same")
     if section.prompt is None and "prompt" not in row:

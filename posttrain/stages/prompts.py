@@ -275,8 +275,9 @@ def examples_of(
             pictures = row_pictures(row, section, renderer)
             messages = prompt_messages(row, section, pictures)
             messages = messages if pictures is None else pictures.placed(messages)
-            if row.get("tools"):
-                rows.remarks.add("tools", "the column tools is no part of prompts here: those of the stage are")
+            for column in ("tools", "functions"):
+                if row.get(column):
+                    rows.remarks.add(column, f"the column {column} is no part of prompts here: tools of the stage are")
             # Four bytes per token; a list of numbers takes eight or more.
             tokens, images = renderer.prompt_with_images(messages, tools)
             if images is not None and not renderer.tokenizer.tower:

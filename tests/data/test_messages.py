@@ -208,6 +208,16 @@ def test_turns_without_loss(body: str) -> None:
         tokenize_example(plain, DatasetSection(path="x", chat=False), Renderer(chat(body), False), "answers")
 
 
+def test_names_of_messages_are_written_or_refused() -> None:
+    """Red without: a template that reads no name leaves it out, without a word."""
+    named: list[Message] = [{"role": "user", "content": "a", "name": "Ada"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ConfigError, match=r"message 0 \(user\) has the name 'Ada', which the chat template"):
+        Renderer(chat("{{ m.content }}"), True).conversation(named)
+    writes = Renderer(chat("{{ m.name }}: {{ m.content }}"), True)
+    tokens = writes.conversation(named).tokens
+    assert "Ada: a" in writes.tokenizer.decode(tokens)
+
+
 def test_developer_messages_are_system_messages_where_templates_drop_them() -> None:
     """Red without the mapping: the instruction vanishes from data, RL and the endpoint."""
     developer: Message = {"role": "developer", "content": "Be brief."}

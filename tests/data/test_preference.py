@@ -74,7 +74,7 @@ def test_implicit_prompt_of_texts() -> None:
         {"chosen": [{**USER, "name": None}, GOOD], "rejected": [USER, BAD]},
         {"prompt": "Hi?", "chosen": [{**USER, "content": "Hi? \n"}, GOOD], "rejected": [USER, BAD]},
         {"prompt": "Hi?", "chosen": GOOD, "rejected": {"from": "gpt", "value": "No."}},
-        {"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])},
+        {"conversations": json.dumps([{"from": "human", "value": "Hi?"}]), "chosen": GOOD, "rejected": BAD},
         {"conversations": [{"from": "human", "value": "Hi?"}], "chosen": GOOD, "rejected": BAD},
         {"instruction": "Hi?", "input": "", "chosen": "Yes.", "rejected": "No."},
     ],
@@ -118,6 +118,31 @@ def test_single_answers() -> None:
     assert said == labelled_answers({"prompt": "Hi?", "completion": "Yes.", "label": True}, DATASET, CHAT)
     both = labelled_answers({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, DATASET, PLAIN)
     assert [a.role for a in both] == [1, -1]
+
+
+def test_answers_that_are_json_are_texts() -> None:
+    """Red without: they are taken for messages."""
+    chosen, rejected = (json.dumps([{"role": "assistant", "content": text}]) for text in ("a", "b"))
+    row = {"prompt": "Q", "chosen": chosen, "rejected": rejected}
+    assert answers(row) == [("Q", chosen, 1), ("Q", rejected, -1)]
+
+
+def test_tools_of_pairs_labels_and_steps() -> None:
+    """Red without: plain text and process rewards leave them out."""
+    tools = [{"type": "function", "function": {"name": "add", "description": "Sum of numbers", "parameters": {}}}]
+    table: list[tuple[Any, dict[str, Any]]] = [
+        (pair_answers, {"prompt": "a", "chosen": "b", "rejected": "c"}),
+        (labelled_answers, {"prompt": "a", "completion": "b", "label": True}),
+        (steps, {"prompt": "a", "completions": ["b"], "labels": [True]}),
+    ]
+    for read, row in table:
+        for given in ({"tools": tools}, {"functions": [tools[0]["function"]]}):
+            with pytest.raises(ConfigError, match="tools have no place in plain text"):
+                read({**row, **given}, DATASET, PLAIN)
+            with pytest.raises(ConfigError, match="does not write them into the prompt"):  # the template has no tools
+                read({**row, **given}, DATASET, CHAT)
+        with pytest.raises(ConfigError, match="column 'weight' .0. is not read"):
+            read({**row, "weight": 0}, DATASET, PLAIN)
 
 
 def test_steps() -> None:
