@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeGuard, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 
 from pydantic import Field, ValidationError
 
@@ -170,9 +170,6 @@ class RolloutSection(Section):
             yield f"{', '.join(others)}: supported by the built-in engine, not by {self.engine}; remove it"
 
 
-S = TypeVar("S", bound=Section)
-
-
 class GrammarSection(Section):
     """Structured output: the language of a completion's text, one of these; needs `pip install posttrain[grammar]`."""
 
@@ -270,7 +267,9 @@ def answer_tokens(row_tokens: int, prompts_in_row: int) -> int:
     return max(1, min(MAX_NEW_TOKENS, row_tokens // (2 * prompts_in_row)))
 
 
-def with_lengths(data: Any, build: Callable[[Any], S], *, default_row: int, prompts_in_row: int, fills_row: bool) -> S:
+def with_lengths(
+    data: Any, build: Callable[[Any], Any], *, default_row: int, prompts_in_row: int, fills_row: bool
+) -> Any:
     """Build a stage with the default of `row_tokens` or `sampling.max_tokens` that fits the value of the other.
 
     Defaults are not in `model_fields_set`: `fit_lengths` lowers them to the model's context.
@@ -295,7 +294,7 @@ def with_lengths(data: Any, build: Callable[[Any], S], *, default_row: int, prom
     return made
 
 
-def with_evaluation(data: Any, build: Callable[[Any], S], *, greedy: bool) -> S:
+def with_evaluation(data: Any, build: Callable[[Any], Any], *, greedy: bool) -> Any:
     """Build a stage whose `eval_sampling` is complete: the fields that are given, over those of `sampling`, which are
     greedy by default where evaluations are. What a mistaken section has is left to the validation of its fields."""
     if not isinstance(data, Mapping):

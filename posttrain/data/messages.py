@@ -477,8 +477,8 @@ def plain_text(messages: Sequence[Message], role: str, tools: Tools | None = Non
     borders plain text cannot write, for another role, for a message that holds more than text, and for `tools`."""
     if tools:
         raise ConfigError(
-            "tools have no place in plain text: set model.chat_template to a template that writes them (and dataset.chat, "
-            "if it is false), or remove the tools"
+            "tools have no place in plain text: set model.chat_template to a template that writes them (and "
+            "dataset.chat, if it is false), or remove the tools"
         )
     roles = [message["role"] for message in messages]
     if roles != [role]:

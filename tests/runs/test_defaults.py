@@ -100,9 +100,20 @@ SAMPLING: dict[str, Any] = {
     "skip_special_tokens": False,
 }
 EVALUATED: dict[str, Any] = {
-    **{"max_tokens": 12, "temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.0},
-    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}, "allowed_token_ids": None},
-    **{"grammar": {"json_object": True}, "stop": [], "stop_token_ids": [], "ignore_eos": False},
+    "max_tokens": 12,
+    "temperature": 1.0,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.2,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "allowed_token_ids": None,
+    "grammar": {"json_object": True},
+    "stop": [],
+    "stop_token_ids": [],
+    "ignore_eos": False,
 }
 """Other values of each field that an evaluation may have otherwise."""
 
@@ -119,7 +130,8 @@ def test_eval_sampling_changes_the_fields_that_it_sets(kind: str, tmp_path: Path
         recorded = tmp_path / "config.yaml"
         recorded.write_text(dump_config(written))
         assert written == called == load_config(recorded) == fit_lengths(written, 4096)
-        assert isinstance(section := written.stages[0], OnlineSection) and section.eval_sampling is not None
+        section = written.stages[0]
+        assert isinstance(section, OnlineSection) and section.eval_sampling is not None
         return section.eval_sampling
 
     default = SamplingSection(**{**SAMPLING, **greedy})
