@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, get_args, runtime_checkable
 
@@ -45,6 +47,8 @@ class PolicyTokens:
     """Part of `loss` without KL and entropy terms."""
     proximal: Float[Array, "B T"]
     """Log-probabilities of the proximal policy, the denominator of the ratio."""
+    bounded: Mapping[str, Bool[Array, "B T"]]
+    """Tokens that a bound of the surrogate changed, by the name of the bound."""
     terms: PolicyTerms
     metrics: dict[str, Metric]
     """Metrics of importance weights and of the off-policy mask."""
@@ -120,7 +124,7 @@ class PolicyLoss:
         tokens = self.tokens(stats, batch)
         mask, metrics = tokens.terms.mask, dict(tokens.metrics)
         metrics["policy_loss"] = self.reduce(tokens.surrogate, weight, segments, shares)
-        metrics |= self._ratio_metrics(tokens.terms, shares)
+        metrics |= self._ratio_metrics(tokens, shares)
         approx_kl = k3(tokens.proximal, stats.logps, mask)
         metrics["approx_kl"] = token_mean(approx_kl, mask.astype(stats.logps.dtype), segments)
         metrics |= distance_metrics(stats, batch, mask)
@@ -132,7 +136,8 @@ class PolicyLoss:
         mask = jnp.asarray(batch.loss_weight) > 0
         proximal = jax.lax.stop_gradient(stats.logps if batch.old_logps is None else jnp.asarray(batch.old_logps))
         terms, metrics = self._terms(stats, batch, proximal, mask)
-        surrogate = self.surrogate(terms)
+        output = self.surrogate(terms)
+        surrogate = output.loss
         if terms.importance is not None and not self.surrogate.weighted:
             surrogate *= terms.importance
         if self.off_policy_mask is not None:
@@ -151,7 +156,14 @@ class PolicyLoss:
             entropy = _required(stats.entropy, "stats.entropy", f"entropy_coef={self.entropy_coef}")
             coef = self.entropy_coef if batch.entropy_coefs is None else jnp.asarray(batch.entropy_coefs)
             loss -= jnp.where(mask, coef * jnp.where(mask, entropy, 0.0), 0.0)
-        return PolicyTokens(loss=loss, surrogate=surrogate, proximal=proximal, terms=terms, metrics=metrics)
+        return PolicyTokens(
+            loss=loss,
+            surrogate=surrogate,
+            proximal=proximal,
+            bounded=output.bounded,
+            terms=terms,
+            metrics=metrics,
+        )
 
     def _terms(
         self, stats: TokenStats, batch: Batch, proximal: Float[Array, "B T"], mask: Bool[Array, "B T"]
@@ -180,15 +192,18 @@ class PolicyLoss:
         )
         return terms, metrics
 
-    def _ratio_metrics(self, terms: PolicyTerms, shares: Shares) -> dict[str, Mean]:
-        mean = token_mean if self.ratio == "token" else sequence_mean
+    def _ratio_metrics(self, tokens: PolicyTokens, shares: Shares) -> dict[str, Mean]:
+        """Mean ratio, and the share of tokens that each bound changed; `region` is that of any bound."""
+        terms, mean = tokens.terms, token_mean if self.ratio == "token" else sequence_mean
         counted = terms.mask.astype(terms.ratio.dtype)
         metrics = {"ratio/mean": mean(terms.ratio, counted, terms.segments, shares)}
-        clipped = self.surrogate.clipped(terms)
-        if clipped is not None:
-            low, high = clipped
-            for name, tokens in (("low", low), ("high", high), ("region", low | high)):
-                metrics[f"clip_ratio/{name}_mean"] = mean(tokens.astype(counted.dtype), counted, terms.segments, shares)
+        if tokens.bounded:
+            none = jnp.zeros_like(terms.mask)
+            masks = {"low": none, "high": none, **tokens.bounded}
+            masks["region"] = functools.reduce(jnp.logical_or, masks.values())
+            for name, changed in masks.items():
+                share = mean(changed.astype(counted.dtype), counted, terms.segments, shares)
+                metrics[f"clip_ratio/{name}_mean"] = share
         return metrics
 
 

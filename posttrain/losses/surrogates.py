@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -39,8 +40,23 @@ class PolicyTerms:
 
 
 CLIP_FIELDS = ("clip_low", "clip_high", "dual_clip")
-Clipped = tuple[Bool[Array, "B T"], Bool[Array, "B T"]]
-"""Tokens whose ratio is clipped at the lower and at the upper bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurrogateTokens:
+    """Loss of each token, and what the surrogate's bounds did to it: `clip_ratio/*` and the view count these masks."""
+
+    loss: Float[Array, "B T"]
+    zero_gradient: Mapping[str, Bool[Array, "B T"]] = field(default_factory=dict)
+    """Tokens that a bound leaves without a gradient, by the name of the bound: `low`, `high`, `dual`. Empty: the
+    surrogate has none."""
+    capped: Bool[Array, "B T"] | None = None
+    """Tokens whose weight is capped at the upper bound, which keep their gradient; None: the surrogate caps none."""
+
+    @property
+    def bounded(self) -> Mapping[str, Bool[Array, "B T"]]:
+        """Tokens that a bound changed, by its name: without a gradient, or with a capped weight (`high`)."""
+        return self.zero_gradient if self.capped is None else {**self.zero_gradient, "high": self.capped}
 
 
 @runtime_checkable
@@ -59,10 +75,7 @@ class Surrogate(Protocol):
     def token_ratio(self) -> bool:
         """True if the surrogate aggregates token ratios itself and needs `ratio: token`."""
 
-    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]: ...
-
-    def clipped(self, terms: PolicyTerms) -> Clipped | None:
-        """Clipped tokens; None for surrogates without bounds."""
+    def __call__(self, terms: PolicyTerms) -> SurrogateTokens: ...
 
 
 @dataclass(frozen=True)
@@ -74,15 +87,19 @@ class Clip:
     weighted: ClassVar[bool] = False
     token_ratio: ClassVar[bool] = False
 
-    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]:
-        ratio, clipped = terms.ratio, jnp.clip(terms.ratio, terms.low, terms.high)
+    def __call__(self, terms: PolicyTerms) -> SurrogateTokens:
+        ratio = terms.ratio
+        # Where the clipped product is the smaller one it is a constant: the token has no gradient.
+        zero_gradient = {
+            "low": (ratio < terms.low) & (terms.advantages < 0),
+            "high": (ratio > terms.high) & (terms.advantages > 0),
+        }
         if terms.dual_clip is not None:
+            zero_gradient["dual"] = (ratio > terms.dual_clip) & (terms.advantages < 0)
             ratio = jnp.minimum(ratio, terms.dual_clip)
-        return -jnp.minimum(ratio * terms.advantages, clipped * terms.advantages)
-
-    def clipped(self, terms: PolicyTerms) -> Clipped | None:
-        low = (terms.ratio < terms.low) & (terms.advantages < 0)
-        return low, (terms.ratio > terms.high) & (terms.advantages > 0)
+        clipped = jnp.clip(terms.ratio, terms.low, terms.high)
+        loss = -jnp.minimum(ratio * terms.advantages, clipped * terms.advantages)
+        return SurrogateTokens(loss=loss, zero_gradient=zero_gradient)
 
 
 CLIP = Clip()
@@ -96,12 +113,11 @@ class CISPOObjective:
     weighted: ClassVar[bool] = False
     token_ratio: ClassVar[bool] = False
 
-    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]:
+    def __call__(self, terms: PolicyTerms) -> SurrogateTokens:
         weight = jax.lax.stop_gradient(jnp.minimum(terms.ratio, terms.high))
-        return -weight * terms.advantages * terms.logps
-
-    def clipped(self, terms: PolicyTerms) -> Clipped | None:
-        return jnp.zeros_like(terms.mask), (terms.ratio > terms.high) & (terms.advantages > 0)
+        loss = -weight * terms.advantages * terms.logps
+        # Of either sign of the advantage: the cap has no condition on it.
+        return SurrogateTokens(loss=loss, capped=terms.ratio > terms.high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +136,10 @@ class SAPOObjective:
         if self.positive <= 0 or self.negative <= 0:
             raise ValueError(f"SAPO.positive={self.positive} and negative={self.negative} must be positive")
 
-    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]:
+    def __call__(self, terms: PolicyTerms) -> SurrogateTokens:
         temperature = jnp.where(terms.advantages > 0, self.positive, self.negative)
-        return -jax.nn.sigmoid(temperature * (terms.ratio - 1)) * (4 / temperature) * terms.advantages
-
-    def clipped(self, terms: PolicyTerms) -> Clipped | None:
-        return None
+        gate = jax.nn.sigmoid(temperature * (terms.ratio - 1)) * (4 / temperature)
+        return SurrogateTokens(loss=-gate * terms.advantages)
 
 
 LOG_WEIGHT_MIN = math.log(1e-8)
@@ -150,7 +164,7 @@ class VESPOObjective:
             if value <= 0:
                 raise ValueError(f"VESPO.{name}={value} must be positive")
 
-    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]:
+    def __call__(self, terms: PolicyTerms) -> SurrogateTokens:
         log_weight = jnp.clip(terms.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         if terms.importance is not None:
             # A weight of 0 masks its sequence.
@@ -166,10 +180,7 @@ class VESPOObjective:
         k = jnp.where(not_negative, self.k_positive, self.k_negative)
         rate = jnp.where(not_negative, self.rate_positive, self.rate_negative)
         phi = jax.lax.stop_gradient(jnp.exp(rate + k * log_weight - rate * jnp.exp(log_weight)))
-        return -phi * terms.advantages * terms.logps
-
-    def clipped(self, terms: PolicyTerms) -> Clipped | None:
-        return None
+        return SurrogateTokens(loss=-phi * terms.advantages * terms.logps)
 
 
 @dataclass(frozen=True)
@@ -181,17 +192,17 @@ class GMPOObjective:
     weighted: ClassVar[bool] = False
     token_ratio: ClassVar[bool] = True
 
-    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]:
-        low, high = self._bounds(terms)
-        bounded = jnp.where(terms.advantages > 0, jnp.minimum(terms.log_ratio, high), terms.log_ratio)
-        bounded = jnp.where(terms.advantages < 0, jnp.maximum(bounded, low), bounded)
+    def __call__(self, terms: PolicyTerms) -> SurrogateTokens:
+        low = terms.low - 1
+        high = terms.high - 1
+        # A bounded log-ratio is a constant in the mean: its token has no gradient, the others of its sample have theirs.
+        zero_gradient = {
+            "low": (terms.log_ratio < low) & (terms.advantages < 0),
+            "high": (terms.log_ratio > high) & (terms.advantages > 0),
+        }
+        bounded = jnp.where(zero_gradient["high"], high, terms.log_ratio)
+        bounded = jnp.where(zero_gradient["low"], low, bounded)
         counts = sequence_sums(terms.mask.astype(bounded.dtype), terms.segments)
         mean = to_tokens(sequence_sums(bounded, terms.segments) / jnp.maximum(counts, 1.0), terms.segments)
-        return -jnp.exp(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO)) * terms.advantages
-
-    def clipped(self, terms: PolicyTerms) -> Clipped | None:
-        low, high = self._bounds(terms)
-        return (terms.log_ratio < low) & (terms.advantages < 0), (terms.log_ratio > high) & (terms.advantages > 0)
-
-    def _bounds(self, terms: PolicyTerms) -> tuple[float, float]:
-        return terms.low - 1, terms.high - 1
+        loss = -jnp.exp(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO)) * terms.advantages
+        return SurrogateTokens(loss=loss, zero_gradient=zero_gradient)

@@ -119,11 +119,29 @@ def check_agreement(metrics: Mapping[str, object], step: int, diagnosis: Callabl
         signed = float(_value(metrics[f"{GAP}/signed"]))
         told.append(f"nearly all {'below' if signed > 0 else 'above'} the trainer's: signed {signed:+.3g}")
     average, _ = max((found[name] for name in found if name.endswith("mean")), key=lambda pair: pair[0] / pair[1])
+    if _only_stale_tokens_disagree(metrics):
+        cause = (
+            "Likely cause: the updates since the tokens were sampled have moved the weights so far, for tokens of equal "
+            f"weights agree (mean {found[f'{GAP}/mean'][0]:.1e}): lower optimizer.learning_rate, update_epochs or "
+            "updates, with asynchronous also max_staleness"
+        )
+        weights = "the weights are those of the last update that agreed"
+    else:
+        cause = "Look for stale weights or another temperature in the engine" if diagnosis is None else _told(diagnosis)
+        weights = "the weights are those before the step"
     raise RunError(
         f"step {step}: sampler and trainer disagree by {average:.3g} nats per token on average (differences and their "
-        f"limits: {', '.join(told)}); the weights are those before the step. "
-        + ("Look for stale weights or another temperature in the engine" if diagnosis is None else _told(diagnosis))
+        f"limits: {', '.join(told)}); {weights}. {cause}"
     )
+
+
+def _only_stale_tokens_disagree(metrics: Mapping[str, object]) -> bool:
+    """Tell whether tokens of the weights that sampled them were measured and agree: the engine has the right weights,
+    and the others differ by the run's own updates since."""
+    fresh = metrics.get(f"{GAP}/mean")
+    measured = isinstance(fresh, Mean) and bool(jnp.asarray(fresh.weight) > 0)
+    others = {name: metric for name, metric in metrics.items() if name != f"{GAP}/stale_mean"}
+    return measured and not bool(sampler_disagrees(others))
 
 
 def _told(diagnosis: Callable[[], str]) -> str:

@@ -382,7 +382,8 @@ def update(
             if several and len(done) == 1 and bool(sampler_disagrees(of_actor)):
                 break
         jax.block_until_ready(done)
-    return merged(done)
+    # Tokens of the batch, which every epoch passes over again: the first epoch has each of them once.
+    return {**merged(done), "num_tokens": sum(one["num_tokens"] for one in done[: len(parts)])}
 
 
 def _order(num_parts: int, epochs: int, seed: Sequence[int]) -> Iterator[int]:

@@ -282,8 +282,10 @@ def _observed(loss: Any, trainer: Trainer, batch: Batch) -> _Update:
 
     per_token = masked(tokens.loss)
     total, weight = shares(loss.reduce, per_token, batch)
-    bounds = loss.surrogate.clipped(tokens.terms)
-    clipped = np.zeros(mask.shape) if bounds is None else np.asarray(bounds[1], int) - np.asarray(bounds[0], int)
+    # -1 below, 1 above: no token is beyond both.
+    clipped = np.zeros(mask.shape, np.int8)
+    for name, changed in tokens.bounded.items():
+        clipped[np.asarray(changed)] = -1 if name == "low" else 1
     absent = np.full(mask.shape, np.nan, np.float32)
     values = {
         "weight": np.asarray(batch.loss_weight, np.float32),
@@ -293,7 +295,7 @@ def _observed(loss: Any, trainer: Trainer, batch: Batch) -> _Update:
         "ref_logp": absent if batch.ref_logps is None else masked(batch.ref_logps),
         "entropy": absent if stats.entropy is None else np.asarray(stats.entropy, np.float32),
         "ratio": masked(tokens.terms.ratio),
-        "clipped": clipped.astype(np.int8),
+        "clipped": clipped,
         "loss": per_token,
         "total": total,
     }

@@ -302,6 +302,60 @@ def test_off_policy_mask(sequences: Any, rows_of: Callable[..., Any]) -> None:
     assert out.metrics["sampling/off_policy_masked"].value() == pytest.approx(share)
 
 
+BOUNDED: dict[str, PolicyLoss] = {
+    **LOSSES,
+    "dual_clip": replace(GRPO, dual_clip=1.4, kl_coef=0.0),
+    "gspo_dual_clip": replace(GSPO, clip_low=0.1, clip_high=0.1, dual_clip=1.2),
+    "cispo_low": replace(CISPO, clip_high=0.1),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("seed", range(3))
+def test_clip_ratio_is_the_share_without_a_gradient_or_with_a_capped_weight(name: str, seed: int) -> None:
+    """Masks against autodiff and against a float64 computation of the weights; with `clip_ratio/*` their shares."""
+    loss = replace(BOUNDED[name], kl_coef=0.0, entropy_coef=0.0, importance=None, off_policy_mask=None)
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, 9, 6)
+    width = int(lengths.max()) + 1
+    weight = (np.arange(width) > 0) & (np.arange(width) <= lengths[:, None])
+    old = np.where(weight, draw.normal(-2, 0.3, weight.shape), 0.0).astype(np.float32)
+    logps = np.where(weight, old + draw.normal(0, 0.5, weight.shape), 0.0).astype(np.float32)
+    # One sign of the advantage in a sample, where its tokens share a ratio.
+    signs = draw.choice([-1.0, 1.0], (6, 1)) if loss.ratio != "token" else draw.choice([-1.0, 1.0], weight.shape)
+    advantages = np.where(weight, signs * draw.uniform(0.2, 2.0, weight.shape), 0.0).astype(np.float32)
+    batch = Batch(
+        tokens=np.zeros(weight.shape, np.int32),
+        positions=np.broadcast_to(np.arange(width, dtype=np.int32), weight.shape),
+        segments=np.ones(weight.shape, np.int32),
+        loss_weight=weight.astype(np.float32),
+        old_logps=old,
+        advantages=advantages,
+    )
+    tokens = loss.tokens(TokenStats(logps=jnp.asarray(logps)), batch)
+    output = loss.surrogate(tokens.terms)
+    gradient = jax.grad(lambda x: loss.tokens(TokenStats(logps=x), batch).loss.sum())(jnp.asarray(logps))
+    without = np.any([np.asarray(mask) for mask in output.zero_gradient.values()] or [np.zeros_like(weight)], axis=0)
+    np.testing.assert_array_equal(without & weight, (np.asarray(gradient) == 0) & weight)
+
+    capped = np.zeros_like(weight) if output.capped is None else np.asarray(output.capped)
+    if name.startswith("cispo"):
+        ratio = np.exp(logps.astype(np.float64) - old)
+        np.testing.assert_array_equal(capped, weight & (np.minimum(ratio, 1 + loss.clip_high) < ratio))
+        assert (capped & (advantages < 0)).any()
+    metrics = loss(TokenStats(logps=jnp.asarray(logps)), batch).metrics
+    shares = {key: one.value() for key, one in metrics.items() if key.startswith("clip_ratio/")}
+    changed = (without | capped) & weight
+    by_sample = [row[counted].mean() for row, counted in zip(changed, weight, strict=True)]
+    expected = changed[weight].mean() if loss.ratio == "token" else np.mean(by_sample)
+    assert shares == {} if name in ("sapo", "vespo") else shares["clip_ratio/region_mean"] == pytest.approx(expected)
+    assert sum(v for key, v in shares.items() if "region" not in key) == pytest.approx(shares.get(REGION, 0.0))
+    assert ("clip_ratio/dual_mean" in shares) == (loss.dual_clip is not None)
+
+
+REGION = "clip_ratio/region_mean"
+
+
 def test_presets() -> None:
     assert (GRPO.reduce, GRPO.kl_coef, GRPO.clip_low, GRPO.clip_high) == (sequence_mean, 0.04, 0.2, 0.2)
     assert (DAPO.reduce, DAPO.kl_coef, DAPO.clip_low, DAPO.clip_high) == (token_mean, 0.0, 0.2, 0.28)

@@ -193,8 +193,12 @@ def check_metrics(case: dict[str, Any], metrics: Mapping[str, Metric]) -> None:
     # TRL's `kl` is the corrected one where the correction is on; ours is always that of the samples.
     if args.get("beta") and not args.get("use_bias_correction_kl"):
         names["kl"] = "kl"
+    # TRL counts neither weights that CISPO caps at negative advantages nor tokens without a gradient by `delta`.
     if "cispo_clip_ratio" in expected:
-        names["clip_ratio/high_mean"] = "cispo_clip_ratio"
+        assert metrics["clip_ratio/high_mean"].value() >= expected["cispo_clip_ratio"] * (1 - 1e-5)
+    if "clip_ratio/dual_mean" in metrics:
+        region = metrics["clip_ratio/region_mean"].value() - metrics["clip_ratio/dual_mean"].value()
+        metrics = {**metrics, "clip_ratio/region_mean": Mean(total=region, weight=1.0)}
     for ours, theirs in names.items():
         # Tokens of low entropy have no advantage, so that they are not clipped.
         if theirs in expected and not (theirs.startswith("clip") and args.get("top_entropy_quantile", 1.0) < 1):
