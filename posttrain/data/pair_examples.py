@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,6 +44,8 @@ from posttrain.errors import ConfigError
 from posttrain.runtime.files import typed_text
 from posttrain.tree import replace as changed
 
+MAX_CANDIDATES = 64
+"""Maximum number of answers to other prompts of which one is chosen that fits beside a short row (KTO)."""
 PairExample = dict[str, np.ndarray]
 """Arrays over the tokens of a unit: one or two sequences that belong together."""
 
@@ -148,6 +151,9 @@ class PairExamples:
             if unit is None:
                 return None
             better = margin(values) if self.margins else 0.0
+            whole = sum(len(one.tokens) for one in sequences)
+            if cut := whole - sum(len(one.tokens) for one in fitted):
+                self.rows.cut_tokens[index] = (cut, whole)
         if self.margins:
             unit["margins"] = np.where(unit["roles"] == CHOSEN, better, 0.0).astype(np.float32)
         return unit
@@ -194,15 +200,21 @@ class PairExamples:
         answer = self._labelled_answer(row, side)
         if answer is None or self.kind == "answers":
             return [] if answer is None else [answer]
-        # The next row with an answer to another prompt, which is the same in every epoch.
+        # The next row with an answer to another prompt that fits beside this one, which is the same in every epoch; the
+        # next one where none fits, of which overlong then decides.
         others = (self._other_answer((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
-        other = next(
-            (candidate for candidate in others if candidate is not None and candidate.prompt != answer.prompt),
-            None,
-        )
-        if other is None:
+        candidates = (other for other in others if other is not None and other.prompt != answer.prompt)
+        first = next(candidates, None)
+        if first is None:
             raise ConfigError("the KL of KTO needs answers to other prompts; give at least two rows with other prompts")
-        return [answer, mismatched(answer, other)]
+        nearest = itertools.chain([first], itertools.islice(candidates, MAX_CANDIDATES - 1))
+        pairs = ([answer, mismatched(answer, other)] for other in nearest)
+        return next(filter(self._fits, pairs), [answer, mismatched(answer, first)])
+
+    def _fits(self, answers: Sequence[TokenizedAnswer]) -> bool:
+        """Tell whether answers stand in a row whole."""
+        sequences = [LabelledSequence.of(one.masked, one.role) for one in answers]
+        return sum(len(one.tokens) for one in sequences) <= self.section.row_tokens + self._shared(sequences)
 
     def _labelled_answer(self, row: int, side: int) -> TokenizedAnswer | None:
         with self.rows.named(row) as values:

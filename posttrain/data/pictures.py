@@ -35,6 +35,12 @@ GRAY_16 = 257
 """Ratio of 16-bit to 8-bit gray."""
 
 
+MAX_NAME, MAX_PATH = 255, 4096
+"""Most bytes of a file's name, and characters of its path."""
+BASE64_HEADS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""First characters of PNG, JPEG, GIF and WebP files in base64."""
+
+
 class PictureError(ConfigError):
     """Error of a picture that cannot be read, with its name."""
 
@@ -175,8 +181,8 @@ def _over_white(image: Any) -> Any:
 
 
 def picture_of(value: Any, name: str, folder: Path) -> Picture:
-    """Picture of what a column or a part of a message holds: a path, a `data:` URL, bytes, an image of Pillow, or a
-    mapping with one of these. ConfigError for anything else.
+    """Picture of what a column or a part of a message holds: a path, a `data:` URL, base64, bytes, an image of Pillow,
+    or a mapping with one of these. ConfigError for anything else.
 
     `name`: its place in the row; `folder`: that of relative paths.
     """
@@ -204,7 +210,7 @@ def picture_of(value: Any, name: str, folder: Path) -> Picture:
 
 
 def _named(text: str, name: str, folder: Path) -> Picture:
-    """Picture of a path or of a `data:` URL."""
+    """Picture of a path, of a `data:` URL, or of base64 alone."""
     if text.startswith("data:"):
         kind, comma, content = text.partition(",")
         if not comma or not kind.endswith(";base64"):
@@ -218,6 +224,16 @@ def _named(text: str, name: str, folder: Path) -> Picture:
             f"{name} is the URL {text[:80]}, and nothing is fetched while training; download it, and give its path"
         )
     path = folder / Path(text.removeprefix("file://")).expanduser()
+    # Base64 alone: by how files of pictures begin, or longer than a file's name may be. Names with a suffix are none.
+    long = any(len(part.encode()) > MAX_NAME for part in path.parts) or len(text) > MAX_PATH
+    if long or text.startswith(BASE64_HEADS):
+        try:
+            return Picture(name, base64.b64decode("".join(text.split()), validate=True))
+        except ValueError as error:
+            if long:
+                raise ConfigError(
+                    f"{name} is a text of {len(text):,} characters, neither a path nor base64 ({error}): {text[:40]!r}"
+                ) from error
     return Picture(f"{name} ({text})", path)
 
 

@@ -368,6 +368,10 @@ def row_tokenizer(
             with rows.named(index) as row:
                 examples = tokenize_example(row, dataset, renderer, loss)
                 fitted = [fit_to_row(example, section.row_tokens, section.overlong) for example in examples]
+                # Dropped sequences are counted as such.
+                pairs = [(len(e.tokens), len(f.tokens)) for e, f in zip(examples, fitted, strict=True) if f is not None]
+                if cut := sum(whole - kept for whole, kept in pairs):
+                    rows.cut_tokens[index] = (cut, sum(whole for whole, _ in pairs))
                 return [None if one is None else fitted_sequence(one) for one in fitted]
         except RowError as error:
             if drop and rows.leaves_out(index, error):

@@ -68,6 +68,8 @@ class Rows:
     """Remarks about rows that were read."""
     bad_images: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
     """Rows that were left out so far for a picture that cannot be read."""
+    cut_tokens: dict[int, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Tokens that were cut, and all tokens, of each row or unit that was truncated so far (overlong: truncate)."""
     _sequences: dict[Hashable, SequenceCache] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -128,6 +130,17 @@ class Rows:
     def left_out(self, indices: Iterable[int]) -> int:
         """Number of these rows that were left out for a picture."""
         return len(self.bad_images.intersection(indices))
+
+    def cut_note(self, chosen: Iterable[int], what: str, row_tokens: int) -> list[str]:
+        """Line about the tokens that truncation cut from these rows or units; none where it cut nothing."""
+        cuts = [self.cut_tokens[number] for number in chosen if number in self.cut_tokens]
+        if not cuts:
+            return []
+        cut, tokens = map(sum, zip(*cuts, strict=True))
+        return [
+            f"{len(cuts):,} {what} of {self.name} are truncated: {cut:,} of their {tokens:,} tokens are cut (overlong: "
+            f"truncate, row_tokens={row_tokens})"
+        ]
 
     def leaves_out(self, index: int, error: RowError) -> bool:
         """Note a row whose error is of a picture, and name the first ones; False for other errors."""

@@ -278,7 +278,8 @@ def check_units(units: PairExamples, left_out: Iterable[bool]) -> tuple[float, l
         f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers "
         "are the same in it"
     )
-    return dropped / len(drops), [note] if dropped > bad else []
+    cut = units.rows.cut_note(checked_rows(len(units)), f"of {len(drops):,} {what}{checked}", units.section.row_tokens)
+    return dropped / len(drops), [*cut, *([note] if dropped > bad else [])]
 
 
 @dataclass(frozen=True, kw_only=True)

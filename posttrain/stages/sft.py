@@ -146,6 +146,7 @@ def _check_sequences(
             f"the chat template of {renderer.tokenizer.name} writes earlier turns differently once others follow; a "
             "model.chat_template that keeps them makes one sequence of each row"
         )
+    notes += rows.cut_note(chosen, f"of {len(chosen):,} rows{checked}", section.row_tokens)
     if long := dropped - rows.left_out(chosen):
         notes.append(
             f"{long:,} of {total:,} {'sequences' if split else 'rows'}{checked} of {rows.name} are dropped: longer "

@@ -249,9 +249,22 @@ def test_each_form_of_a_picture_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(content)
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     forms = ["a.png", tmp_path / "a.png", content, drawn(0), url, {"bytes": content, "path": "b"}, {"path": "a.png"}]
+    forms += [url.partition(",")[2], {"url": base64.encodebytes(content).decode()}]
     for form in [*forms, {"url": url}, {"bytes": None, "path": str(tmp_path / "a.png")}]:
         picture = picture_of(form, "image", tmp_path)
         assert np.array_equal(np.asarray(picture.pixels()), np.asarray(drawn(0)))
+
+
+def test_base64_of_every_size_is_a_picture_or_refused(tmp_path: Path) -> None:
+    """Red without: OSError, as the text is too long for the name of a file."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 60, 3), np.uint8))
+    for kind, picture in (("PNG", noise), ("BMP", noise), ("JPEG", noise), ("PNG", Image.new("RGB", (1, 1)))):
+        file = io.BytesIO()
+        picture.save(file, kind)
+        assert picture_of(base64.b64encode(file.getvalue()).decode(), "image", tmp_path).size == picture.size
+    with pytest.raises(ConfigError, match="image is a text of 5,000 characters, neither a path nor base64"):
+        picture_of("no-picture" * 500, "image", tmp_path)
+    assert picture_of("/9j/a.jpg", "image", tmp_path).source == Path("/9j/a.jpg")
 
 
 def test_pictures_in_memory_are_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,6 +287,21 @@ def test_kto_gets_answers_to_other_prompts() -> None:
         units(repeated[:2], "answers_and_others")(0)
 
 
+def test_kto_keeps_a_short_row_before_a_long_one() -> None:
+    """Red without: row 2 is dropped, or refused, because the answer of row 3 is long."""
+    table = [{"prompt": f"Q{i}: ", "completion": "hi there", "label": i % 2 == 0} for i in range(7)]
+    table[3]["completion"] = "x" * 200
+    kept = units(table, "answers_and_others", row_tokens=100, overlong="drop")
+    assert [number for number in range(7) if kept(number) is None] == [3]
+    refusing = units(table, "answers_and_others", row_tokens=100)
+    assert refusing(2) is not None
+    with pytest.raises(ConfigError, match="x.jsonl row 3: it has"):
+        refusing(3)
+    alternating = [{**row, "completion": "x" * (200 if i % 2 else 8)} for i, row in enumerate(table)]
+    kept = units(alternating, "answers_and_others", row_tokens=100, overlong="drop")
+    assert [number for number in range(7) if kept(number) is None] == [1, 3, 5]
+
+
 def test_weight_on_prompts_of_chosen_answers() -> None:
     unit = units(TABLE, weigh_prompts=True)(0)
     assert unit is not None
@@ -302,6 +317,11 @@ def test_overlong_pairs() -> None:
     cut = units(TABLE, row_tokens=16, overlong="truncate")(2)
     assert cut is not None and np.bincount(cut["part"]).tolist() == [0, 7, 9]
     assert units(TABLE, row_tokens=8, overlong="truncate")(2) is None
+    counted = units(TABLE, row_tokens=16, overlong="truncate")
+    counted(2)
+    assert counted.rows.cut_note([2], "of 1 rows", 16)[0].startswith(
+        "1 of 1 rows of x.jsonl are truncated: 3 of their 19"
+    )
 
 
 @pytest.mark.parametrize(("kind", "both"), [("pairs", 48), ("answers", 24), ("answers_and_others", 48)])
