@@ -289,7 +289,7 @@ class TemplateForm:
     """Render messages. ConfigError if the template refuses them."""
     _written: set[tuple[Any, ...]] = field(default_factory=set)
     _named: dict[str, bool] = field(default_factory=dict)
-    """Whether the template writes the name of a message, by its role."""
+    """True if the template writes the name of a message, by its role."""
     _joins: dict[tuple[str, ...], bool] = field(default_factory=dict)
     """By the roles of messages at the beginning."""
 

@@ -41,12 +41,12 @@ class Adapter(nnx.Module):
     ):
         self.rslora = rslora
         self.dropout = dropout
-        self.lora_a = LoRAParam(arrays["lora_a"], dims=dims["lora_a"])
-        self.lora_b = LoRAParam(arrays["lora_b"], dims=dims["lora_b"])
+        self.lora_a = LoRAParam(arrays["lora_a"], dims=dims["lora_a"], role="kernel")
+        self.lora_b = LoRAParam(arrays["lora_b"], dims=dims["lora_b"], role="kernel")
         self.lora_scale = nnx.Param(arrays["lora_scale"], dims=dims["lora_scale"])
         self.lora_magnitude: Any = nnx.data(None)
         if "lora_magnitude" in arrays:
-            self.lora_magnitude = LoRAParam(arrays["lora_magnitude"], dims=dims["lora_magnitude"])
+            self.lora_magnitude = LoRAParam(arrays["lora_magnitude"], dims=dims["lora_magnitude"], role="kernel")
         self.key: Any = nnx.data(None)
         self.fixed_gain: Any = nnx.data(None)
 

@@ -39,7 +39,7 @@ class Attention(nnx.Module):
         self.k = Linear(*kv, bias=c.qkv_bias) if own_keys else None
         self.v = Linear(*kv, bias=c.qkv_bias) if own_values else None
         self.o = Linear(repeats, ("heads", "embed"), (q_dim, embed_dim), init, bias=c.out_bias)
-        self.sinks = param(normal(init, (repeats, c.num_heads)), ("layers", "heads")) if c.sinks else None
+        self.sinks = param(normal(init, (repeats, c.num_heads)), ("layers", "heads"), "sinks") if c.sinks else None
         sizes = {None: (0, 0), "head": (c.head_dim, c.head_dim), "projection": (q_dim, kv_dim)}[c.qk_norm]
         dims = ("head_dim", "head_dim") if c.qk_norm == "head" else ("heads", "kv_heads")
         self.q_norm = RMSNorm.of(model, repeats, dims[0], sizes[0], init) if c.qk_norm else None

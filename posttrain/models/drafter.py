@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
 from posttrain.batch import Batch, DraftStats
-from posttrain.models.layers import Init, normal, param, rms_normed
+from posttrain.models.layers import Init, Role, normal, param, rms_normed
 
 NORM_EPS = 1e-6
 SHORTENED = 8
@@ -87,9 +87,10 @@ class BlockDrafter(nnx.Module):
         for name, dims in config.shapes.items():
             shape = tuple(size for _, size in dims)
             init = Init(0.02 if name in ("ages", "places") else shape[0] ** -0.5, dtype, rngs)
-            value = jnp.ones(shape, dtype) if name.endswith("norm") or "_norm_" in name else normal(init, shape)
+            role: Role = "norm" if len(shape) == 1 else "kernel"
+            value = jnp.ones(shape, dtype) if role == "norm" else normal(init, shape)
             value = jnp.zeros_like(value) if name == "follows_out" else value
-            self.weights[name] = param(value, tuple(dim for dim, _ in dims))
+            self.weights[name] = param(value, tuple(dim for dim, _ in dims), role)
 
     def arrays(self) -> dict[str, Array]:
         return {name: weight[...] for name, weight in self.weights.items()}

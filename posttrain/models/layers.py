@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +51,14 @@ class Init(NamedTuple):
     rngs: nnx.Rngs
 
 
-def param(value: Array, dims: tuple[str, ...], kind: type[nnx.Param] = nnx.Param) -> Any:
-    """Create a parameter with named dimensions, which `posttrain.mesh` maps to shardings."""
+Role = Literal["kernel", "embedding", "norm", "bias", "sinks", "correction"]
+"""What a parameter is; optimizers decide by it on weight decay and precision."""
+
+
+def param(value: Array, dims: tuple[str, ...], role: Role) -> Any:
+    """Create a parameter with named dimensions, which `posttrain.mesh` maps to shardings, and its role."""
     assert value.ndim == len(dims), (value.shape, dims)
-    return kind(value, dims=dims)
+    return nnx.Param(value, dims=dims, role=role)
 
 
 def normal(init: Init, shape: tuple[int, ...]) -> Array:
@@ -92,8 +96,8 @@ class Linear(Adaptable):
     def __init__(self, repeats: int, dims: tuple[str, str], shape: tuple[int, int], init: Init, *, bias: bool):
         self.shape = shape
         self.dims = dims
-        self.kernel: Any = param(normal(init, (repeats, *shape)), ("layers", *dims))
-        self.bias = param(jnp.zeros((repeats, shape[1]), init.dtype), ("layers", dims[1])) if bias else None
+        self.kernel: Any = param(normal(init, (repeats, *shape)), ("layers", *dims), "kernel")
+        self.bias = param(jnp.zeros((repeats, shape[1]), init.dtype), ("layers", dims[1]), "bias") if bias else None
         self.adapters = nnx.Dict({})
 
     def matrices(self) -> Mapping[str, Any]:
@@ -156,7 +160,7 @@ class FusedLinear(nnx.Module):
             scales = self._together([kernel.scales[...] for kernel in kernels])
             self.kernel: Any = Quantized(codes, scales, dims, kind=first.kind, dtype=first.dtype)
         else:
-            self.kernel = nnx.Param(self._together([kernel[...] for kernel in kernels]), dims=dims)
+            self.kernel = nnx.Param(self._together([kernel[...] for kernel in kernels]), dims=dims, role="kernel")
         for layer in layers:
             layer.kernel = nnx.data(None)
 
@@ -191,7 +195,7 @@ class RMSNorm(nnx.Module):
     def __init__(self, lead: tuple[int, ...], dim: str, size: int, *, eps: float, dtype: np.dtype, offset: float = 0.0):
         self.eps = eps
         self.offset = offset
-        self.scale = param(jnp.full((*lead, size), 1.0 - offset, dtype), ("layers", dim) if lead else (dim,))
+        self.scale = param(jnp.full((*lead, size), 1.0 - offset, dtype), ("layers", dim) if lead else (dim,), "norm")
 
     @classmethod
     def of(cls, model: ModelConfig, repeats: int, dim: str, size: int, init: Init) -> RMSNorm:
@@ -214,7 +218,7 @@ class Embedding(Adaptable):
 
     def __init__(self, vocab_size: int, embed_dim: int, init: Init, *, scale: float):
         self.scale = scale
-        self.embedding = param(normal(init, (vocab_size, embed_dim)), ("vocab", "embed"))
+        self.embedding = param(normal(init, (vocab_size, embed_dim)), ("vocab", "embed"), "embedding")
         self.adapters = nnx.Dict({})
         self.width = embed_dim
 
@@ -303,7 +307,7 @@ class ScalarHead(nnx.Module):
     """Scalar head x w of reward models and critics, without a bias, as in one-label classifiers of transformers."""
 
     def __init__(self, embed_dim: int, init: Init):
-        self.kernel = param(normal(init, (embed_dim, 1)), ("embed", "score"))
+        self.kernel = param(normal(init, (embed_dim, 1)), ("embed", "score"), "kernel")
 
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
         kernel = self.kernel[...].astype(hidden.dtype)[:, 0]

@@ -43,7 +43,7 @@ class Router(nnx.Module):
         shape = (embed_dim, config.num_experts)
         self.proj = Linear(repeats, ("embed", "router"), shape, init, bias=config.router.bias)
         self.correction = (
-            param(jnp.zeros((repeats, config.num_experts), jnp.float32), ("layers", "router"))
+            param(jnp.zeros((repeats, config.num_experts), jnp.float32), ("layers", "router"), "correction")
             if config.router.correction
             else None
         )
@@ -87,13 +87,15 @@ class Experts(Adaptable):
         self.num_experts = config.num_experts
         lead, dim = (repeats, config.num_experts), config.expert.dim
         up, down = ("layers", "expert", "embed", "mlp"), ("layers", "expert", "mlp", "embed")
-        self.gate = param(normal(init, (*lead, embed_dim, dim)), up)
-        self.up = param(normal(init, (*lead, embed_dim, dim)), up)
-        self.down = param(normal(init, (*lead, dim, embed_dim)), down)
+        self.gate = param(normal(init, (*lead, embed_dim, dim)), up, "kernel")
+        self.up = param(normal(init, (*lead, embed_dim, dim)), up, "kernel")
+        self.down = param(normal(init, (*lead, dim, embed_dim)), down, "kernel")
         biases = config.expert.bias
-        self.gate_bias = param(jnp.zeros((*lead, dim), init.dtype), (*up[:2], "mlp")) if biases else None
-        self.up_bias = param(jnp.zeros((*lead, dim), init.dtype), (*up[:2], "mlp")) if biases else None
-        self.down_bias = param(jnp.zeros((*lead, embed_dim), init.dtype), (*up[:2], "embed")) if biases else None
+        self.gate_bias = param(jnp.zeros((*lead, dim), init.dtype), (*up[:2], "mlp"), "bias") if biases else None
+        self.up_bias = param(jnp.zeros((*lead, dim), init.dtype), (*up[:2], "mlp"), "bias") if biases else None
+        self.down_bias = (
+            param(jnp.zeros((*lead, embed_dim), init.dtype), (*up[:2], "embed"), "bias") if biases else None
+        )
         self.adapters = nnx.Dict({})
         self.layer: Any = nnx.data(None)
         """Number of each layer in an `ExpertStack`."""
@@ -140,7 +142,7 @@ class Experts(Adaptable):
     def _dequantize(self) -> None:
         for name, matrix in self.matrices().items():
             if isinstance(matrix, Quantized):
-                setattr(self, name, nnx.Param(matrix[...], dims=matrix.get_metadata("dims")))
+                setattr(self, name, nnx.Param(matrix[...], dims=matrix.get_metadata("dims"), role="kernel"))
 
     def _axes(self, mesh: Mesh) -> list[tuple[Any, ...]]:
         """Mesh axes that split the arrays of a layer, in the order of `nnx.to_flat_state`."""

@@ -383,7 +383,8 @@ def update(
                 break
         jax.block_until_ready(done)
     # Tokens of the batch, which every epoch passes over again: the first epoch has each of them once.
-    return {**merged(done), "num_tokens": sum(one["num_tokens"] for one in done[: len(parts)])}
+    tokens_of_updates: list[Any] = [one["num_tokens"] for one in done[: len(parts)]]
+    return {**merged(done), "num_tokens": sum(tokens_of_updates)}
 
 
 def _order(num_parts: int, epochs: int, seed: Sequence[int]) -> Iterator[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from posttrain.serve.body import Refused
 
+JSON = "application/json"
 MAX_BODY = 64 << 20
 """Maximum bytes of a request."""
 MAX_DROPPED = 4 * MAX_BODY
@@ -144,7 +145,7 @@ class RequestGuard:
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return
         for given in headers.get("content-type", ()):
-            if given.partition(";")[0].strip().lower() != "application/json":
+            if given.partition(";")[0].strip().lower() != JSON:
                 raise Refused(
                     415,
                     "unsupported_media_type",
@@ -167,7 +168,7 @@ class RequestGuard:
 
     async def _refuse(self, refused: Refused, send: Any) -> None:
         body = json.dumps(self._form(refused), ensure_ascii=False).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        headers = {"content-type": JSON, "content-length": str(len(body))}
         encoded = [
             (name.lower().encode(), value.encode("latin-1")) for name, value in {**headers, **self._headers}.items()
         ]

@@ -33,8 +33,9 @@ from posttrain.weights.state import Weights
 
 Tree = TypeVar("Tree")
 
-UNDECAYED = ("bias", "scale", "correction", "sinks")
-"""Last path components excluded from weight decay: biases, norm scales, router bias corrections, attention sinks."""
+DECAYED = ("kernel", "embedding")
+"""Roles of parameters with weight decay, and with moments in few bits; biases, norms, attention sinks and router
+corrections have none."""
 
 SIGNED: Mapping[str, bool] = {
     **dict.fromkeys(("ScaleByAdamState.mu", "ScaleByAmsgradState.mu", "ScaleByBeliefState.mu"), True),
@@ -59,13 +60,28 @@ Prepare = Callable[[Array], Array]
 """Function that makes an accumulated gradient the mean, clipped one in float32."""
 
 
-def decay_mask(params: Any) -> Any:
-    """True for parameters with weight decay. By name, since a stacked bias has as many dimensions as a matrix."""
-    return map_with_path(lambda path, _: decays(path), params)
+def decay_mask(params: Any, roles: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """True for parameters with weight decay: by role, since a stacked bias has as many dimensions as a matrix."""
+    return map_with_path(lambda path, _: decays(path, roles), params)
 
 
-def decays(path: str) -> bool:
-    return re.split(r"[._]", path)[-1] not in UNDECAYED
+def decays(path: str, roles: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Tell whether weight decay acts on a parameter of these roles; of what is no model's, the last part of its name
+    is the role. `check_roles` refuses names that say something else than a model's layers."""
+    last = re.split(r"[._]", path)[-1]
+    named = {"scale": "norm", "bias": "bias", "correction": "correction", "sinks": "sinks"}.get(last, "kernel")
+    return roles.get(path, named) in DECAYED
+
+
+def check_roles(optimizer: Optimizer, roles: Mapping[str, str]) -> None:
+    """ConfigError for an optimizer made without its model, where names of parameters do not say what they are."""
+    if optimizer.roles is None and (optimizer.moments != "float32" or optimizer.weight_decay):
+        wrong = sorted(path for path in roles if decays(path) != decays(path, roles))
+        if wrong:
+            raise ConfigError(
+                f"optimizer: weight decay and moments in few bits would act on {wrong[0]}, a {roles[wrong[0]]}; give "
+                "make_optimizer the model (or Optimizer the roles of its ModelWeights)"
+            )
 
 
 class OptimizerState(NamedTuple):
@@ -121,6 +137,10 @@ class Optimizer:
     stochastic_rounding: bool = False
     seed: int | None = None
     average: Average | None = None
+    roles: Mapping[str, str] | None = field(default=None, compare=False)
+    """What each parameter is, see `ModelWeights.roles`; None: it was made without a model."""
+    weight_decay: bool = field(default=False, compare=False)
+    """Whether weight decay acts by `decay_mask`."""
     labels: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Group of each parameter, where norms of update and weights are metrics."""
 
@@ -179,7 +199,7 @@ class Optimizer:
 
     def _is_stored(self, place: Place, param: Array) -> bool:
         assert place.path is not None
-        small = self.moments == "float32" or param.ndim < 2 or not decays(place.path)
+        small = self.moments == "float32" or param.ndim < 2 or not decays(place.path, self.roles or {})
         return not small and place.leaf.shape == param.shape and jnp.issubdtype(place.leaf.dtype, jnp.floating)
 
     def update(

@@ -41,7 +41,15 @@ from posttrain.runtime import processes
 from posttrain.runtime.xla import Recent, fast_compile_options, gc_disabled
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective, TrainSettings
-from posttrain.train.optimizers import Optimizer, Prepare, clipped, global_norm, parameter_of, update_metrics
+from posttrain.train.optimizers import (
+    Optimizer,
+    Prepare,
+    check_roles,
+    clipped,
+    global_norm,
+    parameter_of,
+    update_metrics,
+)
 from posttrain.train.qk_clip import check_clip, clip_factors, clip_metrics
 from posttrain.tree import added_up, stack_over
 from posttrain.weights.lora import has_lora
@@ -118,6 +126,7 @@ class TrainPrograms:
         self.settings = settings
         self.structure = on_mesh(model, mesh)
         self.trainable = self.structure.trainable()
+        check_roles(self.optimizer, self.structure.roles())
         self.objective = Objective(
             student=self.structure,
             teachers=[on_mesh(teacher, mesh) for teacher in teachers],

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -100,6 +101,10 @@ def make_optimizer(
         "seed": seed,
         "average": None if section.ema is None else Average(section.ema.decay, section.ema.start),
     }
+    roles = None if model is None else ModelWeights(model).roles()
+    groups_decay = any(group.settings.get("weight_decay") for group in getattr(section, "groups", ()))
+    decaying = not isinstance(section, UserOptimizer) and bool(section.weight_decay or groups_decay)
+    stored |= {"roles": roles, "weight_decay": decaying}
     whole = section.clip_adaptive is not None or section.layer_decay is not None
     if isinstance(section, UserOptimizer):
         stored |= {"elementwise": section.elementwise}
@@ -107,7 +112,7 @@ def make_optimizer(
     else:
         stored |= {"recipe": (section, num_steps), "elementwise": True}
         alone = isinstance(section, AdamW | Lion) and not section.groups and section.base_width is None
-        plain = _of_kind(section, num_steps, {}) if alone else None
+        plain = _of_kind(section, num_steps, {}, partial(decay_mask, roles=roles or {})) if alone else None
     if plain is not None and not whole and not section.update_norms:
         return Optimizer(transformation=_with_value_clipped(section, plain), **stored)
     if model is None:
@@ -124,17 +129,19 @@ def make_optimizer(
         groups = groups_of(section, weights)
         labels = {path: group.name for group in groups for path in group.paths}
         matrixwise |= {path for one in groups if isinstance(one.section, Adafactor | Muon) for path in one.paths}
-        plain = _of_groups(Grouping.of(section, weights), groups, num_steps)
+        plain = _of_groups(Grouping.of(section, weights), groups, num_steps, weights.roles())
     made = _wrapped(section, plain, parameters, model)
     return Optimizer(
         transformation=made, matrixwise=matrixwise, labels=labels if section.update_norms else {}, **stored
     )
 
 
-def _of_groups(grouping: Grouping, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformation:
+def _of_groups(
+    grouping: Grouping, groups: Sequence[ParameterGroup], num_steps: int, roles: Mapping[str, str]
+) -> optax.GradientTransformation:
     settings = {grouping.name(""): grouping.settings(grouping.name(""))} | {one.name: one.section for one in groups}
     parts = {
-        name: _of_kind(of_group, num_steps, grouping.parameters, grouping.decay_mask(name))
+        name: _of_kind(of_group, num_steps, grouping.parameters, grouping.decay_mask(name, roles))
         for name, of_group in settings.items()
     }
     transformation = next(iter(parts.values()))
@@ -225,8 +232,9 @@ def groups_of(section: GroupedOptimizer, model: ModelWeights) -> list[ParameterG
             f"adamw, or name them: groups: [{{match: {own}, kind: muon}}]"
         )
     groups = [ParameterGroup(name, grouping.settings(name), tuple(paths)) for name, paths in taken.items()]
+    roles = model.roles()
     for group in groups:
-        if "_" in group.name and all(path.endswith(".correction") for path in group.paths):
+        if "_" in group.name and all(roles[path] == "correction" for path in group.paths):
             raise ConfigError(
                 f"optimizer.groups: {group.paths[0]} follows the load of the experts, and no optimizer; match others"
             )
@@ -277,13 +285,13 @@ class Grouping(NamedTuple):
                 return f"{group.kind or kind}_{number}"
         return str(kind)
 
-    def decay_mask(self, name: str) -> Callable[[Any], Any]:
+    def decay_mask(self, name: str, roles: Mapping[str, str]) -> Callable[[Any], Any]:
         """Parameters of the group of this name with weight decay: all of a group with a decay of its own, but for
         router corrections, which follow the load of the experts and not the optimizer."""
         number = name.partition(WIDE)[0].partition("_")[2]
         if not number or self.section.groups[int(number)].weight_decay is None:
-            return decay_mask
-        return lambda params: map_with_path(lambda path, _: not path.endswith(".correction"), params)
+            return partial(decay_mask, roles=roles)
+        return lambda params: map_with_path(lambda path, _: roles[path] != "correction", params)
 
     def settings(self, name: str) -> GroupedOptimizer:
         """Settings of the group of this name."""
@@ -307,7 +315,7 @@ def _of_kind(
     section: GroupedOptimizer,
     num_steps: int,
     parameters: Mapping[str, Parameter],
-    mask: Callable[[Any], Any] = decay_mask,
+    mask: Callable[[Any], Any],
 ) -> optax.GradientTransformation:
     rate = make_schedule(section, num_steps)
     assert rate is not None

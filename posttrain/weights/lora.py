@@ -403,7 +403,9 @@ def merged_lora(model: Decoder) -> Decoder:
     copy = weights.bind(weights.read())
     for site in sites(copy).values():
         if isinstance(site.matrix, Quantized):
-            plain = nnx.Param(_merged_layers(site.name, *nnx.split(site.owner)), dims=site.matrix.get_metadata("dims"))
+            plain = nnx.Param(
+                _merged_layers(site.name, *nnx.split(site.owner)), dims=site.matrix.get_metadata("dims"), role="kernel"
+            )
             setattr(site.owner, site.name, plain)
             site.owner.adapters.pop(site.name, None)
     merge_lora(copy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import jax
 from flax import nnx
@@ -98,6 +99,13 @@ class ModelWeights:
     def dims(self) -> dict[str, tuple[str, ...]]:
         """Dimension names of each parameter."""
         return {path: v.get_metadata()["dims"] for path, v in self._variables.items()}
+
+    def roles(self) -> dict[str, str]:
+        """What each trainable parameter is (`Role`). ValueError for one that its layer does not declare."""
+        roles: dict[str, Any] = {path: self._variables[path].get_metadata().get("role") for path in self.trainable()}
+        if lacking := sorted(path for path, role in roles.items() if role is None):
+            raise ValueError(f"{lacking[0]} has no role; its layer declares one beside dims, see models.layers.param")
+        return roles
 
     def shapes(self) -> list[tuple[str, tuple[str, ...], tuple[int, ...]]]:
         """Path, dimension names and shape of every parameter, abstract or not."""

@@ -177,7 +177,7 @@ class Gemma4Block(Block):
         self.input_gate = Linear(repeats, *gate, init, bias=False) if size else None
         self.input_projection = Linear(repeats, *projection, init, bias=False) if size else None
         self.input_norm = _norm(model, repeats, init) if size else None
-        self.scale = param(jnp.ones((repeats, 1), init.dtype), ("layers", "latent"))
+        self.scale = param(jnp.ones((repeats, 1), init.dtype), ("layers", "latent"), "norm")
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
@@ -203,7 +203,7 @@ class Gemma4Router(Router):
     def __init__(self, config: MoEConfig, model: ModelConfig, repeats: int, init: Init):
         super().__init__(config, repeats, model.embed_dim, init)
         self.norm = _norm(model, repeats, init)
-        self.scale = param(jnp.ones((repeats, config.num_experts), init.dtype), ("layers", "router"))
+        self.scale = param(jnp.ones((repeats, config.num_experts), init.dtype), ("layers", "router"), "norm")
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
         return super().logits(self.norm(x.astype(jnp.float32)) * x.shape[-1] ** -0.5)

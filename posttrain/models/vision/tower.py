@@ -19,7 +19,7 @@ from posttrain.kernels.attention.dispatch import attention
 from posttrain.models.activations import rematerialized
 from posttrain.models.adapter import Adapter
 from posttrain.models.config import Compute, Encoded, Images, ModelConfig, TowerTensor, VisionConfig
-from posttrain.models.layers import Adaptable, Init, normal, param, rms_normed
+from posttrain.models.layers import Adaptable, Init, Role, normal, param, rms_normed
 from posttrain.models.rope import Tables, apply_rope, default_frequencies
 from posttrain.tree import pytree
 
@@ -174,7 +174,8 @@ class Tower(Adaptable):
             value = normal(init, whole) if tensor.start is None else jnp.full(whole, tensor.start, init.dtype)
             # A matrix is split over devices where they divide its outputs.
             dims = ("tower", *["latent"] * (len(shape) - 1)) if len(shape) > 1 else ("latent",) * len(shape)
-            setattr(self, key, param(value, (*layers, *dims)))
+            role: Role = "kernel" if len(shape) > 1 else "bias" if tensor.name.endswith("bias") else "norm"
+            setattr(self, key, param(value, (*layers, *dims), role))
 
     def __call__(self, images: ImageInputs, compute: Compute) -> PlacedImages | None:
         """Encode the images, unless they are, and prepare their placement; None without any."""
