@@ -136,7 +136,38 @@ class Quantile:
         return float(EDGES[bucket - 1] * (EDGES[bucket] / EDGES[bucket - 1]) ** inside)
 
 
-Metric = Mean | Max | Quantile
+@pytree
+class EffectiveShare:
+    """Effective sample size of weights as a share of their number, (sum w)^2 / (n sum w^2): 1 for equal weights, 1 / n
+    where one has all; adds exactly. Kish, Survey Sampling (1965), section 11.7.
+
+    >>> (EffectiveShare.of(jnp.asarray([2.0]), jnp.ones(1)) + EffectiveShare.of(jnp.zeros(1), jnp.ones(1))).value()
+    0.5
+    """
+
+    total: Array | float
+    squares: Array | float
+    count: Array | float
+
+    @classmethod
+    def of(cls, weights: Array, counted: Array) -> EffectiveShare:
+        """Of the weights where `counted` is 1; others may hold any value."""
+        weights = jnp.where(counted > 0, weights, 0.0)
+        return cls(total=weights.sum(), squares=jnp.square(weights).sum(), count=counted.sum())
+
+    def __add__(self, other: EffectiveShare) -> EffectiveShare:
+        return EffectiveShare(
+            total=self.total + other.total, squares=self.squares + other.squares, count=self.count + other.count
+        )
+
+    def value(self) -> float:
+        """The share as a Python float (reads the device); NaN if nothing was counted, 0 if every weight is 0."""
+        if not float(self.count):
+            return float("nan")
+        return float(self.total) ** 2 / (float(self.count) * float(self.squares)) if float(self.squares) else 0.0
+
+
+Metric = Mean | Max | Quantile | EffectiveShare
 """A number that a loss gives beside itself; `+` merges those of two micro-batches."""
 
 

@@ -52,6 +52,8 @@ async def judged(
     this user on this machine that ask the same model. Set the reward's `timeout_s` to what all requests of a step may
     take.
     """
+    if not lowest < highest:
+        raise ValueError(f"lowest={lowest:g} must be below highest={highest:g}, the ends of the judge's scale")
     template = Path(rubric).read_text(encoding="utf-8")
     answers = [""] * len(completions) if answer is None else answer
     limit = RateLimit(f"{base_url} {model}", concurrency, requests_per_minute)

@@ -31,6 +31,8 @@ def cosine(
     `correct`: function that says which are correct, such as `rewards.gsm8k:correct`; a value above 0.5 is correct, None
     is not applicable.
     """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens} must be at least 1")
     function: Any = import_object(correct, Path.cwd())
     known = {"completions": completions, "completion_tokens": completion_tokens, **columns}
     names = inspect.signature(function).parameters
@@ -56,6 +58,10 @@ def budget(
     >>> budget([[7] * 90, [7] * 120], 100, per_token=0.01)
     [-0.1, -0.2]
     """
+    if not per_token > 0:
+        raise ValueError(
+            f"per_token={per_token} must be above 0: the penalty is subtracted, and below 0 it pays distance"
+        )
     budgets = [token_budget] * len(completion_tokens) if isinstance(token_budget, int) else token_budget
     return [-per_token * abs(len(one) - most) for one, most in zip(completion_tokens, budgets, strict=True)]
 
@@ -68,6 +74,10 @@ def within_budget(
     >>> within_budget([[7] * 90, [7] * 105, [7] * 130], 100, slack_tokens=20)
     [0.0, -0.25, -1.0]
     """
+    if slack_tokens < 1:
+        raise ValueError(
+            f"slack_tokens={slack_tokens} must be at least 1: the line goes down to -1 over so many tokens"
+        )
     budgets = [token_budget] * len(completion_tokens) if isinstance(token_budget, int) else token_budget
     over = [max(len(one) - most, 0) / slack_tokens for one, most in zip(completion_tokens, budgets, strict=True)]
     return [-min(share, 1.0) if share else 0.0 for share in over]

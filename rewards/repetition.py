@@ -14,6 +14,8 @@ def penalty(completion_tokens: Sequence[Sequence[int]], *, ngram_tokens: int, we
     """
     if ngram_tokens < 1:
         raise ValueError(f"ngram_tokens={ngram_tokens} must be at least 1")
+    if not weight > 0:
+        raise ValueError(f"weight={weight} must be above 0: the penalty is subtracted, and below 0 it pays repetition")
     return [_penalty(tokens, ngram_tokens, weight) for tokens in completion_tokens]
 
 

@@ -48,6 +48,8 @@ def right_number(
     >>> right_number(ends, [7, "7.0", 7])
     [1.0, 1.0, 0.0]
     """
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance} must be at least 0: with less no number is right")
     found = [final_number(final_text(one)) for one in completions]
     pairs = zip(found, map(float, answer), strict=True)
     return [float(made is not None and abs(made - right) <= tolerance * (abs(right) or 1.0)) for made, right in pairs]

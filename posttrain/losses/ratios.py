@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch, BatchLoss, LossOutput, TokenLoss, TokenStats
 from posttrain.losses.reduce import sequence_sums, to_tokens, token_mean
-from posttrain.tree import Max, Metric, Quantile
+from posttrain.tree import EffectiveShare, Max, Metric, Quantile
 
 MAX_LOG_RATIO = 20.0
 """Bound of log-ratios before `exp`, to avoid inf; beyond it the gradient is 0."""
@@ -155,9 +155,11 @@ class ImportanceSampling:
         mask: Bool[Array, "B T"],
         segments: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T"], dict[str, Metric]]:
-        """Weights without a gradient, and metrics of the ratios: mean, maximum, share out of bounds."""
+        """Weights without a gradient, and metrics: of the ratios before the bounds the mean, the maximum, the share out
+        of bounds and chi^2(proximal || behaviour) = E[ratio^2] - 1, and the effective sample size of the weights."""
         difference = jnp.where(mask, proximal, 0.0) - jnp.where(mask, behaviour, 0.0)
-        ratio = jnp.exp(level_log_ratio(self.level, jax.lax.stop_gradient(difference), mask, segments))
+        log_ratio = level_log_ratio(self.level, jax.lax.stop_gradient(difference), mask, segments)
+        ratio = jnp.exp(log_ratio)
         low, high = 0.0 if self.low is None else self.low, jnp.inf if self.high is None else self.high
         outside = (ratio < low) | (ratio > high)
         if self.bound == "reject":
@@ -169,6 +171,8 @@ class ImportanceSampling:
             f"{name}/mean": token_mean(ratio, counted, segments),
             f"{name}/max": Max(largest=jnp.max(jnp.where(mask, ratio, 0.0))),
             f"{name}/out_of_bounds": token_mean(outside.astype(ratio.dtype), counted, segments),
+            f"{name}/chi_square": token_mean(jnp.expm1(2 * log_ratio), counted, segments),
+            f"{name}/effective_sample_size": EffectiveShare.of(weights, counted),
         }
 
 

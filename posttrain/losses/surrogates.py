@@ -195,7 +195,7 @@ class GMPOObjective:
     def __call__(self, terms: PolicyTerms) -> SurrogateTokens:
         low = terms.low - 1
         high = terms.high - 1
-        # A bounded log-ratio is a constant in the mean: its token has no gradient, others of its sample have theirs.
+        # A bounded log-ratio is a constant in the mean: its token has no gradient, others of the sample have theirs.
         zero_gradient = {
             "low": (terms.log_ratio < low) & (terms.advantages < 0),
             "high": (terms.log_ratio > high) & (terms.advantages > 0),

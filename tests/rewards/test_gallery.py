@@ -65,6 +65,19 @@ def test_repetition_penalty() -> None:
         repetition.penalty(tokens, ngram_tokens=0, weight=1.0)
 
 
+def test_penalties_do_not_turn_their_sign() -> None:
+    """A negative weight would pay what it is to make rare; 0 has no effect, and NaN is none."""
+    tokens = [[1, 2, 1, 2, 1]]
+    for weight in (-0.5, 0.0, float("nan")):
+        with pytest.raises(ValueError, match="weight=.* must be above 0"):
+            repetition.penalty(tokens, ngram_tokens=2, weight=weight)
+        with pytest.raises(ValueError, match="per_token=.* must be above 0"):
+            length.budget(tokens, 3, per_token=weight)
+    for slack in (-20, 0):
+        with pytest.raises(ValueError, match="slack_tokens=.* must be at least 1"):
+            length.within_budget(tokens, 3, slack_tokens=slack)
+
+
 def test_json_schema() -> None:
     json_schema = pytest.importorskip("rewards.json_schema", reason="needs the extra rewards")
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

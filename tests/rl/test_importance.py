@@ -20,6 +20,7 @@ from posttrain.models.quant import dequantized, quantized
 from posttrain.rl.assemble import assemble
 from posttrain.rollout.sampling import Sampling, Tables, sample
 from posttrain.rollout.types import SamplingParams, samples_of
+from posttrain.tree import added
 from tests.often import often
 from tests.rl.helpers import trajectory
 
@@ -146,6 +147,17 @@ def test_bounds(level: Any, low: float | None, high: float | None) -> None:
         assert_allclose(metrics[f"{name}/mean"].value(), ratio[mask].mean(), rtol=1e-5)
         assert_allclose(metrics[f"{name}/max"].value(), ratio[mask].max(), rtol=1e-5)
         assert_allclose(metrics[f"{name}/out_of_bounds"].value(), outside[mask].mean(), rtol=1e-5)
+        assert_allclose(metrics[f"{name}/chi_square"].value(), (ratio[mask].astype(np.float64) ** 2).mean() - 1, 1e-4)
+        own = expected[mask].astype(np.float64)
+        size = metrics[f"{name}/effective_sample_size"]
+        assert_allclose(size.value(), own.sum() ** 2 / (own**2).sum() / own.size, rtol=1e-5)
+        # Micro-batches of a row each add up to the whole.
+        parts = [
+            importance(*(jnp.asarray(x[row : row + 1]) for x in (proximal, behaviour, mask, segments)))
+            for row in range(2)
+        ]
+        halves = [part[1][f"{name}/effective_sample_size"] for part in parts]
+        assert_allclose(added(*halves).value(), size.value(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence_mean", "sequence_sum"])
