@@ -151,7 +151,7 @@ class EffectiveShare:
 
     @classmethod
     def of(cls, weights: Array, counted: Array) -> EffectiveShare:
-        """Of the weights where `counted` is 1; others may hold any value."""
+        """Sums over the weights where `counted` is 1; others may hold any value."""
         weights = jnp.where(counted > 0, weights, 0.0)
         return cls(total=weights.sum(), squares=jnp.square(weights).sum(), count=counted.sum())
 

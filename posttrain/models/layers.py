@@ -52,7 +52,7 @@ class Init(NamedTuple):
 
 
 Role = Literal["kernel", "embedding", "norm", "bias", "sinks", "correction"]
-"""What a parameter is; optimizers decide by it on weight decay and precision."""
+"""Role of a parameter, by which optimizers decide on weight decay and precision."""
 
 
 def param(value: Array, dims: tuple[str, ...], role: Role) -> Any:

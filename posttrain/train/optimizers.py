@@ -138,9 +138,9 @@ class Optimizer:
     seed: int | None = None
     average: Average | None = None
     roles: Mapping[str, str] | None = field(default=None, compare=False)
-    """What each parameter is, see `ModelWeights.roles`; None: it was made without a model."""
+    """Role of each parameter, see `ModelWeights.roles`; None: it was made without a model."""
     weight_decay: bool = field(default=False, compare=False)
-    """Whether weight decay acts by `decay_mask`."""
+    """True if weight decay acts by `decay_mask`."""
     labels: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Group of each parameter, where norms of update and weights are metrics."""
 

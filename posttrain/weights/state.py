@@ -101,7 +101,7 @@ class ModelWeights:
         return {path: v.get_metadata()["dims"] for path, v in self._variables.items()}
 
     def roles(self) -> dict[str, str]:
-        """What each trainable parameter is (`Role`). ValueError for one that its layer does not declare."""
+        """Role of each trainable parameter. ValueError for one that its layer does not declare."""
         roles: dict[str, Any] = {path: self._variables[path].get_metadata().get("role") for path in self.trainable()}
         if lacking := sorted(path for path, role in roles.items() if role is None):
             raise ValueError(f"{lacking[0]} has no role; its layer declares one beside dims, see models.layers.param")
