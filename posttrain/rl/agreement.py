@@ -122,8 +122,8 @@ def check_agreement(metrics: Mapping[str, object], step: int, diagnosis: Callabl
     if _only_stale_tokens_disagree(metrics):
         cause = (
             "Likely cause: the updates since the tokens were sampled have moved the weights so far, for tokens of "
-            f"equal weights agree (mean {found[f'{GAP}/mean'][0]:.1e}): lower optimizer.learning_rate, update_epochs "
-            "or updates, with asynchronous also max_staleness"
+            f"equal weights agree (mean {found[f'{GAP}/mean'][0]:.1e}): lower optimizer.learning_rate, update_epochs or "
+            "updates, with asynchronous also max_staleness"
         )
         weights = "the weights are those of the last update that agreed"
     else:
