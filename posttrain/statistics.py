@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,30 @@ class PairedDifference(Interval):
         return self.p_value < 1.0 - LEVEL
 
 
+def prompt_numbers(prompts: Sequence[Hashable]) -> np.ndarray:
+    """Number of each row's prompt, in the order in which they come first: the units of intervals and tests.
+
+    Rows of one prompt are not independent observations of a set of prompts. Where all rows have the same prompt, as
+    those of an environment that draws its task, there is no such set, and the rows themselves are the units.
+
+    >>> prompt_numbers(["a", "b", "a"]), prompt_numbers(["a", "a"])
+    (array([0, 1, 0]), array([0, 1]))
+    """
+    numbers: dict[Hashable, int] = {}
+    found = np.asarray([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], int)
+    return found if len(numbers) > 1 else np.arange(len(found))
+
+
+def count_rows(prompts: Sequence[Hashable], rows: str = "rows") -> str:
+    """Number of rows and of their prompts in words.
+
+    >>> count_rows(["a", "b", "a"])
+    '3 rows, 2 prompts'
+    """
+    one = len(set(prompts)) == 1
+    return f"{len(prompts):,} {rows}, {len(set(prompts)):,} {'prompt' if one else 'prompts'}"
+
+
 def mean_interval(values: ArrayLike, clusters: ArrayLike | None = None) -> Interval:
     """Mean over prompts with its 95 % interval: Wilson's for 0/1 outcomes, Student's t otherwise.
 
@@ -57,8 +81,9 @@ def mean_interval(values: ArrayLike, clusters: ArrayLike | None = None) -> Inter
     return Interval(mean, mean - half, mean + half, n)
 
 
-def share_interval(shares: ArrayLike, samples: int) -> Interval:
-    """Mean over prompts of shares between 0 and 1, such as pass@k, each estimated from so many samples.
+def share_interval(shares: ArrayLike, samples: int, clusters: ArrayLike | None = None) -> Interval:
+    """Mean over prompts of shares between 0 and 1, such as pass@k, each estimated from so many samples. `clusters`:
+    prompt of each share.
 
     The 95 % interval is that of `mean_interval` for 0/1 outcomes with several samples per prompt. ValueError for a
     number that is no share.
@@ -66,11 +91,13 @@ def share_interval(shares: ArrayLike, samples: int) -> Interval:
     checked = _finite(shares, "shares")
     if checked.min() < 0.0 or checked.max() > 1.0:
         raise ValueError(f"shares must lie between 0 and 1, got {checked.min():g} to {checked.max():g}")
-    return _effective_wilson(checked, len(checked) * samples)
+    means = checked if clusters is None else _cluster_means(checked, np.asarray(clusters))
+    return _effective_wilson(means, len(checked) * samples)
 
 
-def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
-    """Difference after - before, paired by prompt; arrays are [P], or [P, G] averaged per prompt first.
+def paired_difference(before: ArrayLike, after: ArrayLike, clusters: ArrayLike | None = None) -> PairedDifference:
+    """Difference after - before, paired by prompt; arrays are [P], or [P, G] averaged per prompt first. `clusters`:
+    prompt of each row, whose rows are averaged too.
 
     Differences of 0/1 outcomes use the interval of Agresti and Min (2005) and McNemar's exact test; others Student's
     paired t. Raises ValueError for unequal numbers of prompts, and for fewer than two.
@@ -81,6 +108,10 @@ def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
             f"paired_difference: before has {len(first)} prompts and after {len(second)}; "
             "give the same two or more prompts in the same order"
         )
+    if clusters is not None:
+        first, second = (_cluster_means(means, np.asarray(clusters)) for means in (first, second))
+        if len(first) < 2:
+            raise ValueError("paired_difference: the rows have one prompt; give two or more")
     difference = second - first
     n, mean = len(difference), float(difference.mean())
     if np.isin(np.concatenate([first, second]), (0.0, 1.0)).all():
@@ -99,22 +130,25 @@ def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
     return PairedDifference(mean, mean - half, mean + half, n, p_value)
 
 
-def ratio_interval(totals: ArrayLike, weights: ArrayLike) -> Interval:
+def ratio_interval(totals: ArrayLike, weights: ArrayLike, clusters: ArrayLike | None = None) -> Interval:
     """Ratio sum(totals) / sum(weights), such as a token mean, with its 95 % interval; one entry per sequence.
+    `clusters`: prompt of each sequence, whose entries are added up first.
 
     The variance is that of the linearized ratio R: n / (n - 1) sum((total - R weight)^2) / sum(weights)^2, and the
     interval Student's t. Cochran, Sampling Techniques, section 6.4. A single sequence has no interval: (-inf, inf).
     """
-    total, weight = _weighted(totals, weights)
+    total, weight = _weighted(totals, weights, clusters)
     n, ratio = len(total), float(total.sum() / weight.sum())
     half = _t_quantile(n - 1) * _ratio_error(total, weight) if n > 1 else math.inf
     return Interval(ratio, ratio - half, ratio + half, n)
 
 
-def paired_ratio_difference(before: ArrayLike, after: ArrayLike, weights: ArrayLike) -> PairedDifference:
+def paired_ratio_difference(
+    before: ArrayLike, after: ArrayLike, weights: ArrayLike, clusters: ArrayLike | None = None
+) -> PairedDifference:
     """Change of `ratio_interval`'s ratio over the same sequences, from totals before and after."""
-    first, weight = _weighted(before, weights)
-    second, _ = _weighted(after, weights)
+    first, weight = _weighted(before, weights, clusters)
+    second, _ = _weighted(after, weights, clusters)
     interval = ratio_interval(second - first, weight)
     if interval.n < 2:
         return PairedDifference(interval.mean, interval.low, interval.high, interval.n, 1.0)
@@ -148,13 +182,17 @@ def difference_of_ratios(
     return Interval(mean, mean - half, mean + half, n)
 
 
-def standard_error(rewards_PG: Iterable[ArrayLike]) -> float:
-    """Standard error of a step's mean reward, clustered by prompt: sd(prompt means) / sqrt(P).
+def standard_error(rewards_PG: Iterable[ArrayLike], clusters: ArrayLike | None = None) -> float:
+    """Standard error of a step's mean reward, clustered by prompt: sd(prompt means) / sqrt(P). `clusters`: prompt of
+    each group.
 
     NaN marks a sample without a reward; prompts without any reward are excluded. NaN if fewer than two prompts remain.
     """
     rows = [np.asarray(row, np.float64) for row in rewards_PG]
-    means = [float(row[~np.isnan(row)].mean()) for row in rows if not np.isnan(row).all()]
+    known = np.asarray([not np.isnan(row).all() for row in rows], bool)
+    means = np.asarray([row[~np.isnan(row)].mean() for row, has in zip(rows, known, strict=True) if has])
+    if clusters is not None and len(means):
+        means = _cluster_means(means, np.asarray(clusters)[known])
     return float(np.std(means, ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
 
 
@@ -200,14 +238,19 @@ def _prompt_means(values: ArrayLike, name: str) -> np.ndarray:
     return _finite(array.mean(axis=1) if array.ndim == 2 else array, name)
 
 
-def _weighted(totals: ArrayLike, weights: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Totals and weights of sequences with positive weight."""
+def _weighted(
+    totals: ArrayLike, weights: ArrayLike, clusters: ArrayLike | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Totals and weights of sequences with positive weight, or of prompts, each the sum over its sequences."""
     total, weight = _finite(totals, "totals"), _finite(weights, "weights")
     if len(total) != len(weight) or (weight < 0).any() or not weight.any():
         raise ValueError(
             f"totals and weights must have equal lengths, no negative and some positive weight; got {len(total)} and "
             f"{len(weight)} from {weight.min()} to {weight.max()}"
         )
+    if clusters is not None:
+        _, inverse = np.unique(np.asarray(clusters), return_inverse=True)
+        total, weight = np.bincount(inverse, total), np.bincount(inverse, weight)
     return total[weight > 0], weight[weight > 0]
 
 

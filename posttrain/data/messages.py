@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict, cast
 import numpy as np
 
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.runtime.files import digest, typed_text
 
 if TYPE_CHECKING:
     from posttrain.data.pictures import Picture, RowPictures
@@ -526,6 +527,23 @@ def parts_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Parts of a message with pictures; none of one that is text."""
     content = message.get("content")
     return content if isinstance(content, list) else []
+
+
+def prompt_digest(messages: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> str:
+    """Digest of what a prompt says: roles, texts, calls, pictures by their content, and tools. Rows with equal ones ask
+    the model the same, so that their outcomes are not independent."""
+    keyed = [
+        {
+            **message,
+            "content": [
+                {"image": digest(part["image"].content())} if part["type"] == "image" else part for part in parts
+            ],
+        }
+        if (parts := parts_of(message))
+        else dict(message)
+        for message in messages
+    ]
+    return digest(typed_text([keyed, tools]))
 
 
 def pictures_in(messages: Sequence[Mapping[str, Any]]) -> list[Picture]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from posttrain.batch import Batch
 from posttrain.config import DatasetSection, PairSection
 from posttrain.data.chat import Masked, Renderer
-from posttrain.data.format import prompt_messages, refuse_pictures, row_pictures
+from posttrain.data.format import prompt_messages, refuse_pictures, row_tools
 from posttrain.data.image_rows import (
     ImageRows,
     PictureSource,
@@ -25,12 +25,13 @@ from posttrain.data.image_rows import (
     with_images,
 )
 from posttrain.data.images import Grid
-from posttrain.data.messages import Message, parts_of
+from posttrain.data.messages import prompt_digest
 from posttrain.data.packing import PackedBatches, Window, common_prefix, image_start, to_batch
 from posttrain.data.pipeline import Stream, drops_bad_images, fingerprint, order, token_fingerprint, window_of
 from posttrain.data.preference import (
     CHOSEN,
     TokenizedAnswer,
+    answered_prompt,
     is_paired,
     labelled_answers,
     margin,
@@ -41,7 +42,6 @@ from posttrain.data.preference import (
 )
 from posttrain.data.sources import RowError, Rows, SequenceCache, Sequences
 from posttrain.errors import ConfigError
-from posttrain.runtime.files import typed_text
 from posttrain.tree import replace as changed
 
 MAX_CANDIDATES = 64
@@ -87,16 +87,12 @@ class PairExamples:
         """Number of a unit's row."""
         return index // self._per_row
 
-    def prompt(self, index: int) -> Hashable:
-        """Key shared by units with the same prompt; without a prompt column, by units of the same row."""
-        row = self.row_of(index)
-        if self.dataset.prompt is None and "prompt" not in self.rows.columns:
-            return row
-        values = self.rows[row]
-        pictures = row_pictures(values, self.dataset, self.renderer)
-        prompt = prompt_messages(values, self.dataset, pictures)
-        prompt = prompt if pictures is None else pictures.placed(prompt)
-        return typed_text([{**one, **_keyed(one)} for one in prompt])
+    def prompt(self, index: int) -> str:
+        """Digest of a unit's prompt, the same for units with the same prompt."""
+        row = self.rows[self.row_of(index)]
+        if self.kind == "steps":
+            return prompt_digest(prompt_messages(row, self.dataset), row_tools(row, self.dataset))
+        return answered_prompt(row, self.dataset, self.renderer)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -299,12 +295,6 @@ class LabelledSequence(NamedTuple):
     def part(self, part: slice) -> LabelledSequence:
         images = None if self.images is None else self.images[part]
         return LabelledSequence(self.tokens[part], self.weight[part], self.roles[part], images, self.grids)
-
-
-def _keyed(message: Message) -> dict[str, Any]:
-    """Content of a message with pictures by their keys."""
-    parts = [{"image": part["image"].key} if part["type"] == "image" else part for part in parts_of(message)]
-    return {"content": parts} if parts else {}
 
 
 def _arrays(index: int, sequences: Sequence[LabelledSequence], shared: int) -> PairExample:

@@ -29,6 +29,7 @@ from posttrain.data.messages import (
     checked_messages,
     is_same,
     pictures_in,
+    prompt_digest,
 )
 from posttrain.errors import ConfigError, did_you_mean
 
@@ -86,6 +87,13 @@ def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> l
     label = _label(row["label"], "column 'label' must be")
     sides = _labelled_parts(row, section, renderer)
     return [_answer(sides, renderer, row_tools(row, section), CHOSEN if label else REJECTED)]
+
+
+def answered_prompt(row: Row, section: DatasetSection, renderer: Renderer) -> str:
+    """Digest of the prompt that a row's answers have, also of one that both sides of a pair begin with."""
+    pair = is_paired(list(row), section)
+    parts = _pair_parts(row, section, renderer)[0] if pair else _labelled_parts(row, section, renderer)
+    return prompt_digest(parts.prompt, row_tools(row, section))
 
 
 def pair_pictures(row: Row, section: DatasetSection, renderer: Renderer) -> list[Picture]:

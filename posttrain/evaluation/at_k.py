@@ -12,7 +12,14 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from posttrain.config import EvaluateSection
-from posttrain.statistics import Interval, PairedDifference, mean_interval, paired_difference, share_interval
+from posttrain.statistics import (
+    Interval,
+    PairedDifference,
+    mean_interval,
+    paired_difference,
+    prompt_numbers,
+    share_interval,
+)
 
 
 def values_at_k(
@@ -45,21 +52,29 @@ def values_at_k(
 
 
 def intervals_at_k(
-    values: Mapping[str, Float[np.ndarray, " P"]], rewards_PG: Float[np.ndarray, "P G"]
+    values: Mapping[str, Float[np.ndarray, " P"]],
+    rewards_PG: Float[np.ndarray, "P G"],
+    prompts_P: Int[np.ndarray, " P"],
 ) -> dict[str, Interval]:
-    """Means over prompts with 95 % intervals, in which prompts are independent, not samples. Names without any value
-    are left out."""
-    samples, valid_PG = rewards_PG.shape[1], ~np.isnan(rewards_PG)
+    """Means over prompts with 95 % intervals, in which prompts are independent, not rows or samples. `prompts_P`:
+    prompt of each row. Names without any value are left out."""
+    samples = rewards_PG.shape[1]
     intervals = {}
     for name, values_P in values.items():
         if np.isnan(values_P).all():
             continue
         if name == f"avg@{samples}":
-            prompts = np.broadcast_to(np.arange(len(rewards_PG))[:, None], rewards_PG.shape)
-            intervals[name] = mean_interval(rewards_PG[valid_PG], prompts[valid_PG])
+            intervals[name] = interval_over_prompts(rewards_PG, prompts_P)
         else:
-            intervals[name] = share_interval(values_P[~np.isnan(values_P)], samples)
+            known_P = ~np.isnan(values_P)
+            intervals[name] = share_interval(values_P[known_P], samples, prompts_P[known_P])
     return intervals
+
+
+def interval_over_prompts(values_PG: Float[np.ndarray, "P G"], prompts_P: Int[np.ndarray, " P"]) -> Interval:
+    """Mean over prompts of the values that are known, with its 95 % interval. `prompts_P`: prompt of each row."""
+    known = ~np.isnan(values_PG)
+    return mean_interval(values_PG[known], np.broadcast_to(prompts_P[:, None], values_PG.shape)[known])
 
 
 def prompt_means(values_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, " P"]:
@@ -146,10 +161,12 @@ def prompt_differences(before: Record, after: Record) -> Record:
 
 
 def paired(before: Mapping[str, Any], after: Mapping[str, Any], metric: str) -> PairedDifference | None:
-    """Difference of one dataset's values over the prompts that have them before and after; None for fewer than two."""
+    """Difference of one dataset's values over the prompts that have them before and after; None for fewer than two.
+    Rows of one prompt are averaged (`prompts` of the record)."""
     first, second = (np.asarray(record["values"][metric], np.float64) for record in (before, after))
     valid = ~np.isnan(first) & ~np.isnan(second)
-    return paired_difference(first[valid], second[valid]) if valid.sum() > 1 else None
+    prompts = prompt_numbers(after["prompts"])[valid]
+    return paired_difference(first[valid], second[valid], prompts) if len(set(prompts.tolist())) > 1 else None
 
 
 def prefix_of(name: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from posttrain.data.pair_examples import PairExamples, all_rows
 from posttrain.losses.pairs import PairedSequences, pairs_of, sequences_of
 from posttrain.losses.reward_model import reward_pairs
 from posttrain.metrics import merge, to_host
-from posttrain.statistics import Interval, difference_of_ratios, mean_interval, ratio_interval
+from posttrain.statistics import Interval, difference_of_ratios, mean_interval, prompt_numbers, ratio_interval
 from posttrain.tracking.console import progress_bar
 from posttrain.train.trainer import Trainer
 from posttrain.tree import Mean, concatenated, replace
@@ -37,8 +37,8 @@ class PairEvaluation:
         self._loss, self._compared = jax.jit(loss), jax.jit(_compared)
 
     def __call__(self) -> Record:
-        """One pass: metrics, and `preferred`, for every pair in the order of the data whether the model prefers the
-        chosen answer: gives it the greater log-probability, or the greater score."""
+        """One pass: metrics, and for every pair in the order of the data `preferred`, whether the model prefers the
+        chosen answer: gives it the greater log-probability, or the greater score; and the key of its prompt."""
         units = self._units
         totals: dict[str, Mean] = {}
         parts: list[tuple[Stats, Batch]] = []
@@ -69,7 +69,8 @@ class PairEvaluation:
         if not margins:
             return {"metrics": metrics}
         preferred, of_pairs = self._preferred(margins)
-        return {"metrics": metrics | of_pairs, "preferred": preferred}
+        prompts = [self._prompt(number) for number in sorted(margins)]
+        return {"metrics": metrics | of_pairs, "preferred": preferred, "prompts": prompts}
 
     def _preferred(self, margins: Mapping[int, float]) -> tuple[list[float], dict[str, float]]:
         """Return for each pair whether the chosen answer is preferred, and the metrics of that."""
@@ -85,8 +86,7 @@ class PairEvaluation:
 
     def _prompts(self, units: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
         """Return the prompt number of each unit."""
-        numbers: dict[Hashable, int] = {}
-        return np.asarray([numbers.setdefault(self._prompt(int(unit)), len(numbers)) for unit in units])
+        return prompt_numbers([self._prompt(int(unit)) for unit in units])
 
     def _totals(self, stats: Stats, batch: Batch) -> dict[str, Mean]:
         """The loss and its means, whose parts are those of units."""
@@ -214,7 +214,7 @@ def share_or_ratio_interval(totals: np.ndarray, weights: np.ndarray, prompts: In
     share = np.isin(totals, (0.0, 1.0)).all() and (weights == 1).all()
     if share and len(np.unique(prompts)) in (1, len(prompts)):
         return mean_interval(totals, prompts)
-    interval = ratio_interval(_by_prompt(totals, prompts), _by_prompt(weights, prompts))
+    interval = ratio_interval(totals, weights, prompts)
     is_share = ((totals >= 0) & (totals <= weights)).all()
     return replace(interval, low=max(interval.low, 0.0), high=min(interval.high, 1.0)) if is_share else interval
 

@@ -7,19 +7,25 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from posttrain.config import EvaluateSection
 from posttrain.data.messages import shown_text
 from posttrain.errors import ConfigError
-from posttrain.evaluation.at_k import Record, intervals_at_k, prefix_of, prompt_means, values_at_k
+from posttrain.evaluation.at_k import (
+    Record,
+    interval_over_prompts,
+    intervals_at_k,
+    prefix_of,
+    prompt_means,
+    values_at_k,
+)
 from posttrain.reward.rubric import Rubric, error_lines
 from posttrain.reward.types import Rewards
 from posttrain.rl.collector import exchanged, own_share
 from posttrain.rl.sampler import EVALUATION, IssuedGroup, Sampler, collect
-from posttrain.rl.teachers import interval_of
 from posttrain.rollout.trajectory import Example, Group
-from posttrain.statistics import Interval, mean_interval
+from posttrain.statistics import Interval, prompt_numbers
 from posttrain.tracking.console import progress_bar
 
 
@@ -38,7 +44,7 @@ class RolloutEvaluation:
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
         samples = [s for group in self.groups_P for s in group]
         parts = {
-            f"rewards/{name}/mean": float(np.nanmean(part))
+            f"rewards/{name}/mean": interval_over_prompts(part, self.prompts_P).mean
             for name, part in self.rewards.parts_PG.items()
             if not np.isnan(part).all()
         }
@@ -58,9 +64,19 @@ class RolloutEvaluation:
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     @property
+    def prompts(self) -> list[str]:
+        """Key of each row's prompt: rows of one prompt are one unit of intervals and tests."""
+        return [group[0].example.prompt_key for group in self.groups_P]
+
+    @property
+    def prompts_P(self) -> Int[np.ndarray, " P"]:
+        """Number of each row's prompt."""
+        return prompt_numbers(self.prompts)
+
+    @property
     def distance(self) -> Interval | None:
         """The reverse KL from the teachers per token, on the student's own samples."""
-        return None if self.distances_PG is None else interval_of(self.distances_PG)
+        return None if self.distances_PG is None else interval_over_prompts(self.distances_PG, self.prompts_P)
 
 
 async def evaluate_prompts(
@@ -88,9 +104,8 @@ async def evaluate_prompts(
     if not valid.any():
         why = "; ".join(error_lines(rewards, groups_P)) or "the functions return None; see that they apply to its rows"
         raise ConfigError(f"evaluation: no sample of eval_dataset has a valid reward: {why}")
-    prompts = np.repeat(np.arange(len(groups_P))[:, None], group_size, axis=1)
-    interval = mean_interval(rewards.total_PG[valid], prompts[valid])
-    return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=interval, distances_PG=distances_PG)
+    found = RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=None, distances_PG=distances_PG)
+    return replace(found, interval=interval_over_prompts(rewards.total_PG, found.prompts_P))
 
 
 def with_at_k(found: RolloutEvaluation, section: EvaluateSection, pass_above: float) -> RolloutEvaluation:
@@ -99,7 +114,7 @@ def with_at_k(found: RolloutEvaluation, section: EvaluateSection, pass_above: fl
     rewards_PG = rewards.total_PG if section.reward is None else rewards.parts_PG[section.reward]
     answers_PG = _answers(found, section.answer) if "majority" in section.report else None
     values = values_at_k(rewards_PG, answers_PG, section, pass_above)
-    return replace(found, at_k=values, at_k_intervals=intervals_at_k(values, rewards_PG))
+    return replace(found, at_k=values, at_k_intervals=intervals_at_k(values, rewards_PG, found.prompts_P))
 
 
 def _answers(found: RolloutEvaluation, name: str | None) -> list[list[Hashable]]:
@@ -125,8 +140,8 @@ def record_of(evaluations: Mapping[str | None, RolloutEvaluation]) -> Record:
 
 
 def _of_set(found: RolloutEvaluation) -> Record:
-    """Confidence interval of the reward, or of the KL without rewards, the values of each prompt, and the first sample
-    of each."""
+    """Confidence interval of the reward, or of the KL without rewards, over `n` prompts; the prompt, the values and the
+    first sample of each row."""
     if found.interval is not None:
         measure, metric, interval, values_PG = "reward", "reward", found.interval, found.rewards.total_PG
     else:
@@ -147,6 +162,7 @@ def _of_set(found: RolloutEvaluation) -> Record:
         "low": interval.low,
         "high": interval.high,
         "n": interval.n,
+        "prompts": found.prompts,
         "values": {name: _numbers(values) for name, values in {metric: values_P, **found.at_k}.items()},
         "samples": samples,
     }

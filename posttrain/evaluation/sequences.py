@@ -1,4 +1,4 @@
-"""Evaluation of held-out sequences: loss, perplexity, KL, with 95 % intervals over sequences (not tokens)."""
+"""Evaluation of held-out sequences: loss, perplexity, KL, with 95 % intervals over prompts, not sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from posttrain.batch import Batch, TokenStats
 from posttrain.config import SequenceSection
@@ -18,13 +18,16 @@ from posttrain.data.pipeline import RowTargets, eval_batches
 from posttrain.data.sources import Rows
 from posttrain.losses.distill import teacher_weight
 from posttrain.metrics import Metrics, to_host
-from posttrain.statistics import paired_ratio_difference, ratio_interval
+from posttrain.runtime.files import digest
+from posttrain.statistics import paired_ratio_difference, prompt_numbers, ratio_interval
 from posttrain.tracking.console import progress_bar
 from posttrain.train.trainer import Trainer
 from posttrain.tree import Mean
 
 Record = dict[str, Any]
 SEQUENCES = "sequences"
+PROMPTS = "prompts"
+"""Digest of each sequence's prompt, beside its sums."""
 WEIGHTS = {
     "nll": "weight",
     "distill/kl": "covered",
@@ -47,12 +50,19 @@ def evaluate_sequences(
     """One pass over held-out rows: metrics, and under `SEQUENCES` the sums of each sequence, in a fixed order."""
     assert section.eval_dataset is not None
     parts: list[Mapping[str, np.ndarray]] = []
+    prompts: list[str] = []
+
+    def measure(batch: Batch, stats: TokenStats) -> None:
+        parts.append(_sums(batch, stats))
+        prompts.extend(_prompts(batch))
+
     with progress_bar(f"evaluating {len(rows):,} held-out rows", len(rows)) as advance:
         held_out = counted(eval_batches(section, section.eval_dataset, rows, renderer, targets), advance)
-        means = trainer.evaluate(held_out, lambda batch, stats: parts.append(_sums(batch, stats)))
+        means = trainer.evaluate(held_out, measure)
     sums = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     metrics = {f"eval/{name}": value for name, value in to_host(with_perplexities(means)).items()}
-    return {**metrics, **_intervals(sums), SEQUENCES: {name: values.tolist() for name, values in sums.items()}}
+    record = {PROMPTS: prompts, **{name: values.tolist() for name, values in sums.items()}}
+    return {**metrics, **_intervals(sums, prompt_numbers(prompts)), SEQUENCES: record}
 
 
 def sequence_metrics(record: Record) -> Mapping[str, float]:
@@ -60,12 +70,13 @@ def sequence_metrics(record: Record) -> Mapping[str, float]:
 
 
 def sequence_differences(before: Record, after: Record) -> dict[str, Any]:
-    """Paired differences over the same sequences; sequence difficulty, which widens each interval, cancels."""
+    """Paired differences over the same prompts; the difficulty of sequences, which widens each interval, cancels."""
     if SEQUENCES not in before:  # evaluated on samples alone
         return {}
     first, second = before[SEQUENCES], after[SEQUENCES]
+    prompts = prompt_numbers(second[PROMPTS])
     return {
-        f"eval/{name}": asdict(paired_ratio_difference(first[name], second[name], first[weight]))
+        f"eval/{name}": asdict(paired_ratio_difference(first[name], second[name], first[weight], prompts))
         for name, weight in WEIGHTS.items()
         if name in first and name in second
     }
@@ -84,11 +95,11 @@ def counted(batches: Iterator[Batch], advance: Callable[[int], None]) -> Iterato
         advance(int(np.max(batch.segments, axis=1).sum()))
 
 
-def _intervals(sums: Mapping[str, Float[np.ndarray, " n"]]) -> dict[str, float]:
+def _intervals(sums: Mapping[str, Float[np.ndarray, " n"]], prompts: Int[np.ndarray, " n"]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, weight in WEIGHTS.items():
         if name in sums and sums[weight].any():
-            interval = ratio_interval(sums[name], sums[weight])
+            interval = ratio_interval(sums[name], sums[weight], prompts)
             ends = {"": interval.mean, "_low": interval.low, "_high": interval.high}
             metrics |= {f"eval/{name}{end}": value for end, value in ends.items() if end}
             if name in PERPLEXITIES:
@@ -117,3 +128,26 @@ def _sums(batch: Batch, stats: TokenStats) -> dict[str, Float[np.ndarray, " n"]]
     summed = {name: np.bincount(places, array.ravel(), len(segments) * width) for name, array in values.items()}
     there = np.flatnonzero(summed["weight"])
     return {name: array[there] for name, array in summed.items()}
+
+
+def _prompts(batch: Batch) -> list[str]:
+    """Digest of each sequence's prompt, in the order of `_sums`: its tokens before the first with loss, and the patches
+    of pictures there; of a text that has loss from its beginning all of it."""
+    tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segments)
+    weight = np.asarray(batch.loss_weight) > 0
+    found = []
+    for row in range(len(segments)):
+        for segment in range(1, int(segments[row].max(initial=0)) + 1):
+            places = np.flatnonzero(segments[row] == segment)
+            if not weight[row, places].any():
+                continue
+            first = int(np.argmax(weight[row, places]))
+            # The first token of a sequence never has loss: without a prompt the second one has.
+            own = places[:first] if first > 1 else places
+            content = tokens[row, own].astype(np.int64).tobytes()
+            if batch.images is not None and batch.patches is not None and batch.patch_images is not None:
+                pictures = np.unique(np.asarray(batch.images)[row, own])
+                seen = np.isin(np.asarray(batch.patch_images)[row], pictures[pictures > 0])
+                content += np.asarray(batch.patches)[row][seen].tobytes()
+            found.append(digest(content))
+    return found

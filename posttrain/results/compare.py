@@ -16,11 +16,11 @@ import numpy as np
 from posttrain.config import RunConfig, SequenceSection
 from posttrain.config.yaml_file import diff_config, dump_config, stage_settings
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.evaluation.sequences import SEQUENCES, sequence_differences
+from posttrain.evaluation.sequences import PROMPTS, SEQUENCES, sequence_differences
 from posttrain.results.result import RunResult, attach
 from posttrain.runs.folder import NO_EFFECT
 from posttrain.runtime.files import digest
-from posttrain.statistics import Interval, PairedDifference, mean_interval, paired_difference
+from posttrain.statistics import Interval, PairedDifference, mean_interval, paired_difference, prompt_numbers
 from posttrain.tracking.history import points
 from posttrain.tracking.notebook import MAX_POINTS, text_curve
 from posttrain.tracking.steps import LAYOUTS
@@ -159,7 +159,7 @@ def compare(*runs: str | Path | RunResult, metrics: Sequence[str] = (), stage: s
     if not any(values):
         sums = [_sequences(group, place) for group, place in zip(groups, own_places, strict=True)]
         paired = {g.label: _sequence_differences(sums[0], own) for g, own in zip(groups[1:], sums[1:], strict=True)}
-        unit = "held-out sequences"
+        unit = "prompts of held-out sequences"
     paired = {label: found for label, found in paired.items() if found}
     return Comparison(groups=groups, settings=_settings(groups), paired=paired, unit=unit)
 
@@ -218,14 +218,13 @@ def _evaluated(group: SeedGroup, place: int) -> dict[str, dict[str, float]]:
     for run in group.runs:
         file = run.output / run.stages[place] / "result.json"
         after = json.loads(file.read_text(encoding="utf-8")).get("after", {}) if file.is_file() else {}
-        if "samples" not in after:
+        if "samples" not in after or "prompts" not in after:
             return {}
         for name in (None, *after["sets"]):
             one = after if name is None else after["sets"][name]
-            texts = [sample["prompt"] for sample in one["samples"]]
             for metric, values in one["values"].items():
                 key = f"eval/{metric}" if name is None else f"eval/{name}/{metric}"
-                found.setdefault(key, []).append(_by_prompt(texts, values))
+                found.setdefault(key, []).append(_by_prompt(one["prompts"], values))
     whole = {key: each for key, each in found.items() if len(each) == len(group.runs)}
     shared = {key: set.intersection(*(set(one) for one in each)) for key, each in whole.items()}
     return {
@@ -241,10 +240,18 @@ def _sequences(group: SeedGroup, place: int) -> tuple[Any, dict[str, np.ndarray]
         file = run.output / run.stages[place] / "result.json"
         after = json.loads(file.read_text(encoding="utf-8")).get("after", {}) if file.is_file() else {}
         each.append({name: np.asarray(sums) for name, sums in after.get(SEQUENCES, {}).items()})
-    same = all(np.array_equal(one.get("weight", ()), each[0].get("weight", ())) for one in each)
+    same = all(_same_sequences(one, each[0]) for one in each)
     section = group.configs[0].stages[place]
     held_out = section.eval_dataset if isinstance(section, SequenceSection) else None
-    return held_out, {name: np.mean([one[name] for one in each], axis=0) for name in each[0]} if same else {}
+    if not same:
+        return held_out, {}
+    means = {name: np.mean([one[name] for one in each], axis=0) for name in each[0] if name != PROMPTS}
+    return held_out, means | {name: each[0][name] for name in (PROMPTS,) if name in each[0]}
+
+
+def _same_sequences(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    """Tell whether evaluations are of sequences with the same numbers of tokens, in order."""
+    return np.array_equal(one.get("weight", ()), other.get("weight", ()))
 
 
 def _sequence_differences(
@@ -252,20 +259,23 @@ def _sequence_differences(
 ) -> dict[str, PairedDifference]:
     """Differences over the same sequences: those of one dataset with the same numbers of tokens, in order."""
     (dataset, before), (other_dataset, after) = first, other
-    weights = before.get("weight", np.empty(0))
-    if dataset != other_dataset or len(weights) < 2 or not np.array_equal(weights, after.get("weight", ())):
+    if PROMPTS not in before or PROMPTS not in after:
+        return {}
+    if dataset != other_dataset or len(before.get("weight", ())) < 2 or not _same_sequences(before, after):
         return {}
     found = sequence_differences({SEQUENCES: before}, {SEQUENCES: after})
     return {metric: PairedDifference(**one) for metric, one in found.items()}
 
 
-def _by_prompt(texts: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
-    """Mean value of each text of a prompt; those without a value are left out."""
-    by_text: dict[str, list[float]] = {}
-    for text, value in zip(texts, values, strict=True):
+def _by_prompt(prompts: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
+    """Mean value of each unit, see `prompt_numbers`; those without a value are left out."""
+    numbers = prompt_numbers(prompts).tolist()
+    alone = len(set(prompts)) < len(set(numbers))
+    by_prompt: dict[str, list[float]] = {}
+    for number, prompt, value in zip(numbers, prompts, values, strict=True):
         if value is not None:
-            by_text.setdefault(text, []).append(value)
-    return {text: sum(own) / len(own) for text, own in by_text.items()}
+            by_prompt.setdefault(f"{prompt} {number}" if alone else prompt, []).append(value)
+    return {prompt: sum(own) / len(own) for prompt, own in by_prompt.items()}
 
 
 def _differences(

@@ -120,10 +120,11 @@ def check_agreement(metrics: Mapping[str, object], step: int, diagnosis: Callabl
         told.append(f"nearly all {'below' if signed > 0 else 'above'} the trainer's: signed {signed:+.3g}")
     average, _ = max((found[name] for name in found if name.endswith("mean")), key=lambda pair: pair[0] / pair[1])
     if _only_stale_tokens_disagree(metrics):
+        fresh, _ = found[f"{GAP}/mean"]
         cause = (
             "Likely cause: the updates since the tokens were sampled have moved the weights so far, for tokens of "
-            f"equal weights agree (mean {found[f'{GAP}/mean'][0]:.1e}): lower optimizer.learning_rate, update_epochs or "
-            "updates, with asynchronous also max_staleness"
+            f"equal weights agree (mean {fresh:.1e}): lower optimizer.learning_rate, update_epochs or updates, with "
+            "asynchronous also max_staleness"
         )
         weights = "the weights are those of the last update that agreed"
     else:

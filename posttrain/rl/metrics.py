@@ -15,13 +15,13 @@ from posttrain.reward.types import Rewards
 from posttrain.rl.advantages import is_mixed
 from posttrain.rl.monitor import Sums, added, lengths_of, within_groups
 from posttrain.rollout.trajectory import Group, Trajectory
-from posttrain.statistics import standard_error
+from posttrain.statistics import prompt_numbers, standard_error
 from posttrain.tree import Mean
 
 
 def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, version: int) -> dict[str, Mean | float]:
     """Metrics of a step's samples and their rewards."""
-    return {**sample_metrics(groups_P, version), **(_reward_metrics(rewards) if rewards.parts_PG else {})}
+    return {**sample_metrics(groups_P, version), **(_reward_metrics(groups_P, rewards) if rewards.parts_PG else {})}
 
 
 def sample_metrics(groups_P: Sequence[Group], version: int) -> dict[str, float]:
@@ -54,13 +54,13 @@ def _image_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
     return {"images/mean_count": len(grids) / len(samples), "images/mean_tokens": tokens / len(samples)}
 
 
-def _reward_metrics(rewards: Rewards) -> dict[str, Mean | float]:
+def _reward_metrics(groups_P: Sequence[Group], rewards: Rewards) -> dict[str, Mean | float]:
     total_PG = rewards.total_PG
     std_P = _std_of_groups(total_PG)
     failed = {kind: sum(e.kind == kind for e in rewards.errors) for kind in ("error", "timeout")}
     metrics: dict[str, Mean | float] = {
         "reward": _nanmean(total_PG),
-        "reward_stderr": standard_error(total_PG),
+        "reward_stderr": standard_error(total_PG, prompt_numbers([group[0].example.prompt_key for group in groups_P])),
         "reward_std": _nanmean(std_P),
         "frac_reward_zero_std": _nanmean(np.where(np.isnan(std_P), np.nan, std_P == 0.0)),
         "rewards/invalid": float(np.isnan(total_PG).mean()),

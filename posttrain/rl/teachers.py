@@ -21,7 +21,6 @@ from posttrain.errors import ConfigError, RunError
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import Shares, sample_rows, sampled_rows
 from posttrain.rollout.trajectory import Example, Group
-from posttrain.statistics import Interval, mean_interval
 from posttrain.tree import Mean, replace
 
 
@@ -93,13 +92,6 @@ def merged_distances(
         raise RunError("evaluation: no token of any sample aligns with the teacher's; see posttrain check")
     found = (student_sums - teacher_sums) / np.where(counts > 0, counts, np.nan)
     return found.reshape(len(groups_P), -1).astype(np.float32)
-
-
-def interval_of(distances_PG: Float[np.ndarray, "P G"]) -> Interval:
-    """Confidence interval of the mean over prompts."""
-    prompts = np.broadcast_to(np.arange(len(distances_PG))[:, None], distances_PG.shape)
-    known = ~np.isnan(distances_PG)
-    return mean_interval(distances_PG[known], prompts[known])
 
 
 def refuse_blind(teachers: Sequence[TeacherSource], shares: Shares | None, examples: Sequence[Example]) -> None:

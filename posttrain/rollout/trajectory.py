@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from posttrain.data.messages import Message, shown_text
+from posttrain.data.messages import Message, prompt_digest, shown_text
 from posttrain.data.prompt_images import PromptImages
 
 Stop = Literal["stop", "length", "abort", "max_turns", "env_error", "env_timeout"]
@@ -32,6 +33,11 @@ class Example:
     lists."""
     images: PromptImages | None = None
     """Pictures of `prompt_tokens`; None: text."""
+
+    @cached_property
+    def prompt_key(self) -> str:
+        """Digest of the prompt, see `prompt_digest`."""
+        return prompt_digest(self.messages)
 
 
 class Turn(NamedTuple):

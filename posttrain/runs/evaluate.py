@@ -16,7 +16,7 @@ from posttrain.config.train import MAX_NEW_TOKENS
 from posttrain.config.yaml_file import load_recorded
 from posttrain.data.pictures import written
 from posttrain.errors import ConfigError
-from posttrain.evaluation.at_k import prompt_means
+from posttrain.evaluation.at_k import interval_over_prompts, prompt_means
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate_prompts
 from posttrain.generation import MAX_SLOTS, without_padding
 from posttrain.mesh import single_device_mesh
@@ -31,7 +31,7 @@ from posttrain.runtime.event_loop import run_async
 from posttrain.stages.inputs import rows_and_renderer
 from posttrain.stages.prompts import examples_of
 from posttrain.stages.table import stage_names
-from posttrain.statistics import Interval, PairedDifference, mean_interval, paired_difference
+from posttrain.statistics import Interval, PairedDifference, count_rows, paired_difference, prompt_numbers
 
 TOTAL = "reward"
 """Name of the weighted sum of several rewards."""
@@ -57,34 +57,40 @@ class Evaluation:
     """Rewards of a model's samples: of each function, and of several their weighted sum `reward`."""
 
     intervals: Mapping[str, Interval]
-    """Mean over prompts with its 95 % interval; prompts are independent, samples of one are not."""
+    """Mean over prompts with its 95 % interval; prompts are independent, rows and samples of one are not."""
     values: Mapping[str, Float[np.ndarray, " P"]]
-    """Mean of each prompt; NaN where no sample has the reward."""
+    """Mean of each row; NaN where no sample has the reward."""
     rewards: Mapping[str, Float[np.ndarray, "P G"]]
     """Reward of each sample; NaN: the function does not apply, or has failed."""
     groups: Sequence[Group]
-    """Samples of each prompt."""
+    """Samples of each row."""
     errors: Sequence[str]
     """Lines about functions that failed. Such samples are in no mean."""
+
+    @property
+    def prompts(self) -> list[str]:
+        """Key of each row's prompt."""
+        return [group[0].example.prompt_key for group in self.groups]
 
     def difference(self, other: Evaluation) -> dict[str, PairedDifference]:
         """Difference of `other` less this by reward, over the prompts with a value in both, and the p-value of none.
 
         ValueError unless both evaluate the same prompts.
         """
-        prompts, others = ([written(group[0].answer.example.messages) for group in e.groups] for e in (self, other))
-        if prompts != others:
+        if self.prompts != other.prompts:
             raise ValueError("difference: the evaluations are of different prompts; give both the same dataset")
         found = {}
         for name in self.values.keys() & other.values.keys():
             valid = ~np.isnan(self.values[name]) & ~np.isnan(other.values[name])
-            if valid.sum() > 1:
-                found[name] = paired_difference(self.values[name][valid], other.values[name][valid])
+            units = prompt_numbers(self.prompts)[valid]
+            if len(set(units.tolist())) > 1:
+                found[name] = paired_difference(self.values[name][valid], other.values[name][valid], units)
         return {name: found[name] for name in self.values if name in found}
 
     def record(self) -> dict[str, Any]:
-        """Convert to JSON: intervals, values by prompt, and the first sample of each."""
+        """Convert to JSON: intervals, and the prompt, the values and the first sample of each row."""
         return {
+            "prompts": self.prompts,
             "intervals": {name: vars(interval) for name, interval in self.intervals.items()},
             "values": {name: [None if np.isnan(v) else float(v) for v in of] for name, of in self.values.items()},
             "errors": list(self.errors),
@@ -96,8 +102,10 @@ class Evaluation:
 
     def __repr__(self) -> str:
         width = max(map(len, self.intervals), default=0)
+        prompts = np.asarray(self.prompts)
         lines = [
-            f"{name:<{width}}  {i.mean:.4g} [{i.low:.4g}, {i.high:.4g}] over {i.n} prompts"
+            f"{name:<{width}}  {i.mean:.4g} [{i.low:.4g}, {i.high:.4g}] over "
+            f"{count_rows(prompts[~np.isnan(self.values[name])].tolist())}"
             for name, i in self.intervals.items()
         ]
         lost = {name: int(np.isnan(of).sum()) for name, of in self.rewards.items()}
@@ -157,10 +165,8 @@ def _evaluation(found: RolloutEvaluation) -> Evaluation:
     rewards = parts if len(parts) == 1 else {TOTAL: found.rewards.total_PG, **parts}
     intervals = {}
     for name, values_PG in rewards.items():
-        valid = ~np.isnan(values_PG)
-        if valid.any():
-            prompts = np.broadcast_to(np.arange(len(values_PG))[:, None], values_PG.shape)
-            intervals[name] = mean_interval(values_PG[valid], prompts[valid])
+        if not np.isnan(values_PG).all():
+            intervals[name] = interval_over_prompts(values_PG, found.prompts_P)
     return Evaluation(
         intervals=intervals,
         values={name: prompt_means(values_PG) for name, values_PG in rewards.items()},

@@ -18,6 +18,8 @@ from jax.sharding import Mesh
 from posttrain.config import OnlineSection, PlacementSection, Remat, RunConfig, TrainSection, trains_on_samples
 from posttrain.config.yaml_file import stage_settings
 from posttrain.errors import ConfigError, OutsideError, outside_error
+from posttrain.evaluation.at_k import paired
+from posttrain.evaluation.sequences import PROMPTS, SEQUENCES
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.folder import claimed, remember_devices, remember_versions
@@ -28,7 +30,7 @@ from posttrain.runtime.xla import enable_compile_cache
 from posttrain.stages.context import RoleDevices, StageRun, role_devices, training_devices
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
-from posttrain.statistics import PairedDifference, paired_difference
+from posttrain.statistics import PairedDifference, count_rows, paired_difference, prompt_numbers
 from posttrain.tracking.console import console, cut, host_log, printable
 from posttrain.tracking.sink import Sink
 from posttrain.tracking.steps import means_of_functions, shown_number, with_interval
@@ -251,7 +253,7 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
     out = console()
     before, after = result["before"], result["after"]
     measure = after["measure"]
-    table = Table(title=f"{name}: held-out {measure}, {after['n']} prompts", title_justify="left")
+    table = Table(title=f"{name}: held-out {measure}, {count_rows(after['prompts'])}", title_justify="left")
     for column in ("prompt", "before", measure, "after", measure):
         table.add_column(column, overflow="fold")
     pairs = list(zip(before["samples"], after["samples"], strict=True))
@@ -266,7 +268,7 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
     for function, old_mean, new_mean in means_of_functions(before, after):
         table.add_row(Text(f"mean {function}"), old_mean, "", new_mean, "")
     out.print(table)
-    out.print(_difference(pairs, measure), markup=False)
+    out.print(_difference(result, measure), markup=False)
 
 
 def _print_values(name: str, result: Mapping[str, Any]) -> None:
@@ -293,13 +295,12 @@ def _best(best: Mapping[str, Any]) -> str:
     return f"best/ has the model of step {best['step']}; {words} ({bar})"
 
 
-def _difference(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], measure: str) -> str:
+def _difference(result: Mapping[str, Any], measure: str) -> str:
     """Describe the paired difference on the same prompts, which excludes the variance between prompts."""
-    values = [(old[measure], new[measure]) for old, new in pairs]
-    valid = [pair for pair in values if None not in pair]
-    if len(valid) < 2:
+    before, after = result["before"], result["after"]
+    found = paired(before, after, next(iter(after["values"])))
+    if found is None:
         return f"difference: fewer than two prompts have a {measure} before and after"
-    found = paired_difference([old for old, _ in valid], [new for _, new in valid])
     return _in_words("difference over the same prompts", found)
 
 
@@ -316,10 +317,12 @@ def _print_judged(name: str, result: Mapping[str, Any]) -> None:
     if "preferred" in result["after"]:
         before, after = (result[key]["preferred"] for key in ("before", "after"))
         shares = " -> ".join(with_interval(result[key]["metrics"], "preferred_ratio") for key in ("before", "after"))
-        what = f"{name}: chosen answer preferred, {len(after)} held-out pairs: {shares}"
+        prompts = result["after"]["prompts"]
+        what = f"{name}: chosen answer preferred, {count_rows(prompts, 'held-out pairs')}: {shares}"
         out.print(what, markup=False, soft_wrap=True)
         if len(after) > 1:
-            out.print(_in_words("difference over the same pairs", paired_difference(before, after)), markup=False)
+            found = paired_difference(before, after, prompt_numbers(prompts))
+            out.print(_in_words("difference over the same pairs", found), markup=False)
     judged = "steps" if "eval/calibration/ece" in metrics else "answers"
     pairs = "eval/preferred_ratio" in metrics
     if "eval/rewards/accuracies_low" in metrics:
@@ -338,7 +341,8 @@ def _print_sequences(name: str, result: Mapping[str, Any]) -> None:
             continue
         shares = " -> ".join(with_interval(result[key], metric.removeprefix("eval/")) for key in ("before", "after"))
         console().print(f"{name}: held-out {metric.removeprefix('eval/')} {shares}", markup=False, soft_wrap=True)
-        what = f"difference of {difference.removeprefix('eval/')} over the same sequences"
+        rows = count_rows(result["after"][SEQUENCES][PROMPTS], "sequences")
+        what = f"difference of {difference.removeprefix('eval/')} over the same {rows}"
         found = PairedDifference(**result["difference"][difference])
         console().print(_in_words(what, found), markup=False, soft_wrap=True)
 

@@ -43,6 +43,7 @@ from posttrain.runtime.profiler import span
 from posttrain.stages.cluster import engine_metrics, forget_prompts, make_cluster, sampler_gate, warm_up
 from posttrain.stages.context import HeldOut, StageRun, Training
 from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache, pictures_of_prompts
+from posttrain.statistics import count_rows
 from posttrain.tracking.console import console, cut, printable
 from posttrain.train.loop import crosses
 from posttrain.train.trainer import Trainer
@@ -195,9 +196,9 @@ def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compare
     )
     if isinstance(section, RLSection) and (turns := section.env or section.agent) is not None:
         text += f" turn, {turns.max_turns} turns"
-    count = 0 if inputs is None else sum(len(one.examples) for one in inputs.eval_sets)
-    held_out = f"; {count} held-out prompts" if count else ""
-    if count and section.evaluate is not None and section.evaluate.samples > 1:
+    keys = [] if inputs is None else [example.prompt_key for one in inputs.eval_sets for example in one.examples]
+    held_out = f"; held-out: {count_rows(keys)}" if keys else ""
+    if keys and section.evaluate is not None and section.evaluate.samples > 1:
         held_out += f" x {section.evaluate.samples} samples"
     return text + compared + held_out
 
