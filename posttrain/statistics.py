@@ -38,7 +38,7 @@ class PairedDifference(Interval):
         return self.p_value < 1.0 - LEVEL
 
 
-def prompt_numbers(prompts: Sequence[Hashable]) -> np.ndarray:
+def prompt_numbers(prompts: Iterable[Hashable]) -> np.ndarray:
     """Number of each row's prompt, in the order in which they come first: the units of intervals and tests.
 
     Rows of one prompt are not independent observations of a set of prompts. Where all rows have the same prompt, as

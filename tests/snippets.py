@@ -68,7 +68,10 @@ def run_python(text: str, folder: Path, name: str = "block") -> dict[str, Any]:
             file.write_text(rows)
         check(run.config)
         # What a run leaves, with a result that every evaluation has.
-        result = {when: {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 8, "samples": []} for when in ("before", "after")}
+        result = {
+            when: {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 8, "samples": [], "prompts": []}
+            for when in ("before", "after")
+        }
         (folder / "runs" / "quickstart" / "0-sft" / "result.json").write_text(json.dumps(result))
         return RunResult(output=folder / "runs" / "quickstart", stages=["0-sft"], trained=["0-sft"])
 

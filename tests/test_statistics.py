@@ -10,11 +10,14 @@ from scipy import stats
 
 from posttrain.statistics import (
     Interval,
+    count_rows,
     difference_of_ratios,
     mean_interval,
     paired_difference,
     paired_ratio_difference,
+    prompt_numbers,
     ratio_interval,
+    share_interval,
     standard_error,
 )
 
@@ -133,6 +136,56 @@ def test_pairs_must_match():
         paired_difference([0.0, 1.0], [0.0, 1.0, 1.0])
     with pytest.raises(ValueError, match="before has shape"):
         paired_difference(np.zeros((2, 2, 2)), [0.0, 1.0])
+
+
+def repeated(draw: np.random.Generator, prompts: int, rows: int, rate: float, binary: bool) -> np.ndarray:
+    """Outcomes [P, R] of rows that share their prompt's difficulty: an intraclass correlation of 0.4."""
+    chances = draw.beta(rate * 1.5, (1 - rate) * 1.5, (prompts, 1))
+    outcomes = draw.random((prompts, rows)) < chances
+    return outcomes.astype(float) if binary else chances + draw.normal(0, 0.3, (prompts, rows))
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_coverage_where_rows_repeat_their_prompts(binary: bool) -> None:
+    """Means, shares, ratios and paired differences of 30 prompts x 8 rows, in any order of the rows; as rows they would
+    cover far less. The estimate of the variance is that of cluster-robust regression on a constant."""
+    draw = np.random.default_rng(3)
+    prompts, rows, rate = 30, 8, 0.4
+    keys = np.repeat(np.arange(prompts), rows)
+    found: dict[str, list[Interval]] = {name: [] for name in ("mean", "ratio", "paired", "rows", "paired rows")}
+    for _ in range(600):
+        order = draw.permutation(prompts * rows)
+        numbers = prompt_numbers([f"prompt {key}" for key in keys[order]])
+        values = repeated(draw, prompts, rows, rate, binary).ravel()[order]
+        later = repeated(draw, prompts, rows, rate, binary).ravel()[order]
+        found["mean"].append(mean_interval(values, numbers))
+        found["ratio"].append(ratio_interval(values, np.ones(len(values)), numbers))
+        found["paired"].append(paired_difference(values, later, numbers))
+        found["rows"].append(mean_interval(values))
+        found["paired rows"].append(paired_difference(values, later))
+    assert {i.n for name in ("mean", "ratio", "paired") for i in found[name]} == {prompts}
+    for name, truth in (("mean", rate), ("ratio", rate), ("paired", 0.0)):
+        assert 0.92 <= coverage(found[name], truth) <= 0.98, name
+    assert coverage(found["rows"], rate) < 0.85 and coverage(found["paired rows"], 0.0) < 0.85
+
+    # Sandwich estimator with the correction P / (P - 1): sum over prompts of (sum of residuals)^2.
+    residuals = np.zeros(prompts)
+    np.add.at(residuals, numbers, values - values.mean())
+    error = np.sqrt(prompts / (prompts - 1) * np.square(residuals).sum()) / len(values)
+    half = stats.t.ppf(0.975, prompts - 1) * error
+    assert found["ratio"][-1].high - values.mean() == pytest.approx(half)
+    alike = share_interval(values, 1, numbers) if binary else found["mean"][-1]
+    assert (alike.low, alike.high) == pytest.approx((found["mean"][-1].low, found["mean"][-1].high))
+    groups = [values[numbers == n] for n in range(prompts)]
+    assert standard_error(values[:, None], numbers) == pytest.approx(standard_error(groups)) == pytest.approx(error)
+
+
+def test_rows_of_a_single_prompt_are_their_own_units() -> None:
+    assert prompt_numbers(["b", "a", "b"]).tolist() == [0, 1, 0]
+    assert prompt_numbers(["a"] * 3).tolist() == [0, 1, 2]
+    assert count_rows(["a"] * 3) == "3 rows, 1 prompt"
+    with pytest.raises(ValueError, match="the rows have one prompt"):
+        paired_difference([0.0, 1.0], [1.0, 0.0], [0, 0])
 
 
 def test_standard_error_counts_prompts():

@@ -64,7 +64,7 @@ def test_samples_without_a_reward_are_left_out() -> None:
     assert_allclose(values["pass@1"], [1.0, np.nan, 2 / 3])
     assert_allclose(values["pass@2"], [np.nan, np.nan, 1.0])
     assert_allclose(values["maj@2"], [np.nan, np.nan, 2 / 3])
-    found = intervals_at_k(values, rewards)
+    found = intervals_at_k(values, rewards, np.arange(3))
     assert {name: one.n for name, one in found.items()} == {
         "avg@3": 2,
         "pass@1": 2,
@@ -110,7 +110,7 @@ def test_intervals_cover_as_often_as_they_say(name: str) -> None:
     found = []
     for rewards in right:
         values = {name: by_count[rewards.sum(axis=1).astype(int)]}
-        found.append(intervals_at_k(values, rewards)[name])
+        found.append(intervals_at_k(values, rewards, np.arange(len(rewards)))[name])
     answers = [["r" if reward else "w" for reward in rewards] for rewards in right[0]]
     assert_allclose(
         values_at_k(right[0], answers, section, 0.5)[name], by_count[right[0].sum(axis=1).astype(int)], atol=1e-12

@@ -34,7 +34,8 @@ def run_folder(
         samples = [
             {"prompt": prompt, "completion": "", "reward": v} for prompt, v in zip(PROMPTS, values, strict=False)
         ]
-        after = {"samples": samples, "values": {"reward": values}, "sets": {}}
+        keys = [sample["prompt"] for sample in samples]
+        after = {"samples": samples, "prompts": keys, "values": {"reward": values}, "sets": {}}
         (out / "0-rl" / "result.json").write_text(json.dumps({"before": after, "after": after}))
     return out
 
@@ -72,7 +73,8 @@ def sft_folder(folder: Path, seed: int, nll: Sequence[float], weight: Sequence[f
     (out / "0-sft").mkdir(parents=True)
     (out / "config.yaml").write_text(dump_config(load_config(write_run(folder, stage, seed=seed, output=str(out)))))
     (out / "metrics.jsonl").write_text(json.dumps({"step": 1, "stage": "0-sft", "time": 1.0, "nll": 1.0}) + "\n")
-    after = {"eval/nll": 1.0, "sequences": {"nll": nll, "weight": weight}}
+    prompts = [f"p{n}" for n in range(len(nll))]
+    after = {"eval/nll": 1.0, "sequences": {"nll": nll, "weight": weight, "prompts": prompts}}
     (out / "0-sft" / "result.json").write_text(json.dumps({"before": after, "after": after}))
     return out
 
@@ -89,7 +91,7 @@ def test_held_out_sequences_are_paired(tmp_path: Path) -> None:
     assert expected.mean == pytest.approx(-4 / 12)
     found = pt.compare(*runs)
     assert found.paired == {"B": {"eval/nll": expected}}
-    assert "eval/nll, B less A over 3 held-out sequences: -0.3333" in repr(found)
+    assert "eval/nll, B less A over 3 prompts of held-out sequences: -0.3333" in repr(found)
     other = sft_folder(tmp_path / "b1", 1, [5.0, 3.0, 5.0], [4.0, 2.0, 5.0], num_steps=7)
     assert pt.compare(runs[0], other).paired == {} == pt.compare(runs[0], runs[2], other).paired, "other lengths"
     assert found.settings["stages.0.num_steps"] == [4, 7]

@@ -103,7 +103,7 @@ def test_a_run_is_evaluated_as_it_was(done: tuple[pt.RunResult, Any]) -> None:
     assert (interval.mean, interval.low, interval.high, interval.n) == pytest.approx(
         (after["mean"], after["low"], after["high"], 3)
     )
-    assert all(one.mean == 0 for one in again.difference(again).values()) and "over 3 prompts" in repr(again)
+    assert all(one.mean == 0 for one in again.difference(again).values()) and "over 3 rows, 3 prompts" in repr(again)
 
     def half(completions: Any, answer: Any) -> list[float | None]:
         return [None if one == "2" else 0.5 for one in answer]

@@ -237,6 +237,10 @@ def test_evaluation_repeats_itself_and_has_an_interval(tokenizer: Tokenizer) -> 
     assert [g[0].text for g in first.groups_P] == [g[0].text for g in second.groups_P]
     assert first.interval.low <= first.interval.mean <= first.interval.high
     assert first.metrics()["eval/reward"] == first.interval.mean
+    # As published sets do: each prompt in many rows, which say no more about prompts that are not there.
+    many = run_async(evaluate_prompts(greedy, world.rubric, [*examples(["1", "22", "333"] * 10)]))
+    assert vars(many.interval) == pytest.approx(vars(first.interval), rel=1e-3) and many.interval.n == 3
+    assert len(many.prompts) == 30 and len(set(many.prompts)) == 3
 
     def fails(completions: list[str]) -> list[float]:
         raise ValueError("of the user")

@@ -16,9 +16,10 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import FrozenModel
 from posttrain.cluster.sync import Shared
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.evaluation.at_k import interval_over_prompts
 from posttrain.kernels.logits.divergence import Divergence, divergence
 from posttrain.losses.policy import DISTILL
-from posttrain.rl.teachers import TeacherKL, add_teachers, distances, interval_of
+from posttrain.rl.teachers import TeacherKL, add_teachers, distances
 from posttrain.rollout.trajectory import Example, Trajectory
 from tests.rl.test_step import World
 
@@ -96,7 +97,7 @@ def test_distances_belong_to_samples_and_teachers_to_rows() -> None:
 
     found = distances(teachers, groups, shares, row_tokens=7)
     assert_allclose(found[:, 0], [-1 + 3, -2 + (0.25 * 3 + 0.75 * 5), -3 + 5])
-    interval = interval_of(found)
+    interval = interval_over_prompts(found, np.arange(len(found)))
     assert interval.low < interval.mean < interval.high and interval.mean == pytest.approx(found.mean())
     assert_allclose(distances(teachers[:1], groups, None, row_tokens=7)[:, 0], [2, 1, 0])
     with pytest.raises(ValueError, match="the batch has no teacher_weights"):

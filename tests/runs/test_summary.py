@@ -15,8 +15,9 @@ from tests.stages.runs import lines, posttrain, rl_stage, sft_stage, write_run
 pytestmark = pytest.mark.fast
 
 
-def pairs(before: list[float | None], after: list[float | None]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return [({"reward": old}, {"reward": new}) for old, new in zip(before, after, strict=True)]
+def result(before: list[Any], after: list[Any]) -> dict[str, Any]:
+    keys = [f"p{n}" for n in range(len(after))]
+    return {"before": {"values": {"reward": before}}, "after": {"values": {"reward": after}, "prompts": keys}}
 
 
 def test_difference_is_paired() -> None:
@@ -24,24 +25,26 @@ def test_difference_is_paired() -> None:
     before = [0.1 * i for i in range(10)]
     gain = [0.04, 0.05, 0.06, 0.05, 0.04, 0.06, 0.05, 0.05, 0.04, 0.06]
     said = _difference(
-        pairs([*before, None, 0.5], [*(b + g for b, g in zip(before, gain, strict=True)), 1.0, None]), "reward"
+        result([*before, None, 0.5], [*(b + g for b, g in zip(before, gain, strict=True)), 1.0, None]), "reward"
     )
     assert said.startswith("difference over the same prompts: +0.050 (+0.044 to +0.056), p < 0.001, significant")
-    noise = _difference(pairs([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]), "reward")
+    noise = _difference(result([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]), "reward")
     assert noise.startswith("difference over the same prompts: +0.000 (") and noise.endswith(
         "p = 1.000, not significant"
     )
-    assert "fewer than two prompts" in _difference(pairs([0.0, None], [1.0, 1.0]), "reward")
+    assert "fewer than two prompts" in _difference(result([0.0, None], [1.0, 1.0]), "reward")
 
 
 def test_numbers_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     sample = {"prompt": "p", "completion": "c", "reward": 0.019999999552965164}
     one: dict[str, Any] = {"measure": "reward", "n": 2, "mean": 0.02, "low": 0.0, "high": 0.1, "samples": [sample] * 2}
+    one |= {"prompts": ["a", "b"], "values": {"reward": [0.02, 0.02]}}
     one["metrics"] = {"eval/rewards/exact/mean": 0.375, "eval/rewards/short/mean": 0.5}
     other = {**one, "samples": [{**sample, "reward": None}, {**sample, "reward": 1.0}]}
+    other["values"] = {"reward": [None, 1.0]}
     _print_answers("0-rl", {"before": one, "after": other})
     shown = capsys.readouterr().out
-    assert "mean exact" in shown and "0.375" in shown
+    assert "held-out reward, 2 rows, 2 prompts" in shown and "mean exact" in shown and "0.375" in shown
     assert "0.0199" not in shown and " 0.02 " in shown and " - " in shown and " 1 " in shown
 
 

@@ -108,7 +108,7 @@ def test_two_steps_are_no_evidence(evaluated: Path) -> None:
 
 
 def record(values: list[float]) -> dict[str, Any]:
-    return {"values": {"avg@1": values}}
+    return {"values": {"avg@1": values}, "prompts": [f"p{n}" for n in range(len(values))]}
 
 
 def test_the_best_model_needs_evidence_against_start_and_best(tmp_path: Path) -> None:
