@@ -289,9 +289,8 @@ def with_lengths(
         made.model_fields_set.discard("sampling")
     if row_is_default:
         made.model_fields_set.discard("row_tokens")
-    of_samples: Any = made
     if "max_tokens" not in sampling:
-        of_samples.sampling.model_fields_set.discard("max_tokens")
+        made.sampling.model_fields_set.discard("max_tokens")
     return made
 
 
@@ -313,8 +312,7 @@ def with_evaluation(data: Any, build: Callable[[Any], Any], *, greedy: bool) -> 
     if data.get("eval_sampling") is None:
         made.model_fields_set.discard("eval_sampling")
     # What is not given stays a default: `fit_lengths` lowers a length to the model's context.
-    online: Any = made
-    online.eval_sampling.model_fields_set.intersection_update(patch)
+    made.eval_sampling.model_fields_set.intersection_update(patch)
     return made
 
 
