@@ -18,7 +18,7 @@ from functools import partial
 from typing import IO, Any
 
 from posttrain.agents.server import MODEL, Opened, Sessions
-from posttrain.agents.session import Branch, FormatOf, Session
+from posttrain.agents.session import REFUSED, Branch, FormatOf, Session
 from posttrain.config import RLSection
 from posttrain.config.locator import callable_of
 from posttrain.config.secrets import with_secrets
@@ -35,9 +35,8 @@ from posttrain.environments.conversation import (
     named_keywords,
     role_patterns,
 )
-from posttrain.environments.types import Limit
 from posttrain.errors import ConfigError, RunError
-from posttrain.rollout.trajectory import Example, Stop, Trajectory
+from posttrain.rollout.trajectory import Example, SampleEnd, Stop, Trajectory, sample_end
 from posttrain.rollout.types import SamplingParams, Transcript
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
 from posttrain.sandbox.run import GRACE_S, start
@@ -47,12 +46,6 @@ from posttrain.user_code import describe_error, number_of
 
 GIVEN = ("base_url", "api_key", "model", "seed", "row", "messages")
 """Keywords that an agent's function may name, beside dataset columns and `args`."""
-REFUSED: Mapping[str, Limit] = {
-    "max_turns": "max_turns",
-    "max_rows": "max_rows",
-    "context_length_exceeded": "row_tokens",
-}
-"""Codes of requests that a session refuses, with the limit that they are beyond."""
 MAX_CAUSES = 8
 """Maximum number of exceptions in a chain that are read."""
 OUTPUT_BYTES = 64 * 1024
@@ -152,29 +145,31 @@ class Agents:
             forces_calls=self.forces_calls,
         )
         opened = self.sessions.open(session)
-        stop: Stop = "stop"
-        limit: Limit | None = None
-        error, reward, metrics = None, None, dict[str, float]()
+        failed: Stop | None = None
+        error: str | None = None
+        reward: float | None = None
+        metrics: dict[str, float] = {}
         try:
             reward, metrics = outcome_of(await self._run(example, opened, seed))
-            stop = _end_of(session)
-            limit = _limit_of(session, None) if reward is None else None
         except CallTimeout as failure:
-            stop, error = "env_timeout", f"agent: {failure}"
+            failed, error = "env_timeout", f"agent: {failure}"
         except RunError:
             raise
         except Exception as failure:
-            limit = _limit_of(session, failure)
-            stop = _end_of(session)
-            if limit is None:
-                stop, error = "env_error", f"agent: {_described(failure)}"
+            if not _names_refusal(session, failure):
+                failed, error = "env_error", f"agent: {_described(failure)}"
         finally:
             self.sessions.end(opened)
         if failures:
             raise failures[0]
-        if limit is not None:
-            reward, metrics = self.unfinished, {**metrics, f"unfinished_{limit}": 1.0}
-        return _trajectory(session, example, group, sample, stop=stop, error=error, reward=reward, metrics=metrics)
+        if failed is None and not session.answered:
+            codes = ", ".join(session.refusals)
+            why = f"all its requests were refused ({codes})" if codes else "it ended without a request to the policy"
+            failed, error = "env_error", f"agent: {why}"
+        end = _end_of(session, finished=reward is not None, failure=failed)
+        if end.limit is not None:
+            reward = self.unfinished
+        return _trajectory(session, example, group, sample, end=end, error=error, reward=reward, metrics=metrics)
 
     def close(self) -> None:
         """Stop the server, and end idle threads."""
@@ -191,26 +186,25 @@ class Agents:
         return await self.calls.call(self.run, **named_keywords(accepted_keywords(self.run), keywords))
 
 
-def _end_of(session: Session) -> Stop:
-    """End of a sample whose agent ended: the limit that refused its last request, or else the end of its last turn. A
-    refusal or a cut turn that another turn followed is no end."""
-    if session.num_turns >= session.max_turns and session.is_last("max_turns"):
-        return "max_turns"
-    if session.is_last("context_length_exceeded"):
-        return "length"
-    return "stop" if session.last_turn is None else session.last_turn[1]
+def _end_of(session: Session, *, finished: bool, failure: Stop | None) -> SampleEnd:
+    """How the sample of a session ended: by its last turn, unless a request after it was beyond a limit."""
+    refusal, answered = session.refused_last, session.answered
+    reached = REFUSED[refusal.code] if refusal is not None else answered[-1].reached if answered else None
+    last: Stop = answered[-1].stop if answered else "stop"
+    return sample_end(last, reached=reached, finished=finished, failure=failure)
 
 
-def _limit_of(session: Session, failure: BaseException | None) -> Limit | None:
-    """Limit for which the last request was refused; of an agent that failed only one that its error names."""
+def _names_refusal(session: Session, failure: BaseException) -> bool:
+    """Tell whether an agent failed because its last request was beyond a limit: its error, or a cause, says so."""
+    refusal = session.refused_last
+    if refusal is None:
+        return False
     said: list[str] = []
-    one = failure
+    one: BaseException | None = failure
     while one is not None and len(said) < MAX_CAUSES:
         said += [str(one), getattr(one, "said", "")]
         one = one.__cause__ or one.__context__
-    text = " ".join(said)
-    refused = [code for code in REFUSED if session.is_last(code) and (failure is None or code in text)]
-    return REFUSED[refused[0]] if refused else None
+    return refusal.code in " ".join(said)
 
 
 def outcome_of(result: Any) -> tuple[float | None, dict[str, float]]:
@@ -236,18 +230,15 @@ def _trajectory(
     group: int,
     sample: int,
     *,
-    stop: Stop,
+    end: SampleEnd,
     error: str | None,
     reward: float | None,
     metrics: Mapping[str, float],
 ) -> Trajectory:
     """Trajectory with a row for each branch, in the order of their last turns: the reward is that of the last one."""
-    branches = [branch for branch in session.branches if branch.transcript.turns]
-    branches.sort(key=lambda branch: branch.transcript.turns[-1].time)
+    branches = session.answered
     if branches and reward is not None:
         branches[-1].transcript.reward(reward)
-    if not branches and error is None:
-        stop, error = "env_error", "agent: it ended without a request to the policy"
     empty = Branch(
         transcript=Transcript(example.prompt_tokens, example.images), messages=list(example.messages), tools=None
     )
@@ -258,7 +249,8 @@ def _trajectory(
             sample=sample,
             messages=branch.messages,
             text=str(branch.messages[-1].get("content") or ""),
-            stop=stop,
+            stop=end.stop,
+            limit=end.limit,
             error=error,
             **branch.transcript.columns(),
         )

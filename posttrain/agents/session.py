@@ -13,6 +13,7 @@ from posttrain.data.grammar import Grammar
 from posttrain.data.messages import Message, said_calls, text_of
 from posttrain.environments.conversation import Generate, message_of
 from posttrain.errors import ConfigError
+from posttrain.rollout.trajectory import Limit, is_cut
 from posttrain.rollout.types import Completion, Requests, SamplingParams, StopReason, Transcript, grammar_of
 from posttrain.serve.body import Refused
 from posttrain.serve.model import check_text
@@ -23,6 +24,22 @@ from posttrain.tools.grammar import tool_grammar
 Tools = Sequence[dict[str, Any]] | None
 FormatOf = Callable[[Sequence[Mapping[str, Any]]], Format]
 """Maker of the format for tools of these schemas."""
+
+
+REFUSED: Mapping[str, Limit] = {
+    "max_turns": "max_turns",
+    "max_rows": "max_rows",
+    "context_length_exceeded": "row_tokens",
+}
+"""Codes of requests that a session refuses, with the limit that they are beyond."""
+
+
+class Refusal(NamedTuple):
+    """Request beyond a limit."""
+
+    code: str
+    num_turns: int
+    """Number of turns that the session had begun."""
 
 
 class Mark(NamedTuple):
@@ -42,6 +59,10 @@ class Branch:
     marks: list[Mark] = field(default_factory=list)
     busy: bool = True
     """True while its next turn is sampled."""
+    stop: StopReason = "stop"
+    """Stop of its last turn."""
+    reached: Limit | None = None
+    """Limit of the run that cut its last turn; None: whole, or cut at a `max_tokens` of the request's own."""
 
     def take_back(self) -> None:
         """Drop what was added for a turn that was not sampled."""
@@ -76,11 +97,8 @@ class Session:
     branches: list[Branch] = field(default_factory=list)
     num_turns: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
-    """Number of refused requests by code."""
-    refused_at: dict[str, int] = field(default_factory=dict)
-    """Number of turns that had begun when a code was last the answer."""
-    last_turn: tuple[int, StopReason] | None = None
-    """Time of the latest turn that was sampled, and its end."""
+    last_refusal: Refusal | None = None
+    """Last request beyond a limit."""
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -104,16 +122,26 @@ class Session:
             return await self._complete(messages, tools, max_tokens, stop, forced)
         except Refused as refused:
             self.refusals[refused.code] += 1
-            self.refused_at[refused.code] = self.num_turns
+            if refused.code in REFUSED:
+                self.last_refusal = Refusal(refused.code, self.num_turns)
             raise
         finally:
             self._running.discard(task)
 
-    def is_last(self, code: str) -> bool:
-        """True if a request was refused with this code and none that came later was answered: an agent that shortens
-        its history, or asks something else, goes on."""
-        last_time = -1 if self.last_turn is None else self.last_turn[0]
-        return self.refused_at.get(code, -1) > last_time
+    @property
+    def answered(self) -> list[Branch]:
+        """Branches with a turn, in the order of their last ones."""
+        branches = [branch for branch in self.branches if branch.transcript.turns]
+        return sorted(branches, key=lambda branch: branch.transcript.turns[-1].time)
+
+    @property
+    def refused_last(self) -> Refusal | None:
+        """Refusal of a request beyond a limit after the last turn; one to which the agent reacted with another turn
+        has ended nothing."""
+        answered, refusal = self.answered, self.last_refusal
+        if refusal is None or (answered and answered[-1].transcript.turns[-1].time >= refusal.num_turns):
+            return None
+        return refusal
 
     def close(self) -> None:
         """Refuse further requests, and cancel those under way."""
@@ -139,11 +167,11 @@ class Session:
         branch = self._place(messages, tools)
         transcript = branch.transcript
         asked, before, images = tuple(transcript.tokens), len(transcript), transcript.images
-        params, time = self._requests(asked, images), self.num_turns
+        params_of_run, time = self._requests(asked, images), self.num_turns
         self.num_turns += 1
-        room = min(params.max_tokens, self.row_tokens - before, max_tokens or params.max_tokens)
-        grammar = self._grammar(forced, tool_format, asked) or params.grammar
-        params = replace(params.stopped_at(stop, self.renderer.tokenizer), max_tokens=room, grammar=grammar)
+        room = min(params_of_run.max_tokens, self.row_tokens - before, max_tokens or params_of_run.max_tokens)
+        grammar = self._grammar(forced, tool_format, asked) or params_of_run.grammar
+        params = replace(params_of_run.stopped_at(stop, self.renderer.tokenizer), max_tokens=room, grammar=grammar)
         try:
             completion = await self.generate(asked, params, images)
         except BaseException:
@@ -155,8 +183,11 @@ class Session:
         finally:
             branch.busy = False
         transcript.add_turn(completion, time)
-        if self.last_turn is None or time > self.last_turn[0]:
-            self.last_turn = time, completion.stop
+        branch.stop, branch.reached = completion.stop, None
+        if is_cut(completion.stop) and room == params_of_run.max_tokens:
+            branch.reached = "max_tokens"
+        elif is_cut(completion.stop) and room == self.row_tokens - before:
+            branch.reached = "row_tokens"
         message, _ = message_of(asked, completion, self.renderer, params, tool_format)
         branch.messages.append(message)
         branch.marks.append(Mark(len(branch.messages), len(transcript)))

@@ -151,8 +151,8 @@ class AlgorithmSection(Section):
     top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of tokens to learn from, those of highest entropy in the batch. arXiv:2506.01939; by default all."""
     truncated: Literal["keep", "mask"] = "keep"
-    """Samples cut at `sampling.max_tokens`: `mask` leaves them out of the loss, but not out of their group's mean.
-    arXiv:2503.14476."""
+    """Samples whose last answer was cut, at `sampling.max_tokens` or `row_tokens`: `mask` leaves them out of the loss,
+    but not out of their group's mean. arXiv:2503.14476."""
     old_logps: Literal["auto", OldLogps] = "auto"
     """Source of the log-probabilities of pi_old. `self`: the same forward pass, so that the ratio is exactly 1, for a
     single update per batch of rollouts; `trainer`: a forward pass before the first update; `sampler`: the rollout

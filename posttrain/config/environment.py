@@ -83,9 +83,9 @@ class AgentSection(Section):
     """Value of the reward `env` of samples whose agent fails. `drop`: the sample has no reward and is excluded from its
     group."""
     unfinished: Literal["drop"] | float = 0.0
-    """Reward of a sample whose agent gives none after its session has refused it a request for `max_turns`, `max_rows`
-    or `row_tokens`: it returns None, or fails with that error. `drop`: it has no reward `env`, and without other
-    rewards is excluded from its group."""
+    """Reward of a sample whose agent gives none after its last answer was cut at `sampling.max_tokens` or `row_tokens`,
+    or its last request was refused for `max_turns`, `max_rows` or `row_tokens`: it returns None, or fails with that
+    refusal. `drop`: it has no reward `env`, and without other rewards is excluded from its group."""
     keep_thinking: Flag = False
     """Keep the thinking of earlier turns in the conversation where the chat template drops it."""
     split_turns: Flag = False

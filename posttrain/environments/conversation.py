@@ -19,9 +19,9 @@ from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import ReplyRole, check_turns
 from posttrain.environments.tool_env import ToolEnv, by_name
-from posttrain.environments.types import Env, EnvFactory, Limit, Reply
+from posttrain.environments.types import Env, EnvFactory, Reply
 from posttrain.errors import ConfigError, RunError, did_you_mean
-from posttrain.rollout.trajectory import Example, Stop, Trajectory
+from posttrain.rollout.trajectory import Example, Limit, SampleEnd, Stop, Trajectory, is_cut, sample_end
 from posttrain.rollout.types import Completion, Requests, SamplingParams, Transcript, reply_of
 from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.user_calls import CallTimeout, UserCalls
@@ -164,14 +164,15 @@ class Environments:
         """Hold the conversation of one sample. A failure of the environment ends it with that `stop`; one of the engine
         is raised."""
         talk = EnvConversation(self, example, renderer=renderer, params_of=params_of, generate=generate)
-        stop, error = "stop", None
+        error: str | None = None
         try:
-            stop = await talk.hold(seed)
+            end = await talk.hold(seed)
         except EnvError as failure:
-            stop, error = failure.stop, str(failure)
+            end = sample_end("stop", reached=None, finished=False, failure=failure.stop)
+            error = str(failure)
         finally:
             await talk.close()
-        return talk.trajectory(group, sample, stop=stop, error=error)
+        return talk.trajectory(group, sample, end=end, error=error)
 
 
 class EnvConversation:
@@ -197,35 +198,39 @@ class EnvConversation:
         self._text = ""
         self._metrics: dict[str, float] = {}
 
-    async def hold(self, seed: int) -> Stop:
+    async def hold(self, seed: int) -> SampleEnd:
         """Sample turns until the environment is done, or a limit is reached."""
         await self._start(seed)
+        last: Stop = "stop"
         while True:
             row, time = self._rows[-1], sum(len(one.turns) for one in self._rows)
             room = min(self._params.max_tokens, self._all.row_tokens - len(row))
             if room < 1:
-                return self._unfinished("row_tokens")
+                return self._end(last, "row_tokens", finished=False)
             params = replace(self._requests(row.tokens, row.images), max_tokens=room)
             completion = await self._generate(row.tokens, params, row.images)
             row.add_turn(completion, time)
             message = self._message(row.tokens[: row.turns[-1].start], completion)
             reply = await self._reply(message)
             row.reward(reply.reward)
-            cut = completion.stop == "length"
-            if reply.done:
-                return "length" if cut else "stop"
-            if cut:
-                return self._unfinished("max_tokens" if room == self._params.max_tokens else "row_tokens")
-            if time + 1 >= self._all.max_turns:
-                return self._unfinished("max_turns")
-            if not self._go_on(reply.messages, completion):
-                return self._unfinished("row_tokens")
+            last = completion.stop
+            # A turn that is cut is the last one, whether the environment is done or not.
+            reached: Limit | None = None
+            if is_cut(last):
+                reached = "max_tokens" if room == self._params.max_tokens else "row_tokens"
+            elif not reply.done and time + 1 >= self._all.max_turns:
+                reached = "max_turns"
+            elif not reply.done and not self._go_on(reply.messages, completion):
+                reached = "row_tokens"
+            if reply.done or reached is not None:
+                return self._end(last, reached, finished=reply.done)
 
-    def _unfinished(self, limit: Limit) -> Stop:
-        """End a conversation at a limit, before the environment is done."""
-        self._count({f"unfinished_{limit}": 1.0})
-        pay_unfinished(self._rows, self._all.unfinished)
-        return "max_turns" if limit == "max_turns" else "length"
+    def _end(self, last: Stop, reached: Limit | None, *, finished: bool) -> SampleEnd:
+        """End the conversation, and pay `unfinished` where a limit ended it before the environment was done."""
+        end = sample_end(last, reached=reached, finished=finished, failure=None)
+        if end.limit is not None:
+            pay_unfinished(self._rows, self._all.unfinished)
+        return end
 
     async def close(self) -> None:
         """Call the environment's `close`, if it has one; what it raises is counted in `close_errors`."""
@@ -240,7 +245,7 @@ class EnvConversation:
         finally:
             self._all.calls.release(self._env)
 
-    def trajectory(self, group: int, sample: int, *, stop: Stop, error: str | None) -> Trajectory:
+    def trajectory(self, group: int, sample: int, *, end: SampleEnd, error: str | None) -> Trajectory:
         """Trajectory of what was said."""
         rows = [
             Trajectory(
@@ -249,7 +254,8 @@ class EnvConversation:
                 sample=sample,
                 messages=self._messages,
                 text=self._text,
-                stop=stop,
+                stop=end.stop,
+                limit=end.limit,
                 error=error,
                 **row.columns(),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
@@ -77,12 +77,3 @@ class Conversations(Protocol):
 EnvFactory = Callable[..., Env]
 """Maker of environments, called for each sample with the keywords that it names: dataset columns, `args` of the
 configuration, and `seed`, the same for all samples of a group."""
-Limit = Literal["max_tokens", "max_turns", "max_rows", "row_tokens"]
-"""Limit at which a conversation ends before its environment is done: `sampling.max_tokens` of a turn, the maximum of
-turns or of an agent's histories, or `row_tokens`. A sample counts it in its metric `unfinished_<limit>`."""
-UNFINISHED: tuple[Limit, ...] = get_args(Limit)
-
-
-def limit_of(trajectory: Trajectory) -> Limit | None:
-    """Limit at which the conversation of a sample ended; None if it came to its end."""
-    return next((limit for limit in UNFINISHED if trajectory.metrics.get(f"unfinished_{limit}")), None)

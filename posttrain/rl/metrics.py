@@ -9,12 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 
-from posttrain.environments.types import UNFINISHED, limit_of
 from posttrain.errors import RunError
 from posttrain.reward.types import Rewards
 from posttrain.rl.advantages import is_mixed
 from posttrain.rl.monitor import Sums, added, lengths_of, within_groups
-from posttrain.rollout.trajectory import Group, Trajectory
+from posttrain.rollout.trajectory import LIMITS, Group, Trajectory
 from posttrain.statistics import prompt_numbers, standard_error
 from posttrain.tree import Mean
 
@@ -95,9 +94,8 @@ def _env_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     names = sorted({name for sample in samples for name in sample.metrics})
     own = {f"env/{name}": float(np.mean([s.metrics.get(name, 0.0) for s in samples])) for name in names}
-    limits = [limit_of(sample) for sample in samples]
-    own["env/unfinished"] = float(np.mean([limit is not None for limit in limits]))
-    own |= {f"env/unfinished_{name}": float(np.mean([limit == name for limit in limits])) for name in UNFINISHED}
+    own["env/unfinished"] = float(np.mean([sample.limit is not None for sample in samples]))
+    own |= {f"env/unfinished_{name}": float(np.mean([s.limit == name for s in samples])) for name in LIMITS}
     ends = {"errors": "env_error", "timeouts": "env_timeout", "max_turns_ratio": "max_turns"}
     shares = {f"env/{name}": float(np.mean([s.stop == stop for s in samples])) for name, stop in ends.items()}
     return {"env/turns": float(turns.mean()), **shares, **own}
@@ -197,14 +195,9 @@ class SignalWarnings:
     def observe(self, groups_P: Sequence[Group], rewards: Rewards) -> list[str]:
         """New warnings after a step."""
         samples = [sample for group in groups_P for sample in group]
-        # An agent's answers may be cut without a limit of the conversation: it still gives a reward.
-        limits = [limit_of(sample) for sample in samples]
-        cut = float(
-            np.mean([sample.is_cut or limit is not None for sample, limit in zip(samples, limits, strict=True)])
-        )
+        cut = float(np.mean([sample.is_cut or sample.limit is not None for sample in samples]))
         self._cut = self._cut + 1 if cut > MAX_CUT else 0
-        unfinished = float(np.mean([limit is not None for limit in limits]))
-        line = self._unfinished_line(limits) if unfinished > cut / 2 else self._cut_line(cut)
+        line = self._unfinished_line(samples, cut) if self._converses else self._cut_line(cut)
         found = {"cut": line if self._cut >= STEPS else None}
         if self._scored and not self._converses:
             total_PG = np.asarray(rewards.total_PG, np.float64)
@@ -218,19 +211,21 @@ class SignalWarnings:
 
     def _cut_line(self, cut: float) -> str:
         return (
-            f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}"
-            f"{' or at the length of a row' if self._converses else ''}, for {STEPS} steps: their "
+            f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}, for {STEPS} steps: their "
             "answers are missing, and most rewards are those of unfinished text; raise sampling.max_tokens, or see in "
             "the samples why they do not end"
         )
 
-    def _unfinished_line(self, ends: Sequence[str | None]) -> str:
-        shares = {limit: ends.count(limit) / len(ends) for limit in UNFINISHED if limit in ends}
-        causes = ", ".join(f"{share:.0%} at {self._named(limit)}" for limit, share in shares.items())
+    def _unfinished_line(self, samples: Sequence[Trajectory], cut: float) -> str:
+        shares = {limit: float(np.mean([sample.limit == limit for sample in samples])) for limit in LIMITS}
+        causes = [f"{share:.0%} at {self._named(limit)}" for limit, share in shares.items() if share]
+        if scored := float(np.mean([sample.is_cut and sample.limit is None for sample in samples])):
+            limit = f"sampling.max_tokens={self._max_tokens} or row_tokens"
+            causes.append(f"{scored:.0%} scored with a last answer that is cut, at {limit}")
         return (
-            f"{sum(shares.values()):.0%} of the conversations end before the environment is done, for {STEPS} steps "
-            f"({causes}): a turn that is cut is the last of its conversation, and these have the reward `unfinished`; "
-            "raise the limit, or see in the samples why they do not end"
+            f"{cut:.0%} of the conversations end before the environment is done, or in an answer that is cut, for "
+            f"{STEPS} steps ({', '.join(causes)}); those at a limit have the reward `unfinished`; raise the limit, or "
+            "see in the samples why they do not end"
         )
 
     def _named(self, limit: str) -> str:

@@ -20,7 +20,7 @@ from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError
-from posttrain.rollout.trajectory import Example, Group, Trajectory
+from posttrain.rollout.trajectory import Example, Group, Limit, Trajectory, is_cut, sample_end
 from posttrain.rollout.types import (
     Completion,
     RolloutEngine,
@@ -134,6 +134,8 @@ class PendingRollout:
         text = reply_of(self.renderer, self.prompt, completion.tokens, self.params)
         turn: Message = {"role": "assistant", "content": text}
         before = len(self.prompt)
+        reached: Limit | None = "max_tokens" if is_cut(completion.stop) else None
+        end = sample_end(completion.stop, reached=reached, finished=False, failure=None)
         return Trajectory(
             group=self.group.number,
             example=self.group.example,
@@ -145,7 +147,8 @@ class PendingRollout:
             sampled=[False] * before + [True] * len(completion.tokens),
             logps=array("f", [0.0] * before + list(completion.logps)),
             kept_logps=array("f", [0.0] * before + list(completion.kept_logps)),
-            stop=completion.stop,
+            stop=end.stop,
+            limit=end.limit,
             versions=array("i", [-1] * before + list(completion.weights_versions)),
             experts=completion.experts,
             images=self.group.example.images,

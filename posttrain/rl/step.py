@@ -172,7 +172,7 @@ def compute_advantages(
         advantages_PG = algorithm.advantages(rewards_PG, parts_PG, rollouts.weights, lengths_PG, penalties_PG[order])
     learned_PG = ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG)
     if algorithm.truncated == "mask" and kept_P:
-        learned_PG &= ended(kept_P)
+        learned_PG &= not_cut(kept_P)
     turns_PG = None
     if algorithm.critic is not None:
         turns_PG = rewards_at_ends(kept_P, advantages_PG, rollouts.weights)
@@ -334,8 +334,8 @@ class EntropyControl:
         self._coef, self._entropy = state["coef"], state["entropy"]
 
 
-def ended(groups_P: Sequence[Group]) -> Bool[np.ndarray, "P G"]:
-    """Mask of samples that were not cut at `max_tokens` (overlong filter, arXiv:2503.14476 section 3.4). The others
+def not_cut(groups_P: Sequence[Group]) -> Bool[np.ndarray, "P G"]:
+    """Mask of samples that were not cut for want of tokens (overlong filter, arXiv:2503.14476 section 3.4). The others
     have no loss but count in the baseline of their group."""
     return np.asarray([[not trajectory.is_cut for trajectory in group] for group in groups_P], bool)
 

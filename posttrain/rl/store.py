@@ -163,6 +163,8 @@ def _columns(recorded: Recorded) -> tuple[dict[str, Any], dict[str, Any]]:
         first = np.flatnonzero(np.diff(owners, prepend=-1))
         columns["part"] = (np.arange(len(rows)) - first[owners]).astype(np.int32)
         columns["turns"] = [[turn._asdict() for turn in row.turns] for row in rows]
+    if any(row.limit is not None for row in rows):
+        columns["limit"] = [row.limit for row in rows]
     if any(row.images is not None for row in rows):
         columns["images"] = [None if row.images is None else _images_of(row.images) for row in rows]
     meta: dict[str, Any] = {
@@ -254,6 +256,7 @@ def _trajectory(row: dict[str, Any], experts: Sequence[int] | None) -> Trajector
         messages=(),
         text="",
         stop=row["stop"],
+        limit=row.get("limit"),
         experts=None if experts is None else np.frombuffer(row["experts"], np.int16).reshape(-1, *experts),
         turns=[Turn(**turn) for turn in row.get("turns", ())],
         **{name: row[name] for name in TOKENS},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Int
@@ -13,9 +13,41 @@ from jaxtyping import Int
 from posttrain.data.messages import Message, prompt_digest, shown_text
 from posttrain.data.prompt_images import PromptImages
 
-Stop = Literal["stop", "length", "abort", "max_turns", "env_error", "env_timeout"]
-"""End of a sample: a stop token or the environment, the maximum of tokens or of turns, an abort, or a failure of its
-environment, which leaves it without a reward."""
+Stop = Literal["stop", "length", "abort", "max_turns", "max_rows", "env_error", "env_timeout"]
+"""End of a sample: a stop token or the environment, the maximum of tokens, turns or histories, an abort, or a failure
+of its environment, which leaves it without a reward."""
+Limit = Literal["max_tokens", "max_turns", "max_rows", "row_tokens"]
+"""Limit of a sample: `sampling.max_tokens` of a turn, the maximum of turns or of an agent's histories, or
+`row_tokens`."""
+LIMITS: tuple[Limit, ...] = get_args(Limit)
+
+
+class SampleEnd(NamedTuple):
+    """How a sample ended; the fields `stop` and `limit` of its trajectory."""
+
+    stop: Stop
+    limit: Limit | None
+
+
+def sample_end(last: Stop, *, reached: Limit | None, finished: bool, failure: Stop | None) -> SampleEnd:
+    """How a sample ended, from its last turn and what followed: the only place that tells.
+
+    `last`: stop of the last turn's completion. `reached`: limit that cut this turn, or beyond which the policy was
+    asked for another one in vain; None: neither, and limits that were met before the last turn do not count.
+    `finished`: the environment was done, or the agent gave a reward. `failure`: of environment or agent.
+    """
+    if failure is not None:
+        return SampleEnd(failure, None)
+    # Tokens were missing for the rest of the last turn, or for the messages after it.
+    stop: Stop = last
+    if reached is not None:
+        stop = reached if reached == "max_turns" or reached == "max_rows" else "length"
+    return SampleEnd(stop, None if finished else reached)
+
+
+def is_cut(stop: str) -> bool:
+    """Tell whether a sample of this `stop` was cut for want of tokens, whoever scored it then."""
+    return stop == "length"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +107,7 @@ class Trajectory:
     kept_logps: Sequence[float]
     """Log-probability minus the log of the probability of drawing the token, see `Completion`; 0 elsewhere."""
     stop: Stop
+    """See `sample_end`, as `limit`; the same for all rows of a sample."""
     versions: Sequence[int]
     """Version of the weights that sampled each token; -1 on tokens that were not sampled."""
     experts: Int[np.ndarray, "T M k"] | None = None
@@ -83,6 +116,8 @@ class Trajectory:
     """Sampled turns, with an environment."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the environment reported, summed over turns."""
+    limit: Limit | None = None
+    """Limit at which the sample ended before its environment was done or its agent gave a reward; None: at none."""
     error: str | None = None
     """Failure of the environment, for `stop` env_error and env_timeout."""
     images: PromptImages | None = None
@@ -125,9 +160,8 @@ class Trajectory:
 
     @property
     def is_cut(self) -> bool:
-        """True if the last turn, or what would have followed it, had no room for all its tokens: `sampling.max_tokens`
-        or the length of a row."""
-        return self.stop == "length"
+        """True if its last answer, or what had to follow, was cut for want of tokens."""
+        return is_cut(self.stop)
 
     @property
     def num_sampled(self) -> int:

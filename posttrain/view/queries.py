@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
+from posttrain.rollout.trajectory import is_cut
 from posttrain.runtime.files import cache_folder
 
 VERSION = 3
@@ -324,7 +325,7 @@ def step_summary(index: sqlite3.Connection, stage: str, step: int) -> dict[str, 
     means |= {f"rewards/{name}": _mean([one["rewards"].get(name) for one in samples]) for name in functions}
     means["sampled tokens"] = _mean([one["sampled_tokens"] for one in samples])
     means["staleness"] = _mean([one["staleness"] for one in samples])
-    means["cut at the maximum length"] = _mean([float(one["stop"] == "length") for one in samples])
+    means["cut at the maximum length"] = _mean([float(is_cut(one["stop"])) for one in samples])
     return {"stage": stage, "step": step, "samples": samples, "means": means}
 
 

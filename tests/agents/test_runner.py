@@ -24,9 +24,11 @@ from posttrain.config import ImageSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pictures import Picture, Pictures, data_url
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.environments.types import limit_of
 from posttrain.reward.function import completion_argument, env_rewards, prompt_argument
+from posttrain.reward.types import Rewards
+from posttrain.rl.metrics import SignalWarnings, sample_metrics
 from posttrain.rl.returns import turn_advantages
+from posttrain.rl.step import not_cut
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.user_calls import UserCalls
@@ -63,6 +65,7 @@ def run(
         "forces_calls": False,
         "unfinished": 0.0,
     }
+    max_tokens, wait = changes.pop("max_tokens", 8), changes.pop("wait", 0.0)
     agents = Agents(
         run=agent,
         sessions=sessions,
@@ -72,7 +75,7 @@ def run(
     renderer = Renderer(tokenizer, True)
     prompt: list[Any] = [{"role": "user", "content": "?"}]
     asked = Example(index=0, row={"size": 3}, messages=prompt, prompt_tokens=renderer.prompt(prompt), plain=False)
-    params = SamplingParams(max_tokens=8, temperature=1.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0))
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0))
     held = agents.converse(
         example or asked,
         group=1,
@@ -80,7 +83,7 @@ def run(
         seed=9,
         renderer=renderer,
         params_of=lambda _: params,
-        generate=Counting(tokenizer),
+        generate=Counting(tokenizer, wait),
     )
     return asyncio.run(held)
 
@@ -261,7 +264,97 @@ def test_an_agent_that_is_refused_a_request(sessions: Sessions, tokenizer: Token
         return
     assert (made.stop, made.error) == ("max_turns", None)
     assert env_rewards([made]) == [0.75 if how == "paid" else -1.0]
-    assert limit_of(made) == (None if how == "paid" else "max_turns")
+    assert made.limit == (None if how == "paid" else "max_turns")
+
+
+WHOLE: list[Any] = [{"role": "user", "content": "?"}]
+LONG: list[Any] = [{"role": "user", "content": "?" * 500}]
+
+
+def ends(agent: list[Any], **changes: Any) -> Any:
+    """Agent that asks for each of the messages, takes refusals, and returns its last item."""
+    *asked, outcome = agent
+
+    def play(base_url: str) -> Any:
+        for messages in asked:
+            fields = {"max_tokens": messages[1]} if isinstance(messages, tuple) else {}
+            try:
+                with client_of(base_url) as client:
+                    ask(client, messages[0] if isinstance(messages, tuple) else messages, **fields)
+            except (openai.BadRequestError, openai.PermissionDeniedError):
+                pass
+        if outcome == "bug":
+            raise ValueError("no refusal")
+        return outcome
+
+    return play, changes
+
+
+@pytest.mark.parametrize(
+    ("made", "stop", "limit", "reward"),
+    [
+        (ends([WHOLE, 0.5]), "stop", None, 0.5),
+        (ends([WHOLE, None]), "stop", None, None),
+        # The answer is cut, and the agent scores it, or leaves it.
+        (ends([WHOLE, 0.5], max_tokens=1), "length", None, 0.5),
+        (ends([WHOLE, None], max_tokens=1), "length", "max_tokens", -1.0),
+        (ends([WHOLE, "bug"], max_tokens=1), "env_error", None, None),
+        (ends([WHOLE, None], tight=1), "length", "row_tokens", -1.0),
+        # A request's own max_tokens is no limit of the run, but its answer is cut.
+        (ends([(WHOLE, 1), None]), "length", None, None),
+        (ends([(WHOLE, 1), WHOLE, 0.5]), "stop", None, 0.5),
+        # A refused request ends a sample, unless the agent reacts with another one.
+        (ends([WHOLE, LONG, 0.5]), "length", None, 0.5),
+        (ends([WHOLE, LONG, None]), "length", "row_tokens", -1.0),
+        (ends([LONG, WHOLE, 0.5]), "stop", None, 0.5),
+        (ends([LONG, WHOLE, None]), "stop", None, None),
+        (ends([LONG, WHOLE, "bug"]), "env_error", None, None),
+        (ends([LONG, WHOLE, 0.5], max_tokens=1), "length", None, 0.5),
+        (ends([WHOLE, WHOLE, WHOLE, None], max_turns=2), "max_turns", "max_turns", -1.0),
+        (ends([WHOLE, WHOLE, LONG, WHOLE, 0.5], max_turns=2), "max_turns", None, 0.5),
+        (ends([WHOLE, WHOLE, 0.5], max_rows=1), "max_rows", None, 0.5),
+        (ends([WHOLE, WHOLE, None], max_rows=1), "max_rows", "max_rows", -1.0),
+        (ends([LONG, 0.5]), "env_error", None, None),
+    ],
+)
+def test_how_a_sample_of_an_agent_ends(
+    sessions: Sessions, tokenizer: Tokenizer, made: Any, stop: str, limit: str | None, reward: float | None
+) -> None:
+    """By its last turn, and what was refused after it: metrics, the overlong filter and warnings read this alone."""
+    agent, changes = made
+    if "tight" in changes:
+        changes = {"row_tokens": len(Renderer(tokenizer, True).prompt(WHOLE)) + 1}
+    sample = run(sessions, tokenizer, agent, unfinished=-1.0, **changes)
+    assert (sample.stop, sample.limit, sample.is_cut) == (stop, limit, stop == "length"), sample.error
+    assert {row.stop for row in sample.rows} == {stop}
+    assert env_rewards([sample]) == [reward] or (stop == "env_error" and sample.error is not None)
+    if sample.turns:
+        metrics = sample_metrics([[sample]], 0)
+        assert metrics["completions/clipped_ratio"] == float(stop == "length")
+        assert metrics["env/unfinished"] == float(limit is not None)
+    assert not_cut([[sample]]).tolist() == [[stop != "length"]]
+    # Three steps of such samples: what is cut is told, whoever has scored it.
+    warnings = SignalWarnings(max_tokens=8, scored=True, converses=True)
+    none = Rewards(total_PG=np.zeros((1, 1)), parts_PG={}, errors=[], metrics={}, extras={})
+    lines = [warnings.observe([[sample]], none) for _ in range(3)]
+    assert bool(lines[2]) == (stop == "length" or limit is not None) and not any(lines[:2])
+
+
+def test_the_last_of_parallel_histories_ends_a_sample(sessions: Sessions, tokenizer: Tokenizer) -> None:
+    """A refusal while another turn is sampled is the last word, although that turn ends after it."""
+
+    async def agent(base_url: str) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0)
+        answer = asyncio.create_task(client.chat.completions.create(model="m", messages=WHOLE))
+        await asyncio.sleep(0.05)
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await client.chat.completions.create(model="m", messages=LONG)
+        await answer
+        await client.close()
+        return 1.0
+
+    made = run(sessions, tokenizer, agent, wait=0.3)
+    assert (made.stop, made.limit) == ("length", None)
 
 
 LONG = [{"role": "user", "content": "x" * 900}]
@@ -297,7 +390,7 @@ def test_the_end_is_that_of_the_last_turn_and_what_followed(
 
     made = run(sessions, tokenizer, agent, max_turns=3, max_rows=8, unfinished=-1.0)
     assert (made.stop, made.is_cut, made.error) == (stop, stop == "length", None)
-    assert limit_of(made) == limit
+    assert made.limit == limit
     np.testing.assert_equal(env_rewards([made]), [None if limit is None else -1.0])
 
 

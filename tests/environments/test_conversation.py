@@ -17,10 +17,10 @@ from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.conversation import Environments
-from posttrain.environments.types import Reply, limit_of
+from posttrain.environments.types import Reply
 from posttrain.reward.function import EnvFailure, env_rewards
 from posttrain.reward.types import Rewards
-from posttrain.rl.metrics import SignalWarnings, rollout_metrics
+from posttrain.rl.metrics import SignalWarnings, rollout_metrics, sample_metrics
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.user_calls import UserCalls
@@ -184,7 +184,7 @@ def test_limits_of_a_conversation(
         turns = [turn for row in made.rows for turn in row.turns]
         assert made.stop == stop and len(turns) == (4 if split_turns and count == 5 and row_tokens == 90 else count)
         assert all(len(row.tokens) <= row_tokens for row in made.rows)
-        assert limit_of(made) == limit
+        assert made.limit == limit
         assert env_rewards([made]) == [(paid or 0.0) + (1.0 if limit is None else -0.5)]
         assert turns[-1].reward == (1.0 if limit is None else -0.5 + ((paid or 0.0) if len(turns) == 1 else 0.0))
         assert env_rewards([held(0.0, paid)]) == [(paid or 0.0) + (limit is None)]
@@ -213,6 +213,22 @@ def test_metrics_and_a_warning_of_conversations_that_end_too_early(tokenizer: To
     assert [len(one) for one in lines] == [0, 0, 1, 0]
     assert "67% of the conversations end before the environment is done" in lines[2][0]
     assert "67% at sampling.max_tokens=1" in lines[2][0] and "the reward `unfinished`" in lines[2][0]
+
+
+def test_a_cut_turn_that_ends_its_environment(tokenizer: Tokenizer) -> None:
+    """It counts as cut, keeps its reward, and is at no limit; a metric of the environment's own tells nothing."""
+    renderer = Renderer(tokenizer, True)
+    prompt = example(renderer, {"role": "user", "content": "?"})
+    done = Reply(done=True, reward=1.0, metrics={"unfinished_max_turns": 1.0})
+    made = environments(lambda: Scripted([done]), unfinished=-1.0)
+    (cut, whole) = (hold(made, renderer, [said(tokenizer, "b")], prompt, size)[0] for size in (1, 64))
+    assert [(one.stop, one.limit, one.is_cut) for one in (cut, whole)] == [
+        ("length", None, True),
+        ("stop", None, False),
+    ]
+    assert env_rewards([cut, whole]) == [1.0, 1.0]
+    metrics = sample_metrics([[cut, whole]], 0)
+    assert (metrics["completions/clipped_ratio"], metrics["env/unfinished_max_turns"]) == (0.5, 0.0)
 
 
 class Failing:

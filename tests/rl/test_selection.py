@@ -1,4 +1,4 @@
-"""What a step learns from: samples that ended, tokens of high entropy over the whole batch."""
+"""What a step learns from: samples that are not cut, tokens of high entropy over the whole batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch
-from posttrain.rl.step import ended, top_entropy
+from posttrain.rl.step import not_cut, top_entropy
 from tests.rl.helpers import trajectory
 
 pytestmark = pytest.mark.fast
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.fast
 def test_samples_that_were_cut() -> None:
     stops = [["stop", "length"], ["abort", "stop"]]
     groups = [[changed(trajectory(tokens=[1, 2]), stop=stop) for stop in row] for row in stops]
-    assert ended(groups).tolist() == [[True, False], [True, True]]
+    assert not_cut(groups).tolist() == [[True, False], [True, True]]
 
 
 def rows(entropies: np.ndarray, weight: np.ndarray) -> Batch:
