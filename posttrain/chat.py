@@ -249,17 +249,17 @@ class Chat:
         key, limit = sample_key(self._seed, 0, self._count, 0), min(room, self._params.max_tokens)
         params = replace(self._params, max_tokens=limit, key=key)
         self._count += 1
-        stream = TurnStream(self._renderer, prompt, params, self._format, parallel=True)
+        stream = TurnStream(self._renderer, prompt, params, self._format, parallel=True, structured=False)
 
         def take(text: str) -> None:
             self.said += text
             told.text(text)
 
         def on_tokens(new: NewTokens) -> None:
-            take(stream.add(new.tokens)[0])
+            take(stream.add(new.tokens).content)
 
         completion = await self._engine.generate(prompt, params, images=images, on_tokens=on_tokens)
-        take(stream.end()[0])
+        take(stream.end().content)
         if completion.stop == "length":
             told.note(f"cut after {limit} tokens" + (", at max_length" if limit == room else ""))
         return message_of(prompt, completion, self._renderer, params, self._format)[0]

@@ -35,7 +35,8 @@ GrammarText = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KIND[=VALUE]",
-        help="Structured output: json_object, json_schema=FILE (or JSON), regex=PATTERN, or choice=TEXT, repeatable.",
+        help="Structured output: json_object, json_schema=FILE (or JSON), regex=PATTERN, or choice=TEXT, repeatable. "
+        "A model may think before it, unless --chat-template-args switch that off.",
     ),
 ]
 Chat = Annotated[

@@ -91,9 +91,9 @@ class SessionBackend:
                 message.get("content") or "",
                 logprob_entries(tokenizer, [], part, ends) if logprobs else (),
                 calls,
-                finish_reason(done.stop, calls),
-                len(done.tokens),
-                done.num_cached,
+                finish=finish_reason(done.stop, calls),
+                num_tokens=len(done.tokens),
+                num_cached=done.num_cached,
             )
 
 

@@ -17,7 +17,6 @@ from posttrain.rollout.trajectory import Limit, is_cut
 from posttrain.rollout.types import Completion, Requests, SamplingParams, StopReason, Transcript, grammar_of
 from posttrain.serve.body import Refused
 from posttrain.serve.model import check_text
-from posttrain.serve.text import in_thought
 from posttrain.tools.formats import Format
 from posttrain.tools.grammar import tool_grammar
 
@@ -163,14 +162,14 @@ class Session:
             self.params_of(0).stopped_at(stop, self.renderer.tokenizer)
         except ValueError as error:
             raise Refused(400, "invalid_request_error", str(error).removeprefix("sampling.")) from error
-        self._grammar(forced, tool_format, ())
+        self._grammar(forced, tool_format)
         branch = self._place(messages, tools)
         transcript = branch.transcript
         asked, before, images = tuple(transcript.tokens), len(transcript), transcript.images
         params_of_run, time = self._requests(asked, images), self.num_turns
         self.num_turns += 1
         room = min(params_of_run.max_tokens, self.row_tokens - before, max_tokens or params_of_run.max_tokens)
-        grammar = self._grammar(forced, tool_format, asked) or params_of_run.grammar
+        grammar = self._grammar(forced, tool_format) or params_of_run.grammar
         params = replace(params_of_run.stopped_at(stop, self.renderer.tokenizer), max_tokens=room, grammar=grammar)
         try:
             completion = await self.generate(asked, params, images)
@@ -193,7 +192,7 @@ class Session:
         branch.marks.append(Mark(len(branch.messages), len(transcript)))
         return SampledTurn(message, completion, before)
 
-    def _grammar(self, forced: str | None, tool_format: Format | None, prompt: Sequence[int]) -> Grammar | None:
+    def _grammar(self, forced: str | None, tool_format: Format | None) -> Grammar | None:
         """Grammar of a turn that must call tools; None without. Refused where it would make the samples those of
         another policy than the trainer knows."""
         if forced is None:
@@ -208,9 +207,8 @@ class Session:
         if params.grammar is not None or not params.ends:
             other = "ignore_eos" if params.grammar is None else "grammar"
             raise _wrong_choice(f"auto or none beside sampling.{other}; remove that, or let the agent ask with auto")
-        thinks = in_thought(self.renderer.tokenizer, prompt)
         try:
-            grammar = tool_grammar(tool_format, self.renderer.tokenizer, name=forced or None, in_thought=thinks)
+            grammar = tool_grammar(tool_format, self.renderer.tokenizer, name=forced or None)
         except (ValueError, ConfigError) as error:
             text = str(error).removeprefix("sampling.grammar: ")
             raise Refused(400, "invalid_value", f"tools: {text}", "tools") from error

@@ -171,7 +171,8 @@ class RolloutSection(Section):
 
 
 class GrammarSection(Section):
-    """Structured output: the language of a completion's text, one of these; needs `pip install posttrain[grammar]`."""
+    """Structured output: the language of a completion's content, one of these; needs `pip install posttrain[grammar]`.
+    A thought may stand before it, unless the chat template's arguments switch thinking off."""
 
     json_object: Flag = False
     """Any JSON object."""

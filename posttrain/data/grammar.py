@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from posttrain.config import GrammarSection
+from posttrain.data.thoughts import Place, Thought
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.tokenizer_files import byte_characters
 from posttrain.errors import ConfigError
@@ -50,15 +51,20 @@ class Grammar:
     rules: str = field(default="", repr=False)
     lead: str = field(default="", repr=False)
     """Spaces that may stand before the text: a template writes them, and replies do without them."""
+    thought: Thought | None = field(default=None, repr=False)
+    """Thought that may stand before the text; None: the text is all."""
 
-    @property
-    def lark(self) -> str:
-        start = f"({json.dumps(self.lead)})? ({self.start})" if self.lead else self.start
-        return f"{HEADER}start: {start}\n{self.rules}"
+    def lark(self, place: Place) -> str:
+        """Whole grammar, for a prompt that leaves its turn there."""
+        lead = f"({json.dumps(self.lead)})? " if self.lead else ""
+        before = "" if self.thought is None else self.thought.before(place)
+        rules = "" if self.thought is None else self.thought.rules
+        start = f"{lead}{before} ({self.start})" if lead or before else self.start
+        return f"{HEADER}start: {start}\n{self.rules}{rules}"
 
-    def led_by(self, spaces: str) -> Grammar:
-        """Copy with spaces that may stand before the text."""
-        return replace(self, lead=spaces)
+    def after(self, spaces: str, thought: Thought) -> Grammar:
+        """Copy with what may stand before the text: spaces, and a thought unless it has one of its own."""
+        return replace(self, lead=spaces, thought=thought if self.thought is None else self.thought)
 
     @classmethod
     def of(cls, section: GrammarSection) -> Grammar:
@@ -97,9 +103,10 @@ class Grammar:
 
     def checked(self) -> Grammar:
         """Return the grammar. GrammarError for one that llguidance cannot read."""
-        if len(self.lark) > MAX_CHARACTERS:
+        lark = self.lark(Place.BEGINNING)
+        if len(lark) > MAX_CHARACTERS:
             raise GrammarError(f"sampling.grammar: {self.kind}: longer than {MAX_CHARACTERS} characters")
-        if fault := _fault(self.lark):
+        if fault := _fault(lark):
             raise GrammarError(f"sampling.grammar: {self.kind}: {fault}")
         return self
 
@@ -148,7 +155,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Grammar, Place], Any] = OrderedDict()
         self._lock = threading.Lock()
 
     def start(
@@ -160,16 +167,18 @@ class GrammarCompiler:
     ) -> Constraint:
         """Constraint of a sample after its prompt. `ends`: tokens that end it; `within`: tokens that it may have
         otherwise, in bits. GrammarError for a grammar that no token of the vocabulary begins."""
+        place = Place.CONTENT if grammar.thought is None else grammar.thought.place(self.tokenizer, prompt)
+        known = grammar, place
         with self._lock:
-            matcher = self._compiled.get(grammar)
+            matcher = self._compiled.get(known)
             if matcher is None:
-                matcher = import_llguidance().LLMatcher(self._vocabulary, grammar.lark, log_level=0)
+                matcher = import_llguidance().LLMatcher(self._vocabulary, grammar.lark(place), log_level=0)
                 if matcher.is_error():
                     raise GrammarError(f"sampling.grammar: {grammar.kind}: {_one_line(matcher.get_error())}")
-                self._compiled[grammar] = matcher
+                self._compiled[known] = matcher
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
+            self._compiled.move_to_end(known)
             matcher = matcher.deep_copy()
         bare = None if self._has_text(prompt) else self._otherwise_at_start
         return Constraint(self, grammar, matcher, ends, within, bare)

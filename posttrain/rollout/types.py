@@ -20,6 +20,7 @@ from posttrain.config.locator import callable_of
 from posttrain.data.chat import Renderer
 from posttrain.data.grammar import Grammar, packed
 from posttrain.data.prompt_images import PromptImages
+from posttrain.data.thoughts import Thought, marks_of, thinks
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rollout.trajectory import Turn
@@ -354,8 +355,14 @@ def reply_of(renderer: Renderer, prompt: Sequence[int], tokens: Sequence[int], p
 
 
 def grammar_of(renderer: Renderer, grammar: Grammar | None) -> Grammar | None:
-    """Grammar of the text of a sample whose content is in a grammar, see `reply_of`."""
-    return grammar if grammar is None or not renderer.chat else grammar.led_by(renderer.spaces_before_content)
+    """Grammar of the text of a sample whose content is in a grammar, see `reply_of`: what the chat template lets stand
+    before the content may come first. Without a template that is only the rest of a thought that the prompt opens."""
+    if grammar is None:
+        return None
+    tokenizer = renderer.tokenizer
+    may_begin = renderer.chat and thinks(tokenizer)
+    thought = Thought.of(tokenizer, marks_of(tokenizer), may_begin=may_begin, head=renderer.chat)
+    return grammar.after(renderer.spaces_before_content if renderer.chat else "", thought)
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

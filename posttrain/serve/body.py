@@ -257,7 +257,7 @@ def chat_ask(body: Body) -> ChatAsk:
     )
 
 
-def grammar_of(body: Body) -> Grammar | None:
+def asked_grammar(body: Body) -> Grammar | None:
     """Read the language that a request's text must be in: `response_format`, as in the OpenAI API and with `{type:
     regex, pattern: ...}`, or `structured_outputs`, as in vLLM's."""
     given, outputs = body.take("response_format"), body.take("structured_outputs")

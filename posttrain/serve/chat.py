@@ -77,7 +77,10 @@ class ChatAnswer:
 
     def _choice(self, parts: Sequence[Delta]) -> dict[str, Any]:
         content, calls = "".join(part.content for part in parts), [call for part in parts for call in part.calls]
+        thought = "".join(part.thought for part in parts)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = wire_calls(calls)
         entries = [entry for part in parts for entry in part.logprobs]
@@ -94,6 +97,8 @@ class ChatAnswer:
             yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
         async for delta in turns.deltas:
             piece: dict[str, Any] = {"content": delta.content} if delta.content else {}
+            if delta.thought:
+                piece["reasoning_content"] = delta.thought
             if delta.calls:
                 first = numbers[delta.index]
                 numbers[delta.index] += len(delta.calls)

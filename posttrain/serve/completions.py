@@ -13,8 +13,17 @@ from typing import Any, Protocol, runtime_checkable
 
 from posttrain.data.chat import Renderer
 from posttrain.errors import ConfigError
-from posttrain.rollout.types import NOT_A_CHARACTER, Call, Completion, NewTokens, SamplingParams, TokenLogp, samples_of
-from posttrain.serve.body import MAX_CHOICES, Body, grammar_of, wrong
+from posttrain.rollout.types import (
+    NOT_A_CHARACTER,
+    Call,
+    Completion,
+    NewTokens,
+    SamplingParams,
+    TokenLogp,
+    grammar_of,
+    samples_of,
+)
+from posttrain.serve.body import MAX_CHOICES, Body, asked_grammar, wrong
 from posttrain.serve.model import Samples, Served, check_text
 from posttrain.serve.text import TextStream, token_texts
 
@@ -87,7 +96,7 @@ class CompletionRequest:
             max(self._max_tokens, 1),
             self._stop,
             top_logps=self._logprobs or 0,
-            grammar=await asyncio.to_thread(grammar_of, self._body),
+            grammar=grammar_of(served.plain, await asyncio.to_thread(asked_grammar, self._body)),
             adapter=adapter,
             field="prompt",
             prompt_logps=scored,

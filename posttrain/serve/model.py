@@ -23,10 +23,10 @@ from posttrain.rollout.adapters import AdapterSlots
 from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.programs import Expected
-from posttrain.rollout.types import Call, Completion, NewTokens, SamplingParams, samples_of
-from posttrain.serve.body import Body, ChatAsk, Refused, grammar_of, wrong
+from posttrain.rollout.types import Call, Completion, NewTokens, SamplingParams, grammar_of, samples_of
+from posttrain.serve.body import Body, ChatAsk, Refused, asked_grammar, wrong
 from posttrain.serve.metrics import Metrics
-from posttrain.serve.text import TurnStream, in_thought, token_texts
+from posttrain.serve.text import TurnStream, token_texts
 from posttrain.tools.formats import Format, make_format
 from posttrain.tools.grammar import tool_grammar
 from posttrain.tools.prompts import ToolText
@@ -60,6 +60,8 @@ class Delta:
     logprobs: Sequence[dict[str, Any]] = ()
     """In the form of chat completions, where requested."""
     calls: Sequence[ToolCall] = ()
+    thought: str = ""
+    """Thought before a structured content."""
     finish: str | None = None
     """Reason, with the last part."""
     num_tokens: int = 0
@@ -122,6 +124,7 @@ class Served:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self._gauges)
         self.renderer = lru_cache(RENDERERS)(self._renderer)
+        self.plain = Renderer(self.tokenizer, False)
 
     @classmethod
     def of(
@@ -226,11 +229,12 @@ class Served:
             except ConfigError as error:
                 raise Refused(400, "invalid_value", with_options(error), ask.field) from error
         top_logps = ask.top_logprobs
-        grammar = await asyncio.to_thread(self._grammar, ask, renderer, prompt, tool_format)
+        grammar = await asyncio.to_thread(self._grammar, ask, renderer, tool_format)
         own: dict[str, Any] = {"top_logps": top_logps, "grammar": grammar, "adapter": adapter, "field": ask.field}
         params, seed = self.params_of(ask.body, prompt, ask.max_tokens, ask.stop, **own)
         samples = self.sample([Call(prompt, one, images=images) for one in samples_of(params, n=ask.n, seed=seed)])
-        turns = [TurnStream(renderer, prompt, params, tool_format, parallel=ask.parallel) for _ in range(ask.n)]
+        forms: dict[str, Any] = {"parallel": ask.parallel, "structured": grammar is not None}
+        turns = [TurnStream(renderer, prompt, params, tool_format, **forms) for _ in range(ask.n)]
         return Turns(
             num_prompt_tokens=len(prompt),
             deltas=self._deltas(samples, turns, params, ask.logprobs),
@@ -253,11 +257,9 @@ class Served:
         except ConfigError as error:
             raise Refused(400, "invalid_value", with_options(error), ask.field) from error
 
-    def _grammar(
-        self, ask: ChatAsk, renderer: Renderer, prompt: Sequence[int], tool_format: Format | None
-    ) -> Grammar | None:
+    def _grammar(self, ask: ChatAsk, renderer: Renderer, tool_format: Format | None) -> Grammar | None:
         """Language of the answer: that of its format, or of calls that must be made or must fit their schemas."""
-        grammar = grammar_of(ask.body)
+        grammar = asked_grammar(ask.body)
         if grammar is not None and ask.tools is not None:
             raise wrong("response_format", "is not supported together with tools, whose calls it would not allow")
         if (ask.forced is not None or ask.strict) and tool_format is not None:
@@ -268,11 +270,10 @@ class Served:
                     name=ask.forced or None,
                     required=ask.forced is not None,
                     several=ask.parallel,
-                    in_thought=in_thought(self.tokenizer, prompt),
                 )
             except (ValueError, ConfigError) as error:
                 raise wrong("tools", str(error).removeprefix("sampling.grammar: ")) from error
-        return grammar and grammar.led_by(renderer.spaces_before_content)
+        return grammar_of(renderer, grammar)
 
     def _renderer(self, arguments: str) -> Renderer:
         parsed = json.loads(arguments)
@@ -373,18 +374,18 @@ class Served:
                 if turn.is_complete():
                     continue
                 entries = logprob_entries(self.tokenizer, histories[index], part, params.ends) if logprobs else ()
-                content, calls = turn.add(part.tokens)
+                content, calls, thought = turn.add(part.tokens)
                 counts[index] += len(part.tokens)
-                if content or calls or entries:
-                    yield Delta(index, content, entries, calls)
+                if content or calls or thought or entries:
+                    yield Delta(index, content, entries, calls, thought)
                 if turn.is_complete():
                     samples.stop(index)
-                    content, entries, calls = _last(turn)
-                    yield Delta(index, content, entries, calls, "tool_calls", counts[index], part.num_cached)
+                    content, calls, thought = turn.end()
+                    yield Delta(index, content, (), calls, thought, "tool_calls", counts[index], part.num_cached)
             elif not turn.is_complete():
-                content, entries, calls = _last(turn)
+                content, calls, thought = turn.end()
                 finish = finish_reason(part.stop, turn.calls)
-                yield Delta(index, content, entries, calls, finish, len(part.tokens), part.num_cached)
+                yield Delta(index, content, (), calls, thought, finish, len(part.tokens), part.num_cached)
 
     def _gauges(self) -> dict[str, tuple[float, str]]:
         engine = self.engine
@@ -428,11 +429,6 @@ def check_text(texts: Sequence[str], tokenizer: Tokenizer, max_tokens: int, fiel
             f"{count}",
             field,
         )
-
-
-def _last(turn: TurnStream) -> tuple[str, tuple[()], list[ToolCall]]:
-    content, calls = turn.end()
-    return content, (), calls
 
 
 def logprob_entries(

@@ -6,9 +6,11 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import squeezed
+from posttrain.data.thoughts import in_thought, marks_of
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.rollout.types import NOT_A_CHARACTER, Decode, SamplingParams, before_stop
 from posttrain.tools.formats import ENDINGS, OPENINGS, Format
@@ -73,10 +75,20 @@ def held_back(text: str, marks: Sequence[str]) -> int:
     return next((size for size in ends if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
+class TurnPiece(NamedTuple):
+    """New part of a turn."""
+
+    content: str
+    calls: list[ToolCall]
+    thought: str
+    """Thought before a structured content, without its marks."""
+
+
 class TurnStream:
     """Message of a turn while it is sampled: pieces of its content, and its tool calls, each once it is whole.
 
     Without a format all is content. With one, text that may begin a call waits until it is known to be none.
+    `structured`: the content is in a grammar, so that the thought before it is a part of its own.
     """
 
     def __init__(
@@ -87,55 +99,84 @@ class TurnStream:
         tool_format: Format | None,
         *,
         parallel: bool,
+        structured: bool,
     ):
-        raw = params if tool_format is None else replace(params, skip_special_tokens=False)
+        self._structured = structured and tool_format is None
+        with_marks = self._structured or tool_format is not None
+        raw = replace(params, skip_special_tokens=False) if with_marks else params
         self._stream = TextStream(renderer.tokenizer.decode, prompt, raw)
         self._renderer, self._format, self._parallel = renderer, tool_format, parallel
         self._marks = () if tool_format is None else OPENINGS.get(tool_format.name, ("",))
         self._ending = None if tool_format is None else ENDINGS.get(tool_format.name)
+        self._thought_marks = marks_of(renderer.tokenizer) if tool_format is None else tool_format.thought_marks
         self._thinks = in_thought(renderer.tokenizer, prompt)
         self._sent = ""
         """Content that was handed out."""
+        self._thought_sent = ""
         self._read = 0
         """Characters of the text in which calls were read."""
         self._of_turn = secrets.token_hex(4)[:7]
         self.calls: list[ToolCall] = []
 
-    def add(self, tokens: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """Append tokens, and return what is new of content and calls."""
+    def add(self, tokens: Sequence[int]) -> TurnPiece:
+        """Append tokens, and return what is new."""
         self._stream.add(tokens)
         text = self._stream.text
         begun = min((place for mark in self._marks if (place := text.find(mark)) >= 0), default=None)
         safe = self._stream.safe(self._marks) if begun is None else begun
-        content = self._renderer.reply(text[:safe])
+        thought, content = self._apart(self._renderer.reply(text[:safe]), is_whole=False)
         if self._format is not None or not content.strip():
             content = content.rstrip()  # a turn with calls has none there; the first may be the template's own
         new = content[len(self._sent) :]
         self._sent += new
-        return new, [] if begun is None else self._finished(text)
+        return TurnPiece(new, [] if begun is None else self._finished(text), self._new_thought(thought))
 
     def is_complete(self) -> bool:
         """Return whether nothing that is sampled further would be part of the turn."""
         return not self._parallel and bool(self.calls)
 
-    def end(self) -> tuple[str, list[ToolCall]]:
-        """Return what is left of content and calls when the sample is complete."""
+    def end(self) -> TurnPiece:
+        """Return what is left when the sample is complete."""
         text = self._renderer.reply(self._stream.final)
         if self._format is None:
-            return text[len(self._sent) :], []
+            thought, content = self._apart(text, is_whole=True)
+            return TurnPiece(content[len(self._sent) :], [], self._new_thought(thought))
         turn = self._format.parse(text)
         calls = self._new_calls(turn.calls)
         # A call that cannot be read is shown as it was written.
         content = text if turn.malformed and not self.calls else turn.content
-        return _rest(content, self._sent), calls
+        return TurnPiece(_rest(content, self._sent), calls, "")
+
+    def _apart(self, text: str, *, is_whole: bool) -> tuple[str, str]:
+        """Thought and structured content of a text; what may belong to a mark waits until the text is whole."""
+        if not self._structured:
+            return "", text
+        begin, end = "".join(self._thought_marks.begin), "".join(self._thought_marks.end)
+        if not self._thinks and not text.lstrip().startswith(begin):
+            waits = begin.startswith(text.lstrip()) and not is_whole
+            return "", "" if waits else text
+        thought, closing, rest = text.partition(end)
+        if not closing and not is_whole:
+            thought = thought[: len(thought) - held_back(thought, (begin, end))]
+        return thought.lstrip().removeprefix(begin).lstrip(), rest.lstrip()
+
+    def _new_thought(self, thought: str) -> str:
+        new = thought[len(self._thought_sent) :]
+        self._thought_sent += new
+        return new
 
     def _finished(self, text: str) -> list[ToolCall]:
         """New calls of which the end is written. In a thought there are none, which the rest of the text may tell."""
         end = -1 if self._ending is None else text.rfind(self._ending, self._read)
-        if self._format is None or end < 0 or _thinks(f"<think>{text}" if self._thinks else text):
+        if self._format is None or end < 0 or self._is_thinking(text):
             return []
         self._read = end + len(self._ending or "")
         return self._new_calls(self._format.parse(self._renderer.reply(text)).calls)
+
+    def _is_thinking(self, text: str) -> bool:
+        """Tell whether a thought is open at the end of a text."""
+        begin, end = "".join(self._thought_marks.begin), "".join(self._thought_marks.end)
+        return (0 if self._thinks else text.rfind(begin)) > text.rfind(end)
 
     def _new_calls(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
         """Calls that were not handed out yet, with identifiers that do not depend on the rest of the turn."""
@@ -145,16 +186,6 @@ class TurnStream:
         ]
         self.calls += named
         return named
-
-
-def in_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Return whether a prompt ends within a thought."""
-    return _thinks(tokenizer.decode(prompt[-CONTEXT:], False))
-
-
-def _thinks(text: str) -> bool:
-    """Return whether a thought is open at the end of a text."""
-    return text.rfind("<think>") > text.rfind("</think>")
 
 
 def _rest(content: str, sent: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from posttrain.data.templates import THINK, THINK_END
+from posttrain.data.thoughts import GEMMA4_MARKS, HARMONY_MARKS, THINK_MARKS, ThoughtMarks
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tools.readers import (
@@ -263,8 +263,6 @@ ENDINGS: Mapping[str, str] = {
     "deepseek": "<｜tool▁call▁end｜>",
 }
 """End of a call in formats in which nothing that follows can change it."""
-THOUGHT_MARKS = {"gemma4": ("<|channel>", "<channel|>")}
-"""Marks of a thought in formats with others than <think> and </think>."""
 PRIVATE_USE = range(0xE000, 0xF900)
 """Characters of which one stands for the end of a thought while calls are read."""
 MAX_MALFORMED = 32
@@ -279,6 +277,11 @@ class Format:
 
     name: str
     schemas: Schemas
+
+    @property
+    def thought_marks(self) -> ThoughtMarks:
+        """Marks of a thought before the calls."""
+        return {"gemma4": GEMMA4_MARKS, "gpt_oss": HARMONY_MARKS}.get(self.name, THINK_MARKS)
 
     def parse(self, text: str) -> ParsedTurn:
         """Parse an assistant turn, decoded with its special tokens but without its stop token. Never raises.
@@ -318,7 +321,7 @@ class Format:
     def _thought(self, text: str) -> str:
         """Beginning of a turn up to the first end of a thought that is not in an argument; all of a thought without an
         end."""
-        begin, end = THOUGHT_MARKS.get(self.name, (THINK, THINK_END))
+        begin, end = self.thought_marks.begin[0], self.thought_marks.end[0]
         parts = [] if self.name == "gpt_oss" else text.split(end)
         if len(parts) > 1:
             mark = next(character for character in map(chr, PRIVATE_USE) if character not in text)

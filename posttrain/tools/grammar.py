@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.data.grammar import Grammar, GrammarError, json_rule
-from posttrain.data.templates import THINK, THINK_END
+from posttrain.data.thoughts import HARMONY, Thought, ThoughtMarks, literal, mark_rule, without
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.tools.formats import THOUGHT_MARKS, Format, value_types
+from posttrain.tools.formats import Format, value_types
 from posttrain.tools.readers import GEMMA4_END, GEMMA4_KEY, GEMMA4_QUOTE
 
 NOTES = {"type", "title", "description", "default", "examples", "deprecated", "nullable"}
@@ -20,7 +20,6 @@ IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 FREE = r"/(?s:.+)/"
 OTHERWISE = r"/\s*[^\s{\[](?s:.*)/"
 """Free text where calls are a turn that begins with a bracket."""
-HARMONY = r"<\|(message|channel|start|end|call|return)\|>"
 
 
 def tool_grammar(
@@ -30,15 +29,15 @@ def tool_grammar(
     name: str | None = None,
     required: bool = True,
     several: bool = True,
-    in_thought: bool = False,
+    in_thought: bool | None = None,
 ) -> Grammar:
     """Grammar of a turn that calls tools, which the format reads without a fault. Arguments fit the tools' schemas,
     with no others than are in them unless a schema has `additionalProperties`.
 
     `name`: the one tool that may be called; None: any. `required`: without calls the turn may be free text as well,
-    which may also stand before them. `several`: more than one call. `in_thought`: the prompt ends behind <think>. A
-    thought in <think>...</think>, or in the channel analysis, may come first. GrammarError for a tool that is not there
-    and for a schema that cannot be written as a grammar in this format.
+    which may also stand before them. `several`: more than one call. `in_thought`: the prompt ends within a thought;
+    None: as a sample's prompt tells. A thought may come first; one that the prompt has opened ends before the calls.
+    GrammarError for a tool that is not there and for a schema that cannot be written as a grammar in this format.
     """
     schemas = tool_format.schemas if name is None else {name: tool_format.schemas.get(name)}
     if not schemas or None in schemas.values():
@@ -46,7 +45,8 @@ def tool_grammar(
     calls = {one: _closed(schema) for one, schema in schemas.items() if schema is not None}
     several = several and tool_format.name != "gpt_oss"
     turn = WRITERS[tool_format.name](_Rules(tokenizer, tool_format.name, several), calls)
-    return turn.grammar(required=required, in_thought=in_thought)
+    thought = Thought.of(tokenizer, tool_format.thought_marks, may_begin=True, head=False, is_open=in_thought)
+    return turn.grammar(thought, required=required)
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,21 +68,18 @@ class _Turn:
     text: str = FREE
     """Terminal of free text, beside `never`."""
 
-    def grammar(self, *, required: bool, in_thought: bool) -> Grammar:
+    def grammar(self, thought: Thought, *, required: bool) -> Grammar:
         rules = self.rules
         first = "" if self.begin is None else rules.mark(self.begin)
-        turn = f"{first} {self.calls}" + ("" if required else f" | {self._free_text(first)}")
-        thought, thought_end = self._thought()
-        rules.lines += [f"thought: {thought}", f"thought_end: {thought_end}", f"turn: {turn}"]
-        start = "(thought | thought_end)? turn" if in_thought else "thought? turn"
-        return Grammar("tools", start, "\n".join([*rules.lines, ""])).checked()
+        turn = f"{first} {self.calls}" + ("" if required else f" | {self._free_text(first, thought.marks)}")
+        rules.lines.append(f"turn: {turn}")
+        return Grammar("tools", "turn", "\n".join([*rules.lines, ""]), thought=thought).checked()
 
-    def _free_text(self, first: str) -> str:
+    def _free_text(self, first: str, marks: ThoughtMarks) -> str:
         """Alternatives of free text, alone and before calls."""
         rules = self.rules
-        begin, _ = THOUGHT_MARKS.get(rules.format_name, (THINK, THINK_END))
-        never = self.never if rules.format_name == "gpt_oss" else f"{_literal(begin)}|{self.never}"
-        rules.lines.append(f"TEXT: {self.text} & {_without(never)}")
+        never = self.never if rules.format_name == "gpt_oss" else f"{literal(marks.begin[0])}|{self.never}"
+        rules.lines.append(f"TEXT: {self.text} & {without(never)}")
         if rules.format_name == "gpt_oss":
             return f'{first} "final" {rules.mark("<|message|>")} TEXT? | TEXT?'
         if self.begin is None:
@@ -92,33 +89,6 @@ class _Turn:
         # One terminal: the lexer goes on while a text may be longer, and never back to where a mark began.
         rules.lines.append(f"TEXT_AND_MARK: TEXT {first}")
         return f"TEXT? | TEXT_AND_MARK {self.calls}"
-
-    def _thought(self) -> tuple[str, str]:
-        """Rules of a thought, and of one that the prompt has begun."""
-        mark, lines = self.rules.mark, self.rules.lines
-        if self.rules.format_name == "gpt_oss":
-            lines.append(f"THOUGHT: {_without(HARMONY)}")
-            inner = f'THOUGHT? {mark("<|end|>")} {mark("<|start|>")} "assistant"'
-            if "<|end|>" not in self.rules.tokenizer.control_ids:
-                lines.append(f"THOUGHT_AND_MARK: THOUGHT {mark('<|end|>')}")
-                inner = f'THOUGHT_AND_MARK {mark("<|start|>")} "assistant"'
-            return f'{mark("<|channel|>")} "analysis" {mark("<|message|>")} {inner}', inner
-        begin, end = THOUGHT_MARKS.get(self.rules.format_name, (THINK, THINK_END))
-        lines += [f"THOUGHT: {_without(_literal(end))}", r"SPACES: /\s{1,4}/"]
-        inner = f"THOUGHT? {mark(end)} SPACES?"
-        if end not in self.rules.tokenizer.control_ids:
-            lines.append(f"THOUGHT_AND_MARK: THOUGHT {mark(end)}")
-            inner = "THOUGHT_AND_MARK SPACES?"
-        return f"{mark(begin)} {inner}", inner
-
-
-def _without(pattern: str) -> str:
-    """Terminal of texts in which nothing matches a regular expression."""
-    return f"/(?s:.*)/ & ~/(?s:.*({pattern}).*)/"
-
-
-def _literal(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
 
 
 class _Rules:
@@ -135,8 +105,7 @@ class _Rules:
 
     def mark(self, text: str) -> str:
         """Mark of the format: its control token, or its text where there is none."""
-        token = self.tokenizer.control_ids.get(text)
-        return json.dumps(text) if token is None else f"<[{token}]>"
+        return mark_rule(self.tokenizer, text)
 
     def any_of(self, calls: Mapping[str, dict[str, Any]], write: Callable[[str, dict[str, Any]], str]) -> str:
         """Rule of a call of any of the tools."""
@@ -207,7 +176,7 @@ def _hermes(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
 
 def _qwen_coder(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
     end = r"\n</parameter>\n"
-    rules.lines += [f"VALUE: {_without(_literal('</parameter>'))}", f'VALUE_AND_MARK: VALUE "{end}"']
+    rules.lines += [f"VALUE: {without(literal('</parameter>'))}", f'VALUE_AND_MARK: VALUE "{end}"']
 
     def write(name: str, schema: dict[str, Any]) -> str:
         required, parts = schema.get("required", ()), []
@@ -239,7 +208,7 @@ def _glm(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
     key_begin, key_end, begin, end = (
         rules.mark(f"<{one}>") for one in ("arg_key", "/arg_key", "arg_value", "/arg_value")
     )
-    rules.lines.append(f"VALUE: {_without(_literal('</arg_value>'))}")
+    rules.lines.append(f"VALUE: {without(literal('</arg_value>'))}")
     text = f"VALUE? {end}"
     if "</arg_value>" not in rules.tokenizer.control_ids:
         rules.lines.append(f"VALUE_AND_MARK: VALUE {end}")
@@ -263,7 +232,7 @@ def _glm(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
 
 def _gemma4(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
     quote = rules.mark(GEMMA4_QUOTE)
-    rules.lines.append(f"VALUE: {_without(_literal(GEMMA4_QUOTE))}")
+    rules.lines.append(f"VALUE: {without(literal(GEMMA4_QUOTE))}")
     text = f"{quote} VALUE? {quote}"
     if GEMMA4_QUOTE not in rules.tokenizer.control_ids:
         rules.lines.append(f"VALUE_AND_MARK: VALUE {quote}")
@@ -327,7 +296,7 @@ def _mistral(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
         several = f"{call} ({rules.mark(begin)} {call})*" if rules.several else call
     else:
         several = f'"[" {rules.listed(rules.any_of(calls, rules.json_call("arguments")), ", ")} "]"'
-    return _Turn(rules, begin, several, _literal(begin))
+    return _Turn(rules, begin, several, literal(begin))
 
 
 def _phi(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Callable[[], Tokenizer], list[int], Grammar, tuple[str, .
         ("no", "no ", "no no", "nono", "no no ", "nono ", "y", "ye", "ys", "yes"),
     ),
     "after no text": (sentence_pieces, [1], Grammar.regex(" ?no"), ("no",)),
-    "spaces of the template": (sentence_pieces, [1, 5], Grammar.choice(["no"]).led_by(" "), ("no", " no")),
+    "spaces of the template": (sentence_pieces, [1, 5], replace(Grammar.choice(["no"]), lead=" "), ("no", " no")),
     "words": (word_pieces, [3], Grammar.regex("( not yet| no|yes|nope)"), (" not yet", " no", "yes", "nope")),
     "bytes": (lambda: load_tokenizer("bytes"), [65], Grammar.choice(["é", "ab"]), ()),
 }

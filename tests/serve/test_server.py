@@ -244,7 +244,7 @@ def test_strict_tools(served: Served) -> None:
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema} | fields}]
         ask = chat_ask(Body({"model": MODEL, "messages": [{"role": "user", "content": "?"}], "tools": tools}))
         (prompt, _), tool_format = served._prompt(served.renderer("{}"), ask)
-        return prompt, served._grammar(ask, served.renderer("{}"), prompt, tool_format)
+        return prompt, served._grammar(ask, served.renderer("{}"), tool_format)
 
     prompt, grammar = asked(strict=True)
     wanted = tool_grammar(Format("hermes", {"f": schema}), served.tokenizer, required=False, several=True)

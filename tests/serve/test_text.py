@@ -89,13 +89,14 @@ def turn(
 ) -> tuple[str, list[tuple[str, Any]], list[int]]:
     """Content and calls of a streamed turn, and the number of calls after each piece."""
     tokenizer = renderer.tokenizer
-    stream = TurnStream(renderer, tokenizer.encode(prompt), params_of(tokenizer), tool_format, parallel=parallel)
+    given = renderer, tokenizer.encode(prompt), params_of(tokenizer), tool_format
+    stream = TurnStream(*given, parallel=parallel, structured=False)
     content, calls, counts = "", [], []
     for piece in cuts([*tokenizer.encode(text), tokenizer.stop_ids[0]], seed):
-        new, more = stream.add(piece)
+        new, more, _ = stream.add(piece)
         content, calls = content + new, calls + more
         counts.append(len(calls))
-    new, more = stream.end()
+    new, more, _ = stream.end()
     found = [(call.name, dict(call.arguments)) for call in calls + more]
     assert len({call.id for call in calls + more}) == len(found) and all(len(call.id) == 9 for call in calls + more)
     return content + new, found, counts
@@ -138,3 +139,29 @@ def test_a_call_that_cannot_be_read_is_text(tokenizer: Tokenizer) -> None:
     renderer, tool_format = Renderer(tokenizer, True), make_format("hermes", tokenizer, TOOLS)
     broken = 'well <tool_call>{"name": "lookup", </tool_call>'
     assert turn(renderer, broken, tool_format, 2)[:2] == (broken, [])
+
+
+THINKING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <think> #}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "thought", "content"),
+    [
+        ("<|im_start|>assistant\n", '{"a": "<think>é</think>"}', "", '{"a": "<think>é</think>"}'),
+        ("<|im_start|>assistant\n", '<think>\nIs it {"?\n</think>\n\n{"a": 1}', 'Is it {"?\n', '{"a": 1}'),
+        ("<|im_start|>assistant\n<think>\n", 'It é.</think>\n{"a": 1}', "It é.", '{"a": 1}'),
+        ("<|im_start|>assistant\n<think>\n", "It is cut <", "It is cut <", ""),
+        ("<|im_start|>assistant\n", "<thi", "", "<thi"),
+    ],
+)
+def test_a_thought_before_structured_content_is_apart(prompt: str, text: str, thought: str, content: str) -> None:
+    """Content is what the client parses, however the tokens come; nothing that was handed out is taken back."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.hf.chat_template = THINKING
+    renderer, tokens = Renderer(tokenizer, True), [*tokenizer.encode(text), tokenizer.stop_ids[0]]
+    for seed in range(8):
+        given = renderer, tokenizer.encode(prompt), params_of(tokenizer), None
+        stream = TurnStream(*given, parallel=True, structured=True)
+        pieces = [*[stream.add(piece) for piece in cuts(tokens, seed)], stream.end()]
+        assert "".join(piece.thought for piece in pieces) == thought
+        assert "".join(piece.content for piece in pieces) == content
