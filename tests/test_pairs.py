@@ -29,7 +29,6 @@ from posttrain.rl import algorithms, async_loop
 from posttrain.rl import step as rl_step
 from posttrain.rl.returns import RewardKL
 from posttrain.rl.step import learn
-from posttrain.rollout.drafting import Pace
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
@@ -270,7 +269,6 @@ def run(
         patch.setattr(Trainer, "step", spied)
         patch.setattr(rl_step, "learn", learned)
         patch.setattr(async_loop, "learn", learned)
-        patch.setattr(Pace, "choose", lambda self, rows: True)
         outcome = posttrain("run", file, devices=devices)
     assert outcome.code == 0, outcome.out + outcome.err
     files = sorted((out / f"0-{kind}" / "trajectories").glob("*.parquet"))

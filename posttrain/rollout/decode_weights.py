@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from posttrain.config import MESH_AXES, SamplerTensor
 from posttrain.errors import ConfigError, placed
-from posttrain.kernels.platform import Chip, chip_of, platform_of
+from posttrain.kernels.platform import CHIPS, Chip, chip_of, platform_of
 from posttrain.mesh import RULES, devices_of, mesh_of_arrays, num_slices, param_sharding, replicated, row_shards
 from posttrain.models.config import ModelConfig, StageConfig
 from posttrain.models.decoder import Decoder, FusedPart, decoding_config
@@ -186,6 +187,66 @@ def _bytes(source: ModelWeights, arrays: Mapping[str, Array | jax.ShapeDtypeStru
     """Bytes of the weights on one device. ConfigError if an axis does not divide its dimension."""
     placed = {path: param_sharding(mesh, path, dims, shape) for path, dims, shape in source.shapes() if path in arrays}
     return sum(math.prod(placed[path].shard_shape(w.shape)) * w.dtype.itemsize for path, w in arrays.items())
+
+
+LAYER_S = 10e-6
+"""Seconds of a layer beside its arithmetic: its kernels are started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCost:
+    """Seconds of a forward pass on a device, by its data sheet and the model's shapes: whoever decides by them decides
+    the same in every run, as no measured time would."""
+
+    bandwidth: float
+    """Bytes per second."""
+    flops: float
+    dense_bytes: float
+    dense_size: float
+    """Parameters that every token is multiplied by."""
+    expert_bytes: float
+    expert_size: float
+    active: float
+    """Share of the experts that a token is multiplied by."""
+    expert_devices: int
+    """Devices that split the experts, whose tokens a device shares."""
+    layers: int
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> PassCost:
+        """Costs of weights that may be shapes, from what one of their devices holds."""
+        config, mesh = loaded.source.model.config, loaded.placement.mesh
+        device: Any = next(iter(loaded.sharding.device_set))
+        chip = chip_of(device) or next(chip for chip in CHIPS.values() if chip.platform == device.platform)
+        arrays: Mapping[str, Array | jax.ShapeDtypeStruct] = loaded.arrays
+        sums = {False: np.zeros(2), True: np.zeros(2)}
+        for path, dims, _ in loaded.source.shapes():
+            # Of an embedding that is not the head's matrix a pass reads a few rows.
+            if path not in arrays or (path.startswith("embed.") and not config.tie_embeddings):
+                continue
+            array = arrays[path]
+            assert array.sharding is not None, "shapes need shardings"
+            size = math.prod(array.sharding.shard_shape(array.shape))
+            sums["expert" in dims] += size * array.dtype.itemsize, size
+        mixture = config.mixtures[0] if config.mixtures else None
+        return cls(
+            bandwidth=chip.memory_bandwidth,
+            flops=chip.flops,
+            dense_bytes=float(sums[False][0]),
+            dense_size=float(sums[False][1]),
+            expert_bytes=float(sums[True][0]),
+            expert_size=float(sums[True][1]),
+            active=0.0 if mixture is None else mixture.top_k / mixture.num_experts,
+            expert_devices=1 if mesh is None else mesh.shape["expert"],
+            layers=config.num_layers,
+        )
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds of a pass over `tokens` of each device's rows: what it reads or what it computes, and its start."""
+        routed = tokens * self.expert_devices
+        read = self.dense_bytes + self.expert_bytes * (1 - (1 - self.active) ** routed)
+        computed = 2 * (tokens * self.dense_size + routed * self.active * self.expert_size)
+        return max(read / self.bandwidth, computed / self.flops) + self.layers * LAYER_S
 
 
 def device_memory() -> int | None:

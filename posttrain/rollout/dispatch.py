@@ -21,10 +21,8 @@ from posttrain.rollout.types import Decode, StopReason, TokenLogp, first_complet
 from posttrain.rollout.vision import Features, PicturedPiece, prompt_features
 from posttrain.tree import replace
 
-LENGTH_MEMORY = 0.9
-"""Weight of earlier dispatches in the measured seconds, for each later one."""
-MIN_SPREAD = 0.02
-"""Variance of the lengths of recent dispatches below which their seconds cannot be taken apart."""
+HOST_S = 2e-3
+"""Seconds of a dispatch beside the passes of the model: plans, transfers and grammars."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +50,6 @@ class DecodeCall:
     """By row of the call; the others are idle."""
     size: int
     """Rows of the call in each lane."""
-    paced: bool
-    """True if drafts could be made for it, or are: others end early, and say nothing of the speed without drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +61,6 @@ class Dispatch:
     drafting: list[PromptCall]
     """Calls in which the draft model reads tokens."""
     decode: DecodeCall | None
-    begun: float
-    """Time at which its arrays were begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,42 +69,20 @@ class DispatchOutcome:
 
     prefilled: list[Prefilled]
     chunk: DecodedTokens | None
-    seconds: float | None
-    """Time of a dispatch that did nothing but decode; None for others."""
 
 
-class Lengths:
-    """Chooses the tokens that rows draw in a dispatch beside rows under a grammar, which draw one.
+def fair_length(*, plain: int, constrained: int, longest: int, token_s: float) -> int:
+    """Number of tokens that plain rows draw in a dispatch beside rows under a grammar, which draw one.
 
-    The seconds of a dispatch are a fixed part and a part for each token, fitted to recent ones with as many rows. n
-    tokens for each of P rows beside C constrained ones maximize the sum of all rows' log speeds at n = P fixed / (C
-    each). Lengths that tell the parts apart are measured now and then. No token depends on the choice.
+    A dispatch takes `HOST_S` and `token_s` for each token. n tokens for each of P rows beside C constrained ones
+    maximize the sum of all rows' log speeds at n = P HOST_S / (C token_s). Both are fixed, so that a run that is
+    repeated pauses where it did: what is read from the cache is rounded otherwise than what is new.
+
+    >>> fair_length(plain=31, constrained=1, longest=8, token_s=0.02)
+    3
     """
-
-    def __init__(self) -> None:
-        self._sums: dict[int, np.ndarray] = {}
-        """Weighted sums of 1, n, n n, seconds and n seconds, by the rows of a call."""
-
-    def record(self, rows: int, tokens: int, seconds: float) -> None:
-        """Note a dispatch that did nothing but decode."""
-        new = np.asarray([1.0, tokens, tokens * tokens, seconds, tokens * seconds])
-        self._sums[rows] = LENGTH_MEMORY * self._sums.get(rows, np.zeros(5)) + new
-
-    def choose(self, rows: int, *, plain: int, constrained: int, longest: int) -> int:
-        """Number of tokens of the plain ones among the rows of the next dispatch."""
-        if not plain or longest == 1:
-            return 1
-        if rows not in self._sums:
-            return longest
-        count, tokens, squares, seconds, products = self._sums[rows]
-        mean = tokens / count
-        spread = squares / count - mean * mean
-        if spread < MIN_SPREAD:
-            return 1 if mean > (1 + longest) / 2 else longest
-        each = (products / count - mean * seconds / count) / spread
-        fixed = seconds / count - each * mean
-        best = plain * fixed / (constrained * each) if each > 0 else longest
-        return round(min(max(best, 1), longest))
+    best = plain * HOST_S / (constrained * token_s)
+    return round(min(max(best, 1), longest))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +18,7 @@ from posttrain.mesh import devices_of, replicated
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.blocks import BLOCK, BlockPool, blocks_for
-from posttrain.rollout.decode_weights import Loaded, Placement
+from posttrain.rollout.decode_weights import LAYER_S, Loaded, PassCost, Placement
 from posttrain.rollout.decoding import DecodedTokens, DecodeRows
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.request import HiddenStates, Request
@@ -42,15 +40,13 @@ knows the model's distribution, the smaller the best window."""
 WINDOW_CALLS = 16
 """Calls of the best window before another one is tried."""
 
-FIRST_RATIOS, RATIOS = 3, 5
-"""Ratios of speeds until the faster way is known, and those that are kept."""
 PAYS = 1.1
-"""Ratio above which drafts pay: rows that draft end their texts at different times, and what is left of a batch runs
-with few of them, which the ratio of a call does not show."""
+"""Gain above which drafts pay: rows that draft end their texts at different times, and what is left of a batch runs
+with few of them, which the gain of a call does not show."""
+FIRST_ROUNDS = 64
+"""Passes of rows with drafts before what they accept is judged."""
 FIRST_WAIT, LONGEST_WAIT = 32, 512
-"""Calls until the slower way is measured again; twice as many each time that it is slower still."""
-TRIES = 4
-"""Calls in which it may be measured: those that read prompts too, or compile a program, are not."""
+"""Calls without drafts until they are tried again; twice as many each time that they do not pay still."""
 PROMPTS = 256
 """Prompts whose last hidden states are kept for later samples of them; those read last."""
 MEMORY = 0.7
@@ -150,62 +146,61 @@ def find_drafter(drafts: BlockDrafts, target: ModelConfig, option: str = OPTION)
 
 
 class Pace:
-    """Chooses for each call whether tokens are drafted, by the speeds of earlier calls with as many rows.
+    """Chooses for each call whether tokens are drafted, by the tokens that passes with drafts gave before.
 
-    A call with drafts beside one without, next to each other, give a ratio: other work on the machine changes it less
-    than the speeds. The slower way is measured now and then. No token depends on the choice.
+    `worth`: cost of a pass without drafts as a share of that of one with them, by the rows of a call; `longest`: most
+    tokens of a pass. What was sampled decides, and costs that are fixed: never a measured time, so that a run that is
+    repeated or resumed drafts in the same calls, whose rounding is another one than that of calls without drafts.
     """
 
-    def __init__(self) -> None:
-        self._ratios: dict[int, deque[float]] = {}
-        """Speed with drafts as a multiple of that without, latest last, by the rows of a call."""
-        self._latest: dict[int, tuple[bool, float]] = {}
-        """The latest measured call: whether it drafted, and its speed."""
-        self._since: dict[int, int] = {}
-        self._waits: dict[int, int] = {}
+    def __init__(self, worth: Callable[[int], float], longest: int):
+        self._worth, self._longest = worth, longest
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, as an engine that has sampled nothing."""
+        self._tokens = self._rounds = 0.0
+        """Tokens and passes of rows with drafts, later ones with more weight."""
+        self._since, self._wait = 0, FIRST_WAIT
 
     def gain(self, rows: int) -> float | None:
-        """Median of the latest ratios; None until there is one."""
-        ratios = self._ratios.get(rows)
-        return None if ratios is None else statistics.median(ratios)
+        """Speed with drafts as a multiple of that without, by the fixed costs; None before the first drafts."""
+        return self._tokens / self._rounds * self._worth(rows) if self._rounds else None
 
     def choose(self, rows: int) -> bool:
         """Return True if the next call of as many rows shall draft."""
-        faster, wait = self._drafts_are_faster(rows), self._waits.setdefault(rows, 0)
-        self._since[rows] = self._since.get(rows, 0) + 1
-        if self._since[rows] <= wait:
-            return faster
-        if self._since[rows] == wait + TRIES:
-            self._since[rows], self._waits[rows] = 0, min(max(2 * wait, FIRST_WAIT), LONGEST_WAIT)
-        if len(self._ratios.get(rows, ())) < FIRST_RATIOS:
-            return rows not in self._latest or not self._latest[rows][0]
-        return not faster
-
-    def record(self, rows: int, drafts: bool, tokens: float, seconds: float) -> None:
-        """Note the tokens of an active row in a call, and its seconds."""
-        speed, before = tokens / seconds, self._latest.get(rows)
-        self._latest[rows] = drafts, speed
-        if before is None or before[0] == drafts:
-            return
-        ratios = self._ratios.setdefault(rows, deque(maxlen=RATIOS))
-        ratios.append(speed / before[1] if drafts else before[1] / speed)
-        self._since[rows] = 0
-        faster = self._drafts_are_faster(rows)
-        if len(ratios) >= FIRST_RATIOS and drafts == faster:
-            # Back from the slower way: it was measured against the call before, and against this one.
-            slower_still = (ratios[-1] > PAYS) == (ratios[-2] > PAYS) == faster
-            wait = 2 * self._waits.get(rows, 0) if slower_still else FIRST_WAIT
-            self._waits[rows] = min(max(wait, FIRST_WAIT), LONGEST_WAIT)
-
-    def _drafts_are_faster(self, rows: int) -> bool:
+        if self._longest * self._worth(rows) <= PAYS:
+            return False
         gain = self.gain(rows)
-        return gain is not None and gain > PAYS
+        if gain is None or self._rounds < FIRST_ROUNDS:
+            return True
+        if gain > PAYS:
+            self._since, self._wait = 0, FIRST_WAIT
+            return True
+        self._since += 1
+        if self._since <= self._wait:
+            return False
+        # Judged anew: what was accepted long ago tells nothing.
+        self._tokens = self._rounds = 0.0
+        self._since, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
+        return True
+
+    def record(self, tokens: int, rounds: int) -> None:
+        """Note the tokens of a call with drafts, and the passes of its rows."""
+        # What is known fades with new passes, and not with their number in a call.
+        kept = 0.5 ** (rounds / (8 * FIRST_ROUNDS))
+        self._tokens = kept * self._tokens + tokens
+        self._rounds = kept * self._rounds + rounds
 
 
 class Windows:
     """Chooses the window of `guess` by the share of tokens accepted in recent calls."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, as an engine that has sampled nothing."""
         self._accepted = dict.fromkeys(WINDOWS, (0.0, 0.0))
         """Accepted and drafted tokens."""
         self._calls = 0
@@ -253,7 +248,7 @@ class Drafter:
     `BlockPool.drafted`; what is missing, such as tokens sampled without drafts, is read before drafts are made.
     """
 
-    def __init__(self, speculation: Speculation, target: Loaded, max_length: int):
+    def __init__(self, speculation: Speculation, target: Loaded, max_length: int, cost: PassCost):
         self.tokens, self.block = speculation.tokens, speculation.block
         self.window = 0 if self.block is None else self.block.config.window
         """Hidden states that a block drafter reads; 0: none."""
@@ -262,7 +257,9 @@ class Drafter:
         self._prompts: dict[tuple[int, bytes], HiddenStates] = {}
         self.loaded = None if speculation.model is None else _loaded(speculation, target, max_length)
         self.pool: Pool | None = None
-        self.pace, self.windows = Pace(), Windows()
+        self._cost = cost
+        self._draft_cost = None if self.loaded is None else PassCost.of(self.loaded)
+        self.pace, self.windows = Pace(self._worth, speculation.tokens + 1), Windows()
         self._totals = DraftTotals()
         self._rows = 0
 
@@ -270,6 +267,26 @@ class Drafter:
         """Draft with copies of these arrays from now on."""
         cast = {name: x.astype(self._dtype) for name, x in weights.items()}
         self.weights = processes.copied(cast, {name: x.sharding for name, x in self.weights.items()})
+
+    def forget(self) -> None:
+        """Begin anew, as a drafter of an engine that has sampled nothing: which calls draft, and what, depends on
+        nothing before."""
+        self.pace.forget()
+        self.windows.forget()
+        self._prompts.clear()
+
+    def _worth(self, rows: int) -> float:
+        """Cost of a pass of the model over the newest tokens of rows, as a share of that over drafts too, with what the
+        drafts cost."""
+        cost, drafts = self._cost, 0.0
+        if self._draft_cost is not None:
+            drafts = self.tokens * self._draft_cost.seconds(rows)
+        elif self.block is not None:
+            config = self.block.config
+            size = config.num_parameters + config.embed_dim * config.vocab_size
+            read = size * self._dtype.itemsize / cost.bandwidth
+            drafts = max(read, 2 * size * rows * self.tokens / cost.flops) + config.layers * LAYER_S
+        return cost.seconds(rows) / (cost.seconds(rows * (self.tokens + 1)) + drafts)
 
     def catch_up(self, plan: Plan) -> list[PromptPiece]:
         """Return the pieces that the draft model has to read before it can draft for the plan's rows."""
@@ -324,6 +341,7 @@ class Drafter:
         self._totals.rounds += rounds
         self._totals.drafted += drafted
         self._rows = size
+        self.pace.record(int(counts.sum()), rounds)
         if self.loaded is None and self.block is None:
             return
         self.windows.record(int(counts.sum()) - rounds, drafted)
@@ -395,20 +413,13 @@ class Drafter:
         arrays = jax.device_put({"hidden": hidden, "known": known})
         return BlockRows(weights=self.weights, config=config, **arrays)
 
-    def measure(self, chunk: DecodedTokens, size: int, seconds: float) -> None:
-        """Note the seconds of a call that did nothing but decode."""
-        rounds = np.asarray(chunk.counts if chunk.drafts is None else chunk.drafts.rounds)
-        active = rounds.sum() / max(rounds.max(), 1)
-        if active:
-            self.pace.record(size, chunk.drafts is not None, float(np.sum(chunk.counts) / active), seconds)
-
     def take_totals(self) -> DraftTotals:
         """Counts since the last call."""
         totals, self._totals = self._totals, DraftTotals()
         return totals
 
     def metrics(self, totals: DraftTotals) -> dict[str, float]:
-        """Shares of counts; `speedup` of calls with the latest number of rows, once it is measured."""
+        """Shares of counts; `speedup` that is expected of calls with the latest number of rows."""
         gain = self.pace.gain(self._rows)
         return {
             "rollout/speculative/share": totals.speculated / max(totals.tokens, 1),

@@ -50,7 +50,7 @@ class NativeEngine:
     `adapters`: room for LoRA adapters, one for each request that names one, see `load_adapter`.
     Programs are compiled at the first request of each shape, or by `warm_up`.
 
-    `tokenizer`: of grammars, one token of which is drawn per dispatch; rows beside them draw several, see `Lengths`.
+    `tokenizer`: of grammars, which draw one token per dispatch; rows beside them draw several, see `fair_length`.
     `speculation`: draft several tokens and judge them in one forward pass, except beside grammars and where it does not
     pay; samples are the same up to rounding.
 
@@ -242,6 +242,7 @@ class NativeEngine:
             self._loaded = replace(self._loaded, arrays={})
         self._loaded = Loaded.of(*self._weights_of(model), version, self._placement)
         self._scheduler.forget()
+        self._runner.forget()
         if ModelWeights(model).tower_training[0] != "frozen":
             self._runner.images.kept.forget_features()
 
@@ -288,6 +289,7 @@ class NativeEngine:
         """Clear the prefix cache and the counts of `metrics`: later samples are those of an engine that has sampled
         nothing under its weights."""
         self._scheduler.forget()
+        self._runner.forget()
         self.take_counts()
         self._runner.take_seconds()
 
@@ -295,6 +297,7 @@ class NativeEngine:
         """Free the cache's memory, and with it all prefixes, until the next request; nothing while samples run."""
         if not self._scheduler.busy:
             self._scheduler.forget()
+            self._runner.forget()
             self._runner.reset()
 
     def abort(self, keys: Collection[tuple[int, int]] | None = None) -> int:

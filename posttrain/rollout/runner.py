@@ -19,9 +19,9 @@ from posttrain.models.cache import windows_of
 from posttrain.models.decoder import decoding_config
 from posttrain.models.vision.tower import ImagePatches
 from posttrain.rollout.blocks import BLOCK, Chain, Window, blocks_for
-from posttrain.rollout.decode_weights import Loaded
+from posttrain.rollout.decode_weights import Loaded, PassCost
 from posttrain.rollout.decoding import DecodeRows
-from posttrain.rollout.dispatch import DecodeCall, Dispatch, DispatchOutcome, Lengths, PromptCall
+from posttrain.rollout.dispatch import DecodeCall, Dispatch, DispatchOutcome, PromptCall, fair_length
 from posttrain.rollout.drafting import Drafter, DraftTotals, Speculation
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
 from posttrain.rollout.programs import (
@@ -58,6 +58,7 @@ class Runner:
         blocks: int,
         record: bool,
         vocab_size: int,
+        cost: PassCost,
         adapters: bool = False,
         kind: CacheDtype = "compute",
         drafter: Drafter | None = None,
@@ -73,7 +74,7 @@ class Runner:
         drafts, window_read = (0, 0) if drafter is None else (drafter.tokens, drafter.window)
         self.programs = Programs(steps=shapes.steps, record=record, drafts=drafts, window=window_read)
         self._tables = Tables(vocab_size)
-        self._lengths = Lengths()
+        self._cost = cost
         self.images, self._forbidden = PromptCache(image_bytes), forbidden
         self._adapters = adapters
         self._kind = kind
@@ -110,6 +111,7 @@ class Runner:
         model = loaded.source.model
         widest = max((x for x in windows_of(model.config) if x is not None), default=None)
         sizes: dict[str, Any] = {"slots": slots // lanes, "max_length": max_length, "steps": steps}
+        cost = PassCost.of(loaded)
         runner = cls(
             Shapes(slots // lanes, lanes, max_length, steps),
             blocks=blocks // lanes,
@@ -118,7 +120,8 @@ class Runner:
             vocab_size=model.config.vocab_size,
             adapters=adapters,
             kind=kind,
-            drafter=None if speculation is None else Drafter(speculation, loaded, max_length),
+            drafter=None if speculation is None else Drafter(speculation, loaded, max_length, cost),
+            cost=cost,
             image_bytes=image_bytes,
             forbidden=forbidden,
         )
@@ -129,20 +132,19 @@ class Runner:
 
     def prepare(self, plan: Plan, loaded: Loaded) -> Dispatch:
         """The arrays of a plan; later changes of its rows do not matter."""
-        begun = time.perf_counter()
         decode = self._decode_call(plan) if plan.decode else None
         drafting: list[PromptCall] = []
         if self.drafter is not None and decode is not None and isinstance(decode.rows, SpeculativeRows):
             drafting = list(self._prompt_calls(self.drafter.catch_up(plan), scored=False))
         prompts = list(self._prompt_calls(plan.pieces))
-        return Dispatch(loaded=loaded, prompts=prompts, drafting=drafting, decode=decode, begun=begun)
+        return Dispatch(loaded=loaded, prompts=prompts, drafting=drafting, decode=decode)
 
     def run(self, dispatch: Dispatch) -> DispatchOutcome:
         """On the device; returns when everything is on the host."""
         rows = len(dispatch.decode.places) if dispatch.decode is not None else 0
         name = "prefill" if dispatch.prompts else "decode"
         with self._device, span(f"rollout/{name}", rows=rows, slots=self.shapes.slots * self.shapes.lanes):
-            start, late = time.perf_counter(), self.programs.num_late
+            start = time.perf_counter()
             decode, prefilled, chunk = dispatch.decode, [], None
             drafts = decode is not None and isinstance(decode.rows, SpeculativeRows)
             sides = self._sides(dispatch.loaded, drafts=drafts)
@@ -167,10 +169,8 @@ class Runner:
                     pools = [pool, *pools[1:]]
             self._put_pools(pools)
             outcome = jax.device_get({"prefilled": prefilled, "chunk": chunk})
-            plain = not dispatch.prompts and not dispatch.drafting and self.programs.num_late == late
-            seconds = time.perf_counter() - start
-            self._seconds[name] += seconds
-            return DispatchOutcome(**outcome, seconds=seconds if plain else None)
+            self._seconds[name] += time.perf_counter() - start
+            return DispatchOutcome(**outcome)
 
     def _note_states(self, dispatch: Dispatch, prefilled: Sequence[Prefilled]) -> None:
         """Note the hidden states of prompts that have just been read, before their rows decode."""
@@ -213,6 +213,11 @@ class Runner:
         drafter = self.drafter
         own = [] if drafter is None or drafter.loaded is None else list(drafter.loaded.arrays.values())
         return [*own, *jax.tree.leaves((self._pool, None if drafter is None else drafter.pool))]
+
+    def forget(self) -> None:
+        """Forget what drafts were worth, and the states that they were made from."""
+        if self.drafter is not None:
+            self.drafter.forget()
 
     def reset(self) -> None:
         """Forget what is in the blocks: even masked, a NaN in it would spoil what comes next."""
@@ -326,19 +331,11 @@ class Runner:
         return {f"rollout/{name}_s": value - before[name] for name, value in self._counted.items()}
 
     def note(self, plan: Plan, dispatch: Dispatch, outcome: DispatchOutcome, holds: Callable[[Row], bool]) -> None:
-        """Note the seconds of a dispatch after its tokens were delivered, its drafts, and what the draft model has
-        read."""
-        if dispatch.decode is None or outcome.chunk is None:
-            return
-        if outcome.seconds is not None and outcome.chunk.drafts is None:
-            seconds = time.perf_counter() - dispatch.begun
-            self._lengths.record(dispatch.decode.size, int(np.max(outcome.chunk.counts)), seconds)
-        if self.drafter is None:
+        """Note the drafts of a dispatch after its tokens were delivered, and what the draft model has read."""
+        if self.drafter is None or dispatch.decode is None or outcome.chunk is None:
             return
         places = {index: row for index, row in dispatch.decode.places.items() if holds(row)}
         self.drafter.note(places, plan.lanes, outcome.chunk, dispatch.decode.size)
-        if outcome.seconds is not None and dispatch.decode.paced:
-            self.drafter.measure(outcome.chunk, dispatch.decode.size, outcome.seconds)
 
     def _prompt_calls(self, pieces: Sequence[PromptPiece], *, scored: bool = True) -> Iterator[PromptCall]:
         """By level, and within it by shape, as many pieces to a call as it has rows."""
@@ -414,21 +411,22 @@ class Runner:
         length, plain = shapes.steps, count - constrained
         if constrained:
             count = plain or count
-            length = self._lengths.choose(shape.rows, plain=plain, constrained=constrained, longest=length)
+            token_s = self._cost.seconds(shape.rows)
+            length = fair_length(plain=plain, constrained=constrained, longest=length, token_s=token_s)
         # The first text of a stream comes at once, where no other row would wait for the host because of it.
         begins = all(row.request.on_tokens is not None and not row.request.started for row in plan.decode)
         length = 1 if begins else length
         # Pause for those who wait when a quarter has ended; else when the next smaller batch would do.
         smaller = max((size for size in shapes.sizes(tail) if size < min(shape.rows, count)), default=0)
-        paced = self.drafter is not None and not constrained and not begins
-        drafts = self.drafter is not None and paced and self.drafter.pace.choose(shape.rows)
+        may_draft = self.drafter is not None and not constrained and not begins
+        drafts = self.drafter is not None and may_draft and self.drafter.pace.choose(shape.rows)
         if drafts:
             smaller = count - max(1, count // 2)  # the faster half waits no longer for the slower one
         stop_at = count - max(1, count // 4) if plan.waiting else smaller
         self._fit_stop_ids([row.request.params for row in plan.decode])
         rows = self._speculative_rows(shape, places) if drafts else self._rows(shape, places, length)
         pause = np.int32(min(stop_at, count - 1))
-        return DecodeCall(rows=rows, stop_at=pause, places=places, size=shape.rows, paced=paced)
+        return DecodeCall(rows=rows, stop_at=pause, places=places, size=shape.rows)
 
     def _speculative_rows(self, shape: DecodeShape, places: dict[int, Row]) -> SpeculativeRows:
         assert self.drafter is not None

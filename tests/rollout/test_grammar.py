@@ -19,7 +19,7 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rl.sampler import sampling_params
-from posttrain.rollout.dispatch import Dispatch, DispatchOutcome, Lengths
+from posttrain.rollout.dispatch import HOST_S, Dispatch, DispatchOutcome, fair_length
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams
 from tests.rollout.engines import VOCABULARY, NaiveEngine, _Draws, assert_same, make_engine, params
@@ -191,7 +191,7 @@ def test_draws_by_the_models_distribution_over_what_is_allowed(engine: NativeEng
 def test_rows_beside_a_grammar_draw_several_tokens_per_dispatch(
     engine: NativeEngine, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths, run = Lengths(), engine._runner.run
+    run = engine._runner.run
     counts: list[list[int]] = []
 
     def counted(dispatch: Dispatch) -> DispatchOutcome:
@@ -200,7 +200,6 @@ def test_rows_beside_a_grammar_draw_several_tokens_per_dispatch(
             counts.append([int(outcome.chunk.counts[row]) for row in dispatch.decode.places])
         return outcome
 
-    monkeypatch.setattr(engine._runner, "_lengths", lengths)
     monkeypatch.setattr(engine._runner, "run", counted)
     prompts = [[1, 5, 10 + i] for i in range(3)]
     asking = [asked(3), params(40, max_tokens=9), params(41, max_tokens=9)]
@@ -211,7 +210,6 @@ def test_rows_beside_a_grammar_draw_several_tokens_per_dispatch(
         assert_same(completion, naive.generate(prompt, p))
     steps = engine.decode_steps
     assert steps > 1 and counts[0] == [1, steps, steps] and all(first == 1 for first, *others in counts if others[1:])
-    assert lengths._sums, "seconds are noted"
 
 
 @pytest.mark.parametrize(
@@ -221,19 +219,16 @@ def test_rows_beside_a_grammar_draw_several_tokens_per_dispatch(
         (1.0, 10.0, 31, 1, 3),  # a large one: 31 * 1 / (1 * 10)
         (1.0, 10.0, 16, 16, 1),
         (4.0, 2.0, 10, 5, 4),
-        (4.0, 2.0, 0, 5, 1),
     ],
 )
 def test_length_beside_grammars(fixed: float, each: float, plain: int, constrained: int, length: int) -> None:
-    """Found within a few dispatches, whatever was measured before, and kept but for a rare look at another one."""
-    lengths, noise = Lengths(), np.random.default_rng(0)
-    chosen = []
-    for _ in range(200):
-        chosen.append(lengths.choose(32, plain=plain, constrained=constrained, longest=8))
-        assert 1 <= chosen[-1] <= 8
-        lengths.record(32, chosen[-1], (fixed + each * chosen[-1]) * noise.uniform(0.99, 1.01))
-    assert chosen[:2] == ([8, 1] if plain else [1, 1])
-    assert np.mean(np.abs(np.asarray(chosen[5:]) - length) <= 1) > 0.95, chosen
+    """The length of the greatest sum of log speeds, by fixed costs."""
+    token_s = HOST_S * each / fixed
+    assert fair_length(plain=plain, constrained=constrained, longest=8, token_s=token_s) == length
+    lengths = np.arange(1, 9)
+    # In fixed + each n seconds, P rows draw n tokens and C one.
+    speeds = plain * np.log(lengths) - (plain + constrained) * np.log(fixed + each * lengths)
+    assert abs(lengths[speeds.argmax()] - length) <= 1
 
 
 def test_a_sample_goes_on_in_its_grammar(engine: NativeEngine) -> None:

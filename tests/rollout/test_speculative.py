@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,13 +24,14 @@ from posttrain.models.drafter import DrafterConfig, propose
 from posttrain.rollout import scheduler
 from posttrain.rollout.adapters import AdapterSlots
 from posttrain.rollout.blocks import BLOCK
+from posttrain.rollout.decode_weights import PassCost
 from posttrain.rollout.decoding import Progress
-from posttrain.rollout.drafting import FIRST_WAIT, Pace, Speculation, Windows
+from posttrain.rollout.drafting import FIRST_ROUNDS, FIRST_WAIT, Pace, Speculation, Windows
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.request import HiddenStates, Request
 from posttrain.rollout.sampling import Sampling, Tables, guess, sample
 from posttrain.rollout.scheduler import Row
-from posttrain.rollout.speculative import Block, lookup
+from posttrain.rollout.speculative import Block, SpeculativeRows, lookup
 from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.weights.drafter import StoredDrafter, described
 from tests.mixtures import mixture_config, mixture_model
@@ -364,42 +367,83 @@ def test_a_guess_agrees_more_often_than_a_draw() -> None:
 
 
 def test_drafts_go_where_they_pay() -> None:
-    plain = {(rows, False): 100.0 for rows in (1, 4, 8)}
-    pace, speeds = Pace(), plain | {(1, True): 300.0, (4, True): 105.0, (8, True): 50.0}
-    drafted = {1: 0, 4: 0, 8: 0}
+    """By the tokens of passes with drafts, and fixed costs; what never can pay is never tried."""
+    worth = {1: 0.9, 4: 0.5, 8: 0.2}
+    pace, drafted = Pace(worth.__getitem__, longest=4), Counter[int]()
     for _ in range(400):
-        for rows in drafted:
-            drafted[rows] += (drafts := pace.choose(rows))
-            pace.record(rows, drafts, 32.0, 32 / speeds[rows, drafts])
-    assert pace.gain(1) == pytest.approx(3) and pace.gain(8) == pytest.approx(0.5)
-    assert drafted[1] > 390 and all(2 < drafted[rows] < 10 for rows in (4, 8))
+        for rows in worth:
+            if pace.choose(rows):
+                drafted[rows] += 1
+                pace.record(16 * rows, 8 * rows)  # two tokens a pass
+    assert pace.gain(1) == pytest.approx(1.8) and pace.gain(4) == pytest.approx(1.0)
+    assert drafted[1] == 400 and drafted[8] == 0 and 1 <= drafted[4] < 12
     for _ in range(40 * FIRST_WAIT):  # it pays now
-        drafts = pace.choose(8)
-        pace.record(8, drafts, 32.0, 0.01 if drafts else 0.32)
-    assert pace.choose(8)
+        if pace.choose(4):
+            pace.record(96, 32)
+    assert pace.choose(4) and pace.gain(4) == pytest.approx(1.5, rel=0.1)
+    for _ in range(FIRST_ROUNDS):
+        if pace.choose(4):
+            pace.record(36, 32)
+    assert not pace.choose(4), "and no more"
+    pace.forget()
+    assert pace.gain(1) is None and pace.choose(4)
 
 
-def test_calls_that_cannot_be_measured_seldom_draft() -> None:
-    """Such as those of a server whose every call reads a prompt."""
-    pace, calls = Pace(), 2000
-    assert 4 < sum(pace.choose(8) for _ in range(calls)) < 0.05 * calls
-    for _ in range(100):
-        drafts = pace.choose(8)
-        pace.record(8, drafts, 32.0, 1.0 if drafts else 0.5)
-    assert pace.gain(8) == pytest.approx(0.5)
-    assert 2 < sum(pace.choose(8) for _ in range(calls)) < 0.05 * calls
+def decoded(engine: NativeEngine, slow: Iterator[float]) -> tuple[list[Completion], list[bool]]:
+    """Samples of an engine whose dispatches take so long each, and whether each call drafted."""
+    run, drafted = engine._runner.run, list[bool]()
+
+    def slowly(dispatch: Any) -> Any:
+        time.sleep(next(slow))
+        if dispatch.decode is not None:
+            drafted.append(isinstance(dispatch.decode.rows, SpeculativeRows))
+        return run(dispatch)
+
+    engine._runner.run = slowly  # type: ignore[method-assign]
+    prompts, each = requests(7, temperature=1.0)
+    try:
+        return engine.generate_all(prompts, each), drafted
+    finally:
+        engine._runner.run = run  # type: ignore[method-assign]
 
 
-def test_other_work_on_the_machine_misleads_seldom() -> None:
-    """It takes another share of each call, and for a while much of all."""
-    rng, drafted = np.random.default_rng(0), []
-    for _ in range(200):
-        pace, load = Pace(), 1.0
-        for _ in range(100):
-            load = float(np.exp(rng.normal(0, 1))) if rng.random() < 0.1 else load
-            drafted.append(drafts := pace.choose(8))
-            pace.record(8, drafts, 32.0, load * (2 if drafts else 1) * rng.lognormal(0, 0.3))
-    assert 0.02 < np.mean(drafted) < 0.08
+@pytest.mark.parametrize("source", ["ngram", "block"])
+def test_no_measured_time_decides_which_calls_draft(model: Decoder, source: str) -> None:
+    """The same calls draft on a busy machine, and in an engine that has sampled before and forgot it, as in a run that
+    is resumed: samples have the same bits."""
+    speculation = Speculation(tokens=3) if source == "ngram" else block(model)
+    engine = make_engine(model, speculation=speculation, decode_steps=2)
+    first, drafted = decoded(engine, itertools.repeat(0.0))
+    assert any(drafted)
+    for forget in (engine.forget_prompts, engine.release_cache, lambda: engine.update_weights(model, 1)):
+        forget()
+        again, others = decoded(engine, itertools.cycle([0.0, 0.02, 0.0, 0.005, 0.03]))
+        assert others == drafted
+        for one, other in zip(first, again, strict=True):
+            assert (one.tokens, one.logps, one.kept_logps) == (other.tokens, other.logps, other.kept_logps)
+    fresh, others = decoded(make_engine(model, speculation=speculation, decode_steps=2), itertools.repeat(0.0))
+    assert others == drafted and [one.logps for one in fresh] == [one.logps for one in first]
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafts", "worth"),
+    [
+        # Weights are what a pass reads: four tokens cost what one does.
+        (1, 0.0, 1.0),
+        # Arithmetic is what a pass does: four tokens cost four times as much.
+        (4096, 0.0, 0.25),
+        # The drafts cost as much again.
+        (1, 1.0, 0.5),
+    ],
+)
+def test_what_a_pass_costs(rows: int, drafts: float, worth: float) -> None:
+    cost = PassCost(
+        bandwidth=1e12, flops=1e14, dense_bytes=2e10, dense_size=1e10, expert_bytes=0.0, expert_size=0.0, active=0.0,
+        expert_devices=1, layers=0,
+    )  # fmt: skip
+    plain = max(2e10 / 1e12, 2 * rows * 1e10 / 1e14)
+    assert cost.seconds(rows) == pytest.approx(plain)
+    assert plain / (cost.seconds(4 * rows) + drafts * plain) == pytest.approx(worth)
 
 
 def test_the_best_window_is_used() -> None:
