@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from posttrain.rollout.blocks import blocks_for
+from posttrain.rollout.decode_weights import PassCost
 from posttrain.rollout.decoding import DecodedTokens
 from posttrain.rollout.dispatch import DispatchOutcome, deliver
 from posttrain.rollout.programs import Shapes
@@ -29,6 +30,13 @@ from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.types import SamplingParams
 
 STEPS, DISPATCHES, NEW_TOKENS = 32, 5, 1000
+
+
+COST = PassCost(
+    bandwidth=1e12, flops=1e14, dense_bytes=1e9, dense_size=5e8, expert_bytes=0.0, expert_size=0.0, active=0.0,
+    expert_devices=1, layers=4,
+)  # fmt: skip
+"""Costs of a model that is not there."""
 
 
 class LoadedNothing:
@@ -55,14 +63,14 @@ def outcome(plan: Plan, rows: int, vocabulary: int, rng: np.random.Generator) ->
     chunk = cast(Any, DecodedTokens)(
         tokens=tokens, logps=logps, kept_logps=0 * logps, counts=counts, top=top, experts=None
     )
-    return DispatchOutcome(prefilled=[], chunk=chunk, seconds=None)
+    return DispatchOutcome(prefilled=[], chunk=chunk)
 
 
 def measure(kind: str, rows: int, tokens: int, vocabulary: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
     longest = tokens + NEW_TOKENS
     scheduler = Scheduler(slots=rows, lanes=1, blocks=rows * blocks_for(longest) + 1, max_length=longest, steps=STEPS)
-    runner = Runner(Shapes(rows, 1, longest, STEPS), blocks=1, record=False, vocab_size=vocabulary)
+    runner = Runner(Shapes(rows, 1, longest, STEPS), blocks=1, record=False, vocab_size=vocabulary, cost=COST)
     for number in range(rows):
         prompt = tuple(rng.integers(0, vocabulary, tokens).tolist())
         scheduler.submit(Request(prompt=prompt, params=params(number, kind, vocabulary)))

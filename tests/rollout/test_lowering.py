@@ -9,7 +9,7 @@ from jax import export
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from posttrain.rollout.decode_weights import Loaded, Placement
+from posttrain.rollout.decode_weights import Loaded, PassCost, Placement
 from posttrain.rollout.decoding import DecodeRows, decode
 from posttrain.rollout.paged import empty_pool
 from posttrain.rollout.programs import Expected, PromptPieces, Shapes, prefill
@@ -19,13 +19,17 @@ from tests.rollout.engines import params
 from tests.tiny import tiny_model
 
 TPU = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+COST = PassCost(
+    bandwidth=1e12, flops=1e14, dense_bytes=1e9, dense_size=5e8, expert_bytes=0.0, expert_size=0.0, active=0.0,
+    expert_devices=1, layers=4,
+)  # fmt: skip
 ALLOWED = [export.DisabledSafetyCheck.custom_call("tpu_custom_call")]
 
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    return Runner(Shapes(4, 1, 256, 8), blocks=32, record=False, vocab_size=512)
+    return Runner(Shapes(4, 1, 256, 8), blocks=32, record=False, vocab_size=512, cost=COST)
 
 
 def examples(runner: Runner) -> list[PromptPieces | DecodeRows]:
