@@ -225,8 +225,9 @@ class SequenceSection(OfflineSection):
     """Compute loss on prompts too; by default only on completions and assistant turns."""
     last_turn_only: Flag = False
     """Compute loss only on the last assistant turn."""
-    overlong: Literal["truncate", "drop", "error"] = "error"
-    """Sequences longer than a row: truncate, drop, or raise an error."""
+    overlong: Literal["truncate", "drop", "split", "error"] = "error"
+    """Sequences longer than a row: truncate, drop, or raise an error; `split` cuts plain texts into rows, so that each
+    token has loss once."""
 
     def _mistakes(self) -> Iterator[str]:
         if self.last_turn_only and self.train_on_prompt:

@@ -19,6 +19,7 @@ from posttrain.data.messages import (
     any_of,
     check_tools_written,
     check_turn_written,
+    only_text,
     parts_of,
     pictures_in,
     plain_text,
@@ -134,8 +135,9 @@ class Renderer:
 
     def prompt_with_images(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
         """Prompt tokens from which a reply is sampled, and the pictures of the messages."""
+        self._refuse_tools(tools)
         if not self.chat:
-            plain = self.tokenizer.with_prefix(self.tokenizer.encode(plain_text(messages, "user", tools)))
+            plain = self.tokenizer.with_prefix(self.tokenizer.encode(only_text(messages, "user")))
             return Prompt(self.tokenizer.known(plain), None)
         conversation = self._conversation(messages, tools)
         self._form(conversation.tools).check_written(conversation.messages)
@@ -199,8 +201,9 @@ class Renderer:
         `before`: messages before the turn. `last`: last token of the turn; unless it is the end of turn that the
         template writes, that comes first. Raises `ConfigError` if the template hides the end of the turn.
         """
+        self._refuse_tools(tools)
         if not self.chat:
-            plain = self.tokenizer.encode_spans(plain_text(messages, "user"), continues=True)[0]
+            plain = self.tokenizer.encode_spans(plain_text(messages), continues=True)[0]
             return Prompt(self.tokenizer.known(plain), None)
         turn = stand_in_turn(messages)
         conversation = self._conversation([*before, turn, *messages], tools)
@@ -248,7 +251,6 @@ class Renderer:
             )
         conversation = self._conversation(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        self._form(conversation.tools).check_names(conversation.messages)
         self._form(conversation.tools).check_written(conversation.messages[: turns[-1]] if turns else [])
         text, marked = self._render(conversation, len(messages), generation_prompt=False)
         check_tools_written(conversation.tools, text, self.tokenizer.name)
@@ -292,6 +294,31 @@ class Renderer:
             if not turns:
                 raise
         return [self.conversation(messages[: turn + 1], first=turn, tools=tools) for turn in turns]
+
+    def answer(
+        self,
+        prompt: Sequence[Message],
+        answer: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Masked:
+        """Tokens of a prompt and its answer as one sequence, with loss on the answer: a conversation, or two plain
+        texts. ConfigError as in `conversation`, and for what has no place in plain texts."""
+        if self.chat:
+            return self.conversation([*prompt, *answer], first=len(prompt), tools=tools)
+        self._refuse_tools(tools)
+        return self.completion(only_text(prompt, "user"), only_text(answer, "assistant"))
+
+    def writes_key(self, key: str, role: str) -> bool:
+        """Tell whether the chat template writes a key of messages of a role; never in plain text."""
+        return self.chat and self._form(None).writes(key, role)
+
+    def _refuse_tools(self, tools: Sequence[dict[str, Any]] | None) -> None:
+        """ConfigError for tools without a chat template, which nothing would describe."""
+        if tools and not self.chat:
+            raise ConfigError(
+                f"tools: there is no place for them without a chat template ({self.tokenizer.name}, or dataset.chat: "
+                "false); set model.chat_template, or write them into the prompt (dataset.prompt names their column)"
+            )
 
     def completion(self, prompt: str, completion: str) -> Masked:
         """Tokens of a plain prompt without loss, then of its completion and the end token with loss."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import glob
 import io
+import itertools
 import json
 import re
 import sys
@@ -22,6 +23,10 @@ SPLIT = re.compile(r"(?<![^-._ 0-9/])((train|test)(ing)?|dev|val(id(ation)?)?|ev
 """Word in a path that names a split."""
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 TABLES = (".parquet", ".arrow")
+ROLE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "text", "label", "output")
+"""Columns that rows are made of, and which a CSV file must fill."""
+MAP_KEYS = ("posttrain_map_key", "posttrain_map_value")
+"""Fields of the entries of an Arrow map while it is a list, which becomes an object again in rows."""
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 """Endings that may follow those of text: `.jsonl.gz`."""
 CONFIG_FIELDS = {"data_files", "data_dir", "default", "description", "features", "version"}
@@ -125,7 +130,9 @@ def _read_csv(path: Path, delimiter: str) -> list[dict[str, Any]]:
                     f"{path}:{reader.line_num} has another number of fields than the header, "
                     f"which names {len(reader.fieldnames or ())}"
                 )
-            rows.append(row)
+            # A field without a text is a missing value, as null is elsewhere; in columns of other names, over which
+            # templates stand, it is an empty text.
+            rows.append({name: None if not value and name in ROLE_COLUMNS else value for name, value in row.items()})
     except csv.Error as error:
         raise ConfigError(f"{path}:{reader.line_num} is not CSV: {error}") from error
     return rows
@@ -148,43 +155,123 @@ def _read_tables(paths: Sequence[Path]) -> Table:
     """Read Parquet or Arrow files as one table, whose columns have the widest type of all files, by name."""
     import datasets
     import pyarrow
+    import pyarrow.parquet
 
-    tables = []
+    tables: list[Any] = []
+    schemas: list[Any] = []
     for path in paths:
         try:
-            table = datasets.Dataset.from_file(str(path)).data.table if path.suffix == ".arrow" else _parquet(path)
+            read = _arrow_table if path.suffix == ".arrow" else pyarrow.parquet.read_table
+            table = read(path)
+            schemas.append(table.schema)
+            tables.append(_plain_table(table))
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{path} cannot be read as {path.suffix[1:]}: {' '.join(str(error).split())}") from error
-        tables.append(table)
     try:
         # Metadata describes the types of one file.
         tables = [table.replace_schema_metadata(None) for table in tables] if len(tables) > 1 else tables
         return ArrowRows(datasets.Dataset(pyarrow.concat_tables(tables, promote_options="permissive")))
     except pyarrow.ArrowException as error:
-        raise _other_types(paths, [table.schema for table in tables], error) from error
+        raise _other_types(paths, schemas, [table.schema for table in tables], error) from error
+    except ValueError as error:  # of a type that the library does not know
+        kinds = ", ".join(f"{one.name}: {one.type}" for one in schemas[0])
+        raise ConfigError(
+            f"{paths[0]} has a column of a type that cannot be read ({' '.join(str(error).split())}); its columns are "
+            f"{kinds}; write it with another type, such as text"
+        ) from error
 
 
-def _parquet(path: Path) -> Any:
+def _arrow_table(path: Path) -> Any:
+    """Table of an Arrow file, of either format."""
     import pyarrow
-    import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(path)
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            return pyarrow.ipc.open_stream(source).read_all()
+        except pyarrow.ArrowInvalid:
+            return pyarrow.ipc.open_file(source).read_all()
+
+
+def _plain_table(table: Any) -> Any:
+    """Table without types that depend on a file, or that `datasets` does not know: dictionaries become their values,
+    views and run-ends plain arrays, maps lists of `MAP_KEYS`; at any depth."""
+    import pyarrow
+
     for index, column in enumerate(table.schema):
-        if pyarrow.types.is_dictionary(column.type):
-            plain = table.column(index).cast(column.type.value_type)
-            table = table.set_column(index, column.name, plain)
+        kind = _plain_type(column.type)
+        if kind != column.type:
+            chunks = [_plain_array(chunk) for chunk in table.column(index).chunks]
+            table = table.set_column(index, column.name, pyarrow.chunked_array(chunks, kind))
     return table
 
 
-def _other_types(paths: Sequence[Path], schemas: Sequence[Any], error: Exception) -> ConfigError:
-    """Name the first file whose columns do not fit those of an earlier one."""
-    for number, schema in enumerate(schemas):
-        for before, other in zip(paths, schemas[:number], strict=False):
+def _plain_type(kind: Any) -> Any:
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if types.is_run_end_encoded(kind):
+        return _plain_type(kind.value_type)
+    if types.is_map(kind):
+        parts = zip(MAP_KEYS, (kind.key_type, kind.item_type), strict=True)
+        return pyarrow.list_(pyarrow.struct([(name, _plain_type(part)) for name, part in parts]))
+    if types.is_struct(kind):
+        return pyarrow.struct([(kind.field(i).name, _plain_type(kind.field(i).type)) for i in range(kind.num_fields)])
+    if types.is_fixed_size_list(kind) and _plain_type(kind.value_type) == kind.value_type:
+        return kind
+    if types.is_list(kind) or types.is_fixed_size_list(kind) or types.is_list_view(kind):
+        return pyarrow.list_(_plain_type(kind.value_type))
+    if types.is_large_list(kind) or types.is_large_list_view(kind):
+        return pyarrow.large_list(_plain_type(kind.value_type))
+    views = ((types.is_string_view, pyarrow.large_string()), (types.is_binary_view, pyarrow.large_binary()))
+    return next((plain for is_view, plain in views if is_view(kind)), kind)
+
+
+def _plain_array(array: Any) -> Any:
+    """Array of type `_plain_type`."""
+    import pyarrow
+    from pyarrow import types
+
+    kind, plain = array.type, _plain_type(array.type)
+    if kind == plain:
+        return array
+    if types.is_dictionary(kind):
+        return _plain_array(array.dictionary_decode())
+    if types.is_run_end_encoded(kind):
+        return _plain_array(pyarrow.compute.run_end_decode(array))
+    if types.is_struct(kind):
+        # `field` leaves out an offset and the nulls of the struct; `flatten` applies both.
+        parts = [_plain_array(part) for part in array.flatten()]
+        return pyarrow.StructArray.from_arrays(parts, fields=list(plain), mask=array.is_null())
+    if types.is_map(kind):
+        # Entries of a slice, and null maps, through Python: maps are small.
+        entries = [
+            None if one is None else [dict(zip(MAP_KEYS, pair, strict=True)) for pair in one]
+            for one in array.to_pylist()
+        ]
+        return pyarrow.array(entries, plain)
+    if types.is_list(kind) or types.is_large_list(kind):
+        whole = pyarrow.concat_arrays([array])  # without an offset
+        lengths = pyarrow.compute.fill_null(pyarrow.compute.list_value_length(whole), 0)
+        offsets = [0, *itertools.accumulate(lengths.to_pylist())]
+        make = pyarrow.ListArray if types.is_list(kind) else pyarrow.LargeListArray
+        numbers = pyarrow.array(offsets, pyarrow.int32() if types.is_list(kind) else pyarrow.int64())
+        return make.from_arrays(numbers, _plain_array(whole.flatten()), type=plain, mask=whole.is_null())
+    if types.is_fixed_size_list(kind) or types.is_list_view(kind) or types.is_large_list_view(kind):
+        return pyarrow.array(array.to_pylist(), plain)
+    return array.cast(plain)
+
+
+def _other_types(paths: Sequence[Path], schemas: Sequence[Any], plain: Sequence[Any], error: Exception) -> ConfigError:
+    """Name the first file whose columns do not fit those of an earlier one. `plain`: schemas as they are read."""
+    for number, schema in enumerate(plain):
+        for earlier, other in enumerate(plain[:number]):
             for name in schema.names:
-                types = [one.field(name).type for one in (other, schema) if name in one.names]
-                if len(types) == 2 and not _unite(*types):
+                if name in other.names and not _unite(other.field(name).type, schema.field(name).type):
+                    types = [schemas[one].field(name).type for one in (number, earlier)]
                     return ConfigError(
-                        f"{paths[number]}: column {name!r} holds {types[1]}, and {types[0]} in {before}; "
+                        f"{paths[number]}: column {name!r} holds {types[0]}, and {types[1]} in {paths[earlier]}; "
                         "write both with one type"
                     )
     return ConfigError(f"{', '.join(map(str, paths))} do not fit together: {' '.join(str(error).split())}")
@@ -233,6 +320,8 @@ def _stripped(value: Any, feature: Any) -> Any:
     if isinstance(value, Mapping) and isinstance(feature, Mapping):
         return {name: _stripped(item, feature[name]) for name, item in value.items() if item is not None}
     if isinstance(value, list):
+        if value and isinstance(value[0], Mapping) and tuple(value[0]) == MAP_KEYS:
+            return {entry[MAP_KEYS[0]]: _stripped(entry[MAP_KEYS[1]], None) for entry in value}
         of_items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
         return [_stripped(item, of_items) for item in value]
     return value

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -13,18 +12,33 @@ from jaxtyping import Bool, Int
 
 from posttrain.config import DatasetSection, SequenceSection
 from posttrain.data.chat import Masked, Renderer
+from posttrain.data.columns import (
+    IMAGE_COLUMNS,
+    SYSTEM_COLUMNS,
+    TOOL_COLUMNS,
+    Row,
+    column_system,
+    column_tools,
+    fill,
+    no_column,
+    obeys,
+    refuse_meanings,
+    standard_row,
+    template_columns,
+    value_of,
+)
 from posttrain.data.messages import (
     Message,
     Remarks,
+    Tools,
     checked_messages,
     checked_tools,
     is_same,
-    json_messages,
-    plain_text,
+    looks_like_messages,
     text_of,
 )
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from posttrain.data.pictures import RowPictures
@@ -32,28 +46,6 @@ if TYPE_CHECKING:
 SHORTEST_REPEAT = 4
 """Minimum length of a prompt whose repetition at the start of an answer is no accident."""
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
-MAX_PATH = 1024
-"""Characters of the longest text that may be the path of a picture."""
-MESSAGE_COLUMNS = ("messages", "conversations")
-"""Columns whose texts are messages as JSON; a text of any other column is text."""
-ROW_FLAGS = ("weight", "train")
-"""Columns by which others leave a whole row without loss."""
-MEDIA = "the package reads no {column}: remove the column, or the rows"
-TEMPLATE = (
-    "variables of the chat template are the same for all rows: set model.chat_template_args, and remove the column"
-)
-UNREAD_OF_PROMPTS = {
-    **dict.fromkeys(("video", "videos", "audio", "audios"), MEDIA),
-    **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "reasoning_effort"), TEMPLATE),
-    "system_prompt": "rename it to system, which is read as the system message, or remove it",
-}
-"""Remedies for columns that would change a prompt and are not read."""
-UNREAD_OF_TRAINING = {
-    "documents": "write them into the prompt (dataset.prompt), or remove the column",
-    **dict.fromkeys(ROW_FLAGS, "a row has no weight of its own: leave the row out, or set dataset.weight of a dataset"),
-}
-"""Remedies for columns that would change how a row is trained and are not read."""
-Row = Mapping[str, Any]
 LossOn = Literal["all", "answers", "last"]
 """Tokens with loss: all of a sequence, completions and assistant turns, or only the last of these."""
 
@@ -90,18 +82,15 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
     columns are missing or a value has the wrong type.
     """
     kind = _kind(section, list(row))
-    tools = row_tools(row, section)
     if kind != "text" and renderer.chat != use_chat(section, renderer.tokenizer, list(row)):
         raise ConfigError("the first row is plain text and this one is not; set dataset.chat for all rows")
-    prompt, answer = row_messages(row, section, renderer)
+    prompt, answer, tools = training_conversation(row, section, renderer)
     messages = [*prompt, *answer]
     if kind == "text":
         if section.system is not None:
             raise ConfigError(
                 "dataset.system has no place in the plain column text; give messages, or prompt and completion"
             )
-        if tools:
-            raise ConfigError("tools have no place in the plain column text; give messages, or prompt and completion")
         if loss == "last":
             raise ConfigError(
                 "last_turn_only has no effect on the plain column text; give messages, or prompt and completion"
@@ -110,7 +99,7 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
     elif renderer.chat or kind == "messages":
         sequences = renderer.conversations(messages, first=_first(messages, len(prompt), loss), tools=tools)
     else:
-        sequences = [render_answer(prompt, answer, renderer, tools)]
+        sequences = [renderer.answer(prompt, answer, tools)]
     if loss == "all" and any("weight" in message for message in messages):
         raise ConfigError("weight: 0 of a message has no effect with train_on_prompt, which trains on everything")
     if loss == "all" and len(sequences) > 1:
@@ -121,21 +110,100 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
     return [_example(masked, loss, renderer.tokenizer) for masked in sequences]
 
 
-def row_messages(row: Row, section: DatasetSection, renderer: Renderer) -> Spoken:
-    """Messages of a training row, those with loss last; none of a plain text. ConfigError for pictures without a
-    place."""
+class Conversation(NamedTuple):
+    """Messages before an answer, those of the answer, and the tools that the prompt describes."""
+
+    prompt: list[Message]
+    answer: list[Message]
+    tools: Tools | None = None
+
+
+def training_conversation(row: Row, section: DatasetSection, renderer: Renderer) -> Conversation:
+    """Conversation of a training row, whose answer has loss; without messages for a plain text. ConfigError for what
+    has no place, and for columns that are not obeyed."""
     kind, pictures = _kind(section, list(row)), row_pictures(row, section, renderer)
     if kind == "text":
-        if pictures is not None and pictures.left:
+        said = [*TOOL_COLUMNS, *SYSTEM_COLUMNS, "history", *(IMAGE_COLUMNS if pictures is not None else ())]
+        if beside := [name for name in said if obeys(name, row, section)]:
             raise ConfigError(
-                "pictures have no place in the plain column text; give messages, or prompt and completion"
+                f"the column {beside[0]} has no place beside the plain column text; give messages, or prompt and "
+                "completion, or remove it"
             )
-        return Spoken([], [])
+        refuse_meanings(row, section, trained=True)
+        _remark_json(_string(row, "text"), renderer.remarks)
+        return Conversation([], [])
     if kind == "messages":
-        said = _with_system(checked_messages(row["messages"], "messages", pictures), row, section)
-        return Spoken([], said if pictures is None else pictures.placed(said))
-    prompt, answer = prompt_messages(row, section, pictures), answer_messages(row, section.completion, "completion")
-    return spoken(prompt if pictures is None else pictures.placed(prompt), answer, "completion", renderer.remarks)
+        said_by_all = _with_system(checked_messages(row["messages"], "messages", pictures), row, section)
+        conversation = Conversation([], said_by_all if pictures is None else pictures.placed(said_by_all))
+    else:
+        prompt, answer = prompt_messages(row, section, pictures), answer_messages(row, section.completion, "completion")
+        prompt = prompt if pictures is None else pictures.placed(prompt)
+        conversation = spoken(prompt, answer, "completion", renderer.remarks)
+    return with_tools(conversation, row, section, renderer)
+
+
+def prompt_conversation(
+    row: Row, section: DatasetSection, renderer: Renderer, *, trained: bool = False, read: Collection[str] = ()
+) -> Conversation:
+    """Conversation of a row with a prompt alone, with its pictures. `trained`, `read`: see `refuse_meanings`."""
+    pictures = row_pictures(row, section, renderer)
+    prompt = prompt_messages(row, section, pictures)
+    prompt = prompt if pictures is None else pictures.placed(prompt)
+    return with_tools(Conversation(prompt, []), row, section, renderer, trained=trained, read=read)
+
+
+def with_tools(
+    conversation: Conversation,
+    row: Row,
+    section: DatasetSection,
+    renderer: Renderer,
+    *,
+    trained: bool = True,
+    read: Collection[str] = (),
+) -> Conversation:
+    """Conversation with the tools of its row, of columns or of a key of its messages. ConfigError for different ones,
+    and for columns and names of messages that nothing obeys; see `refuse_meanings`."""
+    refuse_meanings(row, section, trained=trained, read=read)
+    for column in (*SYSTEM_COLUMNS, "history"):
+        if obeys(column, row, section):
+            renderer.remarks.add(column, f"the column {column} is read as part of the prompt")
+    tools = column_tools(row, section)
+    parts: list[list[Message]] = []
+    for messages in (conversation.prompt, conversation.answer):
+        kept: list[Message] = []
+        for number, message in enumerate(messages):
+            role = message["role"]
+            if "name" in message and role != "tool" and renderer.chat and not renderer.writes_key("name", role):
+                raise ConfigError(
+                    f"message {number} ({role}) has a name, {message['name']!r}, which the chat template of "
+                    f"{renderer.tokenizer.name} does not write; remove it, or write it into the content"
+                )
+            # Tools that stand in a message, as some data has them, are those of the conversation.
+            lifted = [key for key in TOOL_COLUMNS if key in message and not renderer.writes_key(key, role)]
+            for key in lifted:
+                described = checked_tools(dict(message)[key], f"message {number}: {key}")
+                if described is not None and tools is not None and described != tools:
+                    raise ConfigError(
+                        f"message {number} ({role}) describes other tools in {key} than the row or an earlier message; "
+                        "a conversation has one list of tools"
+                    )
+                tools = tools if described is None else described
+            rest: Any = {key: value for key, value in message.items() if key not in lifted}
+            kept.append(rest if lifted else message)
+            _remark_json(message.get("content", ""), renderer.remarks)
+        parts.append(kept)
+    prompt, answer = parts
+    return Conversation(prompt, answer, tools)
+
+
+def _remark_json(content: Any, remarks: Remarks) -> None:
+    """Remark about a text that looks like messages: outside of the columns messages and conversations it is a text."""
+    if isinstance(content, str) and looks_like_messages(content):
+        remarks.add(
+            "json",
+            f"a text looks like a JSON list of messages, and is read as text: {content[:40]!r}; messages as JSON text "
+            "stand in a column messages or conversations",
+        )
 
 
 def _example(masked: Masked, loss: LossOn, tokenizer: Tokenizer) -> TokenizedExample:
@@ -150,7 +218,7 @@ def _example(masked: Masked, loss: LossOn, tokenizer: Tokenizer) -> TokenizedExa
 def row_pictures(row: Row, section: DatasetSection, renderer: Renderer) -> RowPictures | None:
     """Pictures of a row, by columns that no template names; None for a model without images, which does not read the
     columns: that is a remark."""
-    names = [name for name in ("images", "image") if _obeys(name, row, section)]
+    names = [name for name in IMAGE_COLUMNS if obeys(name, row, section)]
     if not renderer.tokenizer.has_images:
         if section.image_marker is not None:
             raise ConfigError(f"dataset.image_marker: the model of {renderer.tokenizer.name} takes no images")
@@ -173,7 +241,8 @@ def refuse_pictures(row: Row, section: DatasetSection, renderer: Renderer) -> No
     pictures = row_pictures(row, section, renderer)
     if section.image_marker is not None or (pictures is not None and pictures.left):
         raise ConfigError(
-            "the row has pictures, which only SFT reads yet; remove the columns images, image, and dataset.image_marker"
+            "the row has pictures, which labelled steps do not take; remove the columns images, image, and "
+            "dataset.image_marker"
         )
 
 
@@ -194,43 +263,6 @@ def prompt_is_text(row: Row, section: DatasetSection) -> bool:
     """Tell whether the row's prompt is a string; reward functions then get completions as strings, else as message
     lists."""
     return isinstance(_value(row, section.prompt, "prompt"), str)
-
-
-def fill(template: str, row: Row) -> str:
-    """Fill a template with columns (`str.format`). Braces in values are literal; `{{` and `}}` are literal braces in
-    the template.
-
-        >>> fill("Q: {question}", {"question": "Is {x} a set?"})
-        'Q: Is {x} a set?'
-    """
-    parts = []
-    for literal, column, format_spec, conversion in _parse(template):
-        parts.append(literal)
-        if column is not None:
-            value = _column(row, column, f"template {template!r}")
-            formatter = string.Formatter()
-            try:
-                parts.append(formatter.format_field(formatter.convert_field(value, conversion), format_spec or ""))
-            except (ValueError, TypeError) as error:
-                raise ConfigError(f"template {template!r}: column {column!r} cannot be formatted: {error}") from error
-    return "".join(parts)
-
-
-def template_columns(template: str) -> list[str]:
-    """Column names in a template. Raises `ConfigError` for unmatched braces."""
-    return [column for _, column, _, _ in _parse(template) if column is not None]
-
-
-def _parse(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ConfigError(f"template {template!r}: {error}; write {{{{ and }}}} for literal braces") from error
-    if any(column == "" for _, column, _, _ in parts):
-        raise ConfigError(
-            f"template {template!r} has empty braces; name a column in them, or write {{{{}}}} for literal ones"
-        )
-    return parts
 
 
 def _kind(section: DatasetSection, columns: Sequence[str]) -> str:
@@ -261,18 +293,6 @@ def answer_messages(row: Row, template: str | None, column: str, pictures: RowPi
     return [_message("assistant", value)] if isinstance(value, str) else checked_messages(value, column, pictures)
 
 
-def render_answer(
-    prompt: Sequence[Message],
-    answer: Sequence[Message],
-    renderer: Renderer,
-    tools: Any = None,
-) -> Masked:
-    """Render prompt and answer as one sequence with loss on the answer."""
-    if not renderer.chat:
-        return renderer.completion(plain_text(prompt, "user", tools), plain_text(answer, "assistant"))
-    return renderer.conversation([*prompt, *answer], first=len(prompt), tools=tools)
-
-
 def _value(row: Row, template: str | None, column: str) -> str | list[Any]:
     """Text of a template or column; a message list if the column, or the template's only field, holds one."""
     source = f"{{{column}}}" if template is None else template
@@ -284,15 +304,13 @@ def _value(row: Row, template: str | None, column: str) -> str | list[Any]:
             f"give dataset.{column}, a template over the columns such as {example!r}"
         )
     if source == f"{{{columns[0] if columns else ''}}}":
-        value = _column(
+        value = value_of(
             row, columns[0], f"dataset.{column}={source!r}" if template else f"dataset.{column} (by default)"
         )
         if isinstance(value, list | tuple | np.ndarray):
             return list(value)
         if isinstance(value, Mapping) and {"role", "from"} & set(value):
             return [value]
-        if isinstance(value, str) and columns[0] in MESSAGE_COLUMNS and (messages := json_messages(value)) is not None:
-            return messages
         if template is None and not isinstance(value, str):
             raise ConfigError(
                 f"column {column!r} holds a {type(value).__name__}; it must be a string or a message list"
@@ -300,21 +318,8 @@ def _value(row: Row, template: str | None, column: str) -> str | list[Any]:
     return fill(source, row)
 
 
-def no_column(column: str, row: Row) -> str:
-    """Error text for a missing column: the existing columns, and a similar name if there is one."""
-    return f"no column {column!r} among {', '.join(row)}{did_you_mean(column, row)}"
-
-
-def _column(row: Row, column: str, where: str) -> Any:
-    if column not in row:
-        raise ConfigError(f"{where}: {no_column(column, row)}")
-    if row[column] is None:
-        raise ConfigError(f"{where}: column {column!r} is null; remove such rows")
-    return row[column]
-
-
 def _string(row: Row, column: str) -> str:
-    value = _column(row, column, "plain text")
+    value = value_of(row, column, "plain text")
     if not isinstance(value, str):
         raise ConfigError(f"column {column!r} holds a {type(value).__name__}; it must be a string")
     return value
@@ -325,22 +330,18 @@ def _message(role: str, content: str) -> Message:
 
 
 def _with_system(messages: list[Message], row: Row, section: DatasetSection) -> list[Message]:
-    """Messages after the system message of the section, or of the column `system`."""
-    _refuse_unread(row, section, UNREAD_OF_PROMPTS)
-    own = row.get("system") if _obeys("system", row, section) else None
-    if own is not None and not isinstance(own, str):
-        raise ConfigError(f"column 'system' holds a {type(own).__name__}; it must be the text of a system message")
-    texts = [text for text in (section.system, own) if text]
+    """Messages after the system message of the section, or of a column for it."""
+    texts = [text for text in (section.system, column_system(row, section)) if text]
     begins = messages[0]["role"] in ("system", "developer")
     if len(texts) + begins > 1:
-        where = "dataset.system is set, but the row" if section.system else "the column system is set, but the row also"
+        where = "dataset.system is set, but the row" if section.system else "the row has a column for it, and also"
         raise ConfigError(f"{where} brings a system message; remove one of them")
     return [_message("system", texts[0]), *messages] if texts else messages
 
 
 def _history(row: Row, section: DatasetSection) -> list[Message]:
     """Messages of the column `history`: earlier turns as pairs of a question and an answer."""
-    pairs = row.get("history") if _obeys("history", row, section) else None
+    pairs = row.get("history") if obeys("history", row, section) else None
     if pairs is None:
         return []
     if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
@@ -351,59 +352,15 @@ def _history(row: Row, section: DatasetSection) -> list[Message]:
     return [_message(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
 
 
-def _obeys(column: str, row: Row, section: DatasetSection) -> bool:
-    """Tell whether a column is part of the prompt by its name: no template names it."""
-    value = row.get(column)
-    there = len(value) > 0 if isinstance(value, np.ndarray) else bool(value)
-    return there and _is_in_no_template(column, section)
-
-
-def _is_in_no_template(column: str, section: DatasetSection) -> bool:
-    templates = [one for one in (section.prompt, section.completion) if one is not None]
-    return all(column not in template_columns(one) for one in templates)
-
-
-def row_tools(row: Row, section: DatasetSection) -> list[dict[str, Any]] | None:
-    """Tools of a training row, of the column `tools` or OpenAI's older `functions`; None without any.
-
-    ConfigError for both, and for columns that would change how the row is trained and are not read.
-    """
-    _refuse_unread(row, section, UNREAD_OF_PROMPTS | UNREAD_OF_TRAINING)
-    names = [name for name in ("tools", "functions") if _obeys(name, row, section)]
-    of_columns = [tools for name in names if (tools := checked_tools(row[name])) is not None]
-    if len(of_columns) > 1 and of_columns[0] != of_columns[1]:
-        raise ConfigError("the columns tools and functions describe different tools; keep one of them")
-    return of_columns[0] if of_columns else None
-
-
-def _refuse_unread(row: Row, section: DatasetSection, remedies: Mapping[str, str]) -> None:
-    """ConfigError for a column of `remedies` that says something and that no template names."""
-    for column, remedy in remedies.items():
-        value = row.get(column)
-        # A row that is trained as others says nothing by its flag; a variable of the template does also as false.
-        says = str(value).strip().lower() not in ("1", "1.0", "true", "") if column in ROW_FLAGS else _says(value)
-        if value is not None and says and _is_in_no_template(column, section):
-            raise ConfigError(f"column {column!r} ({str(value)[:40]}) is not read; {remedy.format(column=column)}")
-
-
-def _says(value: Any) -> bool:
-    """Tell whether a value is not empty; numbers and booleans never are."""
-    return len(value) > 0 if isinstance(value, str | list | tuple | Mapping | np.ndarray) else value is not None
-
-
 def _names_a_picture(row: Row, section: DatasetSection, folder: Path) -> str | None:
     """Column of a row without messages that holds the path of a picture and is part of no template."""
     if any(isinstance(value, list | tuple | np.ndarray) for value in row.values()):
         return None
-    paths = {name: Path(value) for name, value in row.items() if isinstance(value, str) and len(value) < MAX_PATH}
+    from posttrain.data.pictures import is_path
+
+    paths = {name: Path(value) for name, value in row.items() if isinstance(value, str) and is_path(value)}
     named = (name for name, path in paths.items() if path.suffix.lower() in IMAGE_SUFFIXES)
-    return next((name for name in named if _obeys(name, row, section) and (folder / paths[name]).is_file()), None)
-
-
-def prompt_columns(row: Row, section: DatasetSection) -> list[str]:
-    """Columns of a row that are part of the prompt by their names."""
-    plain = "text" in row and not {"messages", "prompt"} & set(row)
-    return [] if plain else [column for column in ("system", "history") if _obeys(column, row, section)]
+    return next((name for name in named if obeys(name, row, section) and (folder / paths[name]).is_file()), None)
 
 
 def check_columns(row: Row, section: DatasetSection, *, chat: bool) -> None:
@@ -415,14 +372,7 @@ def check_columns(row: Row, section: DatasetSection, *, chat: bool) -> None:
         )
 
 
-class Spoken(NamedTuple):
-    """Messages before an answer, and those of the answer."""
-
-    prompt: list[Message]
-    answer: list[Message]
-
-
-def spoken(prompt: list[Message], answer: list[Message], column: str, remarks: Remarks) -> Spoken:
+def spoken(prompt: list[Message], answer: list[Message], column: str, remarks: Remarks) -> Conversation:
     """Prompt and answer without the prompt that some datasets repeat in front of it, with its system message.
 
     ConfigError for an answer that begins with another role than assistant, and with another system message. A text that
@@ -446,38 +396,7 @@ def spoken(prompt: list[Message], answer: list[Message], column: str, remarks: R
             f"{column} begins with a {role} message after the prompt; it must begin with an assistant message, or "
             "repeat the prompt before it"
         )
-    # A text that is messages as JSON stays text outside of the columns for messages: say so.
-    texts = {"the prompt": prompt[-1], column: said[0]}
-    for where, message in texts.items():
-        if json_messages(text_of(message)) is not None:
-            remarks.add(
-                "json",
-                f"{where} is a text that holds messages as JSON; only messages and conversations are read as such",
-            )
     asks = text_of(prompt[-1]).strip()
     if len(asks) >= SHORTEST_REPEAT and said[0].get("content", "").lstrip().startswith(asks):
         remarks.add(column, f"{column} begins with the text of the prompt {asks[:40]!r}, which is then written twice")
-    return Spoken(prompt, said)
-
-
-def standard_row(row: Row) -> tuple[dict[str, Any], str | None]:
-    """Row with columns as other tools have them under our names, and a remark about that.
-
-    ShareGPT: `conversations` become `messages`, or `prompt` beside `chosen`. Alpaca: `instruction` and `input` become
-    `prompt`, `output` becomes `completion`. Columns that are there already are kept.
-    """
-    if {"messages", "prompt", "text"} & set(row):
-        return dict(row), None
-    pair = {"chosen", "rejected"} <= set(row)
-    talk = row.get("conversations")
-    if isinstance(talk, list | str):
-        name = "prompt" if pair else "messages"
-        talk = json_messages(talk) or talk if isinstance(talk, str) else talk
-        return {**row, name: talk}, f"the column conversations is read as {name}"
-    if isinstance(row.get("instruction"), str) and (pair or "output" in row):
-        parts = [row["instruction"], row.get("input")]
-        prompt = {"prompt": "\n".join(str(part) for part in parts if part)}
-        answer = {} if pair or "completion" in row else {"completion": row["output"]}
-        remark = "the columns instruction and input are read as prompt" + (", output as completion" if answer else "")
-        return {**row, **prompt, **answer}, remark
-    return dict(row), None
+    return Conversation(prompt, said)

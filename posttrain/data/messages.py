@@ -40,6 +40,10 @@ IGNORED = ("id", "annotations", "timestamp", "cache_control")
 FLAGS = ("weight", "train", "loss")
 """Keys by which OpenAI and Mistral, axolotl, and ms-swift leave a turn without loss."""
 STAND_IN = "posttrain_stand_in"
+PLAIN = (
+    "without a chat template (or with dataset.chat: false) a row is one text of a user and one of an assistant: set "
+    "model.chat_template, or write the whole prompt as one text (dataset.prompt)"
+)
 REMEDY = "change the messages, or use a template that writes them (model.chat_template)"
 
 
@@ -82,31 +86,48 @@ def checked_messages(value: Any, column: str, pictures: RowPictures | None = Non
 
     `pictures`: those of the row, for readers of messages with images; others refuse them.
     """
-    listed = json_messages(value) if isinstance(value, str) else value
+    listed = parse_json_list(value, column) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple | np.ndarray) or len(listed) == 0:
         raise ConfigError(f"column {column!r} must hold a non-empty list of messages; it holds {str(value)[:60]!r}")
     return [_message(message, f"{column}[{index}]", pictures) for index, message in enumerate(listed)]
 
 
-def json_messages(text: str) -> list[Any] | None:
-    """Messages that are written as JSON text; None for other text."""
-    if not re.match(r"\s*\[\s*\{", text):
-        return None
+def parse_json_list(text: str, column: str) -> list[Any]:
+    """List of messages that a column for them holds as JSON text. ConfigError for other text."""
     try:
         parsed = json.loads(text)
-    except ValueError:
-        return None
-    return parsed if all(isinstance(one, dict) and {"role", "from"} & set(one) for one in parsed) else None
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, list):
+        raise ConfigError(f"column {column!r} must hold a non-empty list of messages; it holds {text[:60]!r}")
+    return parsed
 
 
-def checked_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Tool descriptions as templates take them, from a list, JSON text or bare functions; None without any."""
-    value = _parsed(value, "tools") if isinstance(value, str) and value.strip() else value
+def looks_like_messages(text: str) -> bool:
+    """Tell whether a text is a JSON list of messages with all that messages need, for a remark: it stays a text."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return False
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+
+    def is_message(one: Any) -> bool:
+        named = isinstance(one, dict) and "role" in one and bool({"content", "tool_calls"} & set(one))
+        return named or (isinstance(one, dict) and {"from", "value"} <= set(one))
+
+    return isinstance(parsed, list) and all(map(is_message, parsed))
+
+
+def checked_tools(value: Any, at: str = "tools") -> list[dict[str, Any]] | None:
+    """Tool descriptions as templates take them, from a list, JSON text or bare functions; None without any. `at`: their
+    column, for errors."""
+    value = _parsed(value, at) if isinstance(value, str) and value.strip() else value
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     if not isinstance(value, list | tuple | np.ndarray):
-        raise ConfigError(f"tools must be a list of tool descriptions; it is {str(value)[:60]!r}")
-    return None if len(value) == 0 else [_tool(tool, f"tools[{index}]") for index, tool in enumerate(value)]
+        raise ConfigError(f"{at} must be a list of tool descriptions; it is {str(value)[:60]!r}")
+    return None if len(value) == 0 else [_tool(tool, f"{at}[{index}]") for index, tool in enumerate(value)]
 
 
 def is_same(one: Message, other: Message) -> bool:
@@ -289,8 +310,8 @@ class TemplateForm:
     render: Callable[[list[Any]], str]
     """Render messages. ConfigError if the template refuses them."""
     _written: set[tuple[Any, ...]] = field(default_factory=set)
-    _named: dict[str, bool] = field(default_factory=dict)
-    """True if the template writes the name of a message, by its role."""
+    _writes: dict[tuple[str, str], bool] = field(default_factory=dict)
+    """By key and role."""
     _joins: dict[tuple[str, ...], bool] = field(default_factory=dict)
     """By the roles of messages at the beginning."""
 
@@ -303,6 +324,15 @@ class TemplateForm:
             role = "system" if role == "developer" and not self._writes_developer else role
             fitted.append(cast(Message, {self._key(key): value for key, value in message.items()} | {"role": role}))
         return fitted
+
+    def writes(self, key: str, role: str) -> bool:
+        """Tell whether the template writes the text of a key of messages of a role."""
+        if (key, role) not in self._writes:
+            said: dict[str, Any] = {"role": role, "content": "?", key: STAND_IN}
+            asked: dict[str, Any] = {"role": "user", "content": "?"}
+            tried = [[said], [said, asked]] if role != "assistant" else [[asked, said], [asked, said, asked]]
+            self._writes[key, role] = any(STAND_IN in self._tried(messages) for messages in tried)
+        return self._writes[key, role]
 
     def joined(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Messages of which those of roles system and developer at the beginning are one, of the first one's role and
@@ -329,24 +359,6 @@ class TemplateForm:
             else dict(message)
             for message in messages
         ]
-
-    def check_names(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """ConfigError for the `name` of a message that the template does not write. Results of tools are named by their
-        calls too."""
-        for index, message in enumerate(messages):
-            role = message["role"]
-            if "name" not in message or role == "tool":
-                continue
-            if role not in self._named:
-                asked = {"role": "user", "content": "?"}
-                tried: dict[str, Any] = {"role": role, "content": "!", "name": STAND_IN}
-                turns = {"user": [tried], "assistant": [asked, tried]}.get(role, [tried, asked])
-                self._named[role] = STAND_IN in self._tried(turns)
-            if not self._named[role]:
-                raise ConfigError(
-                    f"message {index} ({role}) has the name {str(message['name'])[:40]!r}, which the chat template of "
-                    f"{self.name} does not write; remove it, write it into the content, or {REMEDY}"
-                )
 
     def check_written(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """ConfigError if the template leaves out a content or a call of a prompt, by stand-ins, once for each shape.
@@ -473,28 +485,25 @@ def to_wire(message: Message) -> dict[str, Any]:
     return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
 
 
-def plain_text(messages: Sequence[Message], role: str, tools: Tools | None = None) -> str:
-    """Content of the one message of a role that plain rendering takes. ConfigError for more messages, whose roles and
-    borders plain text cannot write, for another role, for a message that holds more than text, and for `tools`."""
-    if tools:
-        raise ConfigError(
-            "tools have no place in plain text: set model.chat_template to a template that writes them (and "
-            "dataset.chat, if it is false), or remove the tools"
-        )
+def plain_text(messages: Sequence[Message]) -> str:
+    """Concatenate the contents. ConfigError for messages that hold more than text."""
+    refuse_unknown_keys(messages, "")
+    for index, message in enumerate(messages):
+        extra = [key for key in ("tool_calls", "tool_call_id", "name", "weight", *THINKING) if key in message]
+        if extra or not isinstance(message.get("content"), str):
+            what = f"has {extra[0]}" if extra else "has no text content"
+            raise ConfigError(f"message {index} {what}; {PLAIN}")
+    return "".join(message["content"] for message in messages)
+
+
+def only_text(messages: Sequence[Message], role: str) -> str:
+    """Text of the only message of a plain prompt (role `user`) or answer (`assistant`). ConfigError for others: their
+    contents would be one text without roles."""
     roles = [message["role"] for message in messages]
     if roles != [role]:
-        raise ConfigError(
-            f"messages of roles {roles} where plain rendering takes one {role} message: without a chat template texts "
-            "have neither roles nor borders; set model.chat_template to a file or a name such as chatml (and "
-            "dataset.chat, if it is false), or write the whole prompt as one text"
-        )
-    refuse_unknown_keys(messages, "")
-    (message,) = messages
-    extra = [key for key in ("tool_calls", "weight", "name", *THINKING) if key in message]
-    if extra or not isinstance(message.get("content"), str):
-        what = f"has {extra[0]}" if extra else "has no text content"
-        raise ConfigError(f"the {role} message {what}; plain rendering (dataset.chat off) takes contents alone")
-    return message["content"]
+        what = "prompt" if role == "user" else "answer"
+        raise ConfigError(f"the {what} has messages of roles {', '.join(roles) or 'none'}; {PLAIN}")
+    return plain_text(messages)
 
 
 def any_of(texts: Sequence[str]) -> re.Pattern[str]:

@@ -17,29 +17,42 @@ from posttrain.data.format import TokenizedExample
 from posttrain.errors import ConfigError
 
 Arrays = dict[str, np.ndarray]
-Overlong = Literal["truncate", "drop", "error"]
+Overlong = Literal["truncate", "drop", "split", "error"]
 
 
-def fit_to_row(example: TokenizedExample, row_tokens: int, overlong: Overlong) -> TokenizedExample | None:
-    """Apply `overlong` to an example longer than a row: truncate it, drop it (None), or raise ConfigError.
+def fit_to_row(example: TokenizedExample, row_tokens: int, overlong: Overlong) -> list[TokenizedExample | None]:
+    """Apply `overlong` to an example longer than a row: truncate it, drop it (None), split it, or raise ConfigError.
 
-    Truncated examples without any token with loss are dropped too, and those that would end inside an image.
+    Truncated examples without any token with loss are dropped too, and those that would end inside an image. Only an
+    example with loss on all tokens is split: its parts overlap by the token that is the context of the next, so that
+    each token has loss once.
     """
     length, images = len(example.tokens), example.images
     if length <= row_tokens:
-        return example
+        return [example]
     if overlong == "error":
         raise ConfigError(
             f"it has {length} tokens, more than row_tokens={row_tokens}; "
-            "raise row_tokens, or set overlong to truncate or drop"
+            "raise row_tokens, or set overlong to truncate or drop, or for plain text to split"
         )
+    if overlong == "split":
+        if images is not None or not example.loss_mask[1:].all():
+            raise ConfigError(
+                f"it has {length} tokens, more than row_tokens={row_tokens}, and overlong: split is for texts with "
+                "loss on all tokens, as parts of a conversation lack its prompt; set overlong to truncate or drop"
+            )
+        if row_tokens < 2:
+            raise ConfigError(f"overlong: split needs row_tokens of at least 2, got {row_tokens}")
+        parts = [slice(start, start + row_tokens) for start in range(0, length - 1, row_tokens - 1)]
+        firsts = [np.arange(len(example.tokens[part])) > 0 for part in parts]
+        return [TokenizedExample(example.tokens[part], mask) for part, mask in zip(parts, firsts, strict=True)]
     if overlong == "truncate" and example.loss_mask[:row_tokens].any():
         kept = TokenizedExample(example.tokens[:row_tokens], example.loss_mask[:row_tokens])
         if images is None or example.grids is None:
-            return kept
+            return [kept]
         if image_start(images, row_tokens) == row_tokens:
-            return replace(kept, images=images[:row_tokens], grids=example.grids[: int(images[:row_tokens].max())])
-    return None
+            return [replace(kept, images=images[:row_tokens], grids=example.grids[: int(images[:row_tokens].max())])]
+    return [None]
 
 
 def best_fit(lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]) -> list[list[int]]:

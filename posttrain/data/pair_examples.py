@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -14,7 +13,8 @@ from jaxtyping import Float, Int
 from posttrain.batch import Batch
 from posttrain.config import DatasetSection, PairSection
 from posttrain.data.chat import Masked, Renderer
-from posttrain.data.format import prompt_messages, refuse_pictures, row_tools
+from posttrain.data.cuts import Cut, cut_of
+from posttrain.data.format import prompt_conversation, refuse_pictures
 from posttrain.data.image_rows import (
     ImageRows,
     PictureSource,
@@ -44,8 +44,6 @@ from posttrain.data.sources import RowError, Rows, SequenceCache, Sequences
 from posttrain.errors import ConfigError
 from posttrain.tree import replace as changed
 
-MAX_CANDIDATES = 64
-"""Maximum number of answers to other prompts of which one is chosen that fits beside a short row (KTO)."""
 PairExample = dict[str, np.ndarray]
 """Arrays over the tokens of a unit: one or two sequences that belong together."""
 
@@ -91,7 +89,8 @@ class PairExamples:
         """Digest of a unit's prompt, the same for units with the same prompt."""
         row = self.rows[self.row_of(index)]
         if self.kind == "steps":
-            return prompt_digest(prompt_messages(row, self.dataset), row_tools(row, self.dataset))
+            prompt, _, tools = prompt_conversation(row, self.dataset, self.renderer, trained=True)
+            return prompt_digest(prompt, tools)
         return answered_prompt(row, self.dataset, self.renderer)
 
     @property
@@ -103,11 +102,20 @@ class PairExamples:
     @cached_property
     def _tokenised(self) -> SequenceCache:
         """Cache of tokenised units without reference log-probabilities, shared by units with and without them."""
+        return self.rows.sequences(self._key, lambda index: [self._tokenise(index)], len(self))
+
+    @property
+    def cuts(self) -> dict[int, Cut]:
+        """What units lost by `overlong`, by number."""
+        return self.rows.cuts.setdefault(self._key, {})
+
+    @property
+    def _key(self) -> Hashable:
+        """Key of all that a unit depends on beside its rows and reference log-probabilities."""
         section = self.section
         fitting = (section.row_tokens, section.overlong, section.row_patches)
         kind = (self.kind, self.weigh_prompts, self.margins, self.share_prompts)
-        key = (repr(self.dataset), self.renderer, *fitting, *kind)
-        return self.rows.sequences(key, lambda index: [self._tokenise(index)], len(self))
+        return (repr(self.dataset), self.renderer, *fitting, *kind)
 
     def __call__(self, index: int) -> PairExample | None:
         """Arrays of a unit; None if it is dropped: too long, or two answers that are equal, or equal once truncated."""
@@ -117,6 +125,11 @@ class PairExamples:
         logps = np.zeros(len(unit["tokens"]), np.float32)
         logps[unit["loss_weight"] > 0] = self.ref_logps(index, unit)
         return {**unit, "ref_logps": logps}
+
+    @cached_property
+    def _answer_lengths(self) -> dict[tuple[int, int], int]:
+        """Number of tokens of the answers that were read so far, by row and side."""
+        return {}
 
     def as_sequences(self, index: int) -> Sequences:
         """Unit as the only sequence of its number, for readers of rows with several."""
@@ -141,18 +154,25 @@ class PairExamples:
                 refuse_pictures(values, self.dataset, self.renderer)
             sequences = self._sequences(index)
             fitted = self._fit(sequences) if sequences else None
+            self._count(index, sequences, fitted)
             if fitted is None or self._cut_equal(index, sequences, fitted):
                 return None
             unit = self._with_images(_arrays(index, fitted, self._shared(fitted)), row, fitted)
             if unit is None:
                 return None
             better = margin(values) if self.margins else 0.0
-            whole = sum(len(one.tokens) for one in sequences)
-            if cut := whole - sum(len(one.tokens) for one in fitted):
-                self.rows.cut_tokens[index] = (cut, whole)
         if self.margins:
             unit["margins"] = np.where(unit["roles"] == CHOSEN, better, 0.0).astype(np.float32)
         return unit
+
+    def _count(
+        self, index: int, sequences: Sequence[LabelledSequence], fitted: Sequence[LabelledSequence] | None
+    ) -> None:
+        """Note what a unit loses by `overlong`."""
+        before = sum(len(one.tokens) for one in sequences)
+        after = None if fitted is None else sum(len(one.tokens) for one in fitted)
+        if sequences and after != before:
+            self.cuts[index] = cut_of([before], [after])
 
     def _with_images(self, unit: PairExample, row: int, fitted: Sequence[LabelledSequence]) -> PairExample | None:
         """Unit with the pictures of its prompt, which all its sequences take from one encoding."""
@@ -196,21 +216,33 @@ class PairExamples:
         answer = self._labelled_answer(row, side)
         if answer is None or self.kind == "answers":
             return [] if answer is None else [answer]
-        # The next row with an answer to another prompt that fits beside this one, which is the same in every epoch; the
-        # next one where none fits, of which overlong then decides.
-        others = (self._other_answer((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
-        candidates = (other for other in others if other is not None and other.prompt != answer.prompt)
-        first = next(candidates, None)
-        if first is None:
+        other = self._other(answer, row, side)
+        if other is None:
             raise ConfigError("the KL of KTO needs answers to other prompts; give at least two rows with other prompts")
-        nearest = itertools.chain([first], itertools.islice(candidates, MAX_CANDIDATES - 1))
-        pairs = ([answer, mismatched(answer, other)] for other in nearest)
-        return next(filter(self._fits, pairs), [answer, mismatched(answer, first)])
+        return [answer, mismatched(answer, other)]
 
-    def _fits(self, answers: Sequence[TokenizedAnswer]) -> bool:
-        """Tell whether answers stand in a row whole."""
-        sequences = [LabelledSequence.of(one.masked, one.role) for one in answers]
-        return sum(len(one.tokens) for one in sequences) <= self.section.row_tokens + self._shared(sequences)
+    def _other(self, answer: TokenizedAnswer, row: int, side: int) -> TokenizedAnswer | None:
+        """Answer of the next row with another prompt that fits into a row beside `answer`, which is the same in every
+        epoch: the length of a neighbour drops no row. Of an answer beside which none fits, the next of another prompt.
+        None: there is no other prompt."""
+        nearest = None
+        # Places for the other answer, beside the answer and the prompt that both share or repeat.
+        alone = LabelledSequence.of(answer.masked, answer.role)
+        prompt = len(answer.prompt[0])
+        room = self.section.row_tokens + self._shared([alone, alone]) - len(alone.tokens) - prompt
+        for step in range(1, len(self.rows)):
+            number = (row + step) % len(self.rows)
+            if nearest is not None and self._answer_lengths.get((number, side), room) > room:
+                continue
+            candidate = self._other_answer(number, side)
+            if candidate is None or candidate.prompt == answer.prompt:
+                continue
+            nearest = candidate if nearest is None else nearest
+            if len(candidate.masked.tokens) - len(candidate.prompt[0]) <= room:
+                return candidate
+            if room < 1:
+                return nearest
+        return nearest
 
     def _labelled_answer(self, row: int, side: int) -> TokenizedAnswer | None:
         with self.rows.named(row) as values:
@@ -218,9 +250,12 @@ class PairExamples:
         return answers[side] if answers else None
 
     def _other_answer(self, row: int, side: int) -> TokenizedAnswer | None:
-        """Labelled answer of a row that may be left out."""
+        """Labelled answer of a row that may be left out; its length is kept, for later searches."""
         try:
-            return self._labelled_answer(row, side)
+            answer = self._labelled_answer(row, side)
+            if answer is not None:
+                self._answer_lengths[row, side] = len(answer.masked.tokens) - len(answer.prompt[0])
+            return answer
         except RowError as error:
             if self._drop and self.rows.leaves_out(row, error):
                 return None

@@ -31,14 +31,17 @@ SIDEWAYS = (5, 6, 7, 8)
 """Values of the tag for which width and height change places."""
 MARKER = "<image>"
 """Marker of LLaVA's and verl's texts, read where `dataset.image_marker` says so."""
+MAX_PATH = 4096
+"""Bytes of the longest path, with its end."""
+MAX_NAME = 255
+"""Bytes of the longest name in a path."""
+SHORTEST_BASE64 = 32
+"""Characters of the base64 of the smallest file that could be a picture."""
+BASE64_STARTS = ("iVBORw0KGgo", "/9j/", "_9j_", "R0lGOD", "UklGR", "Qk", "SUkq", "TU0AK", "AAAA", "UD")
+"""First characters of base64 of the files of `FORMATS`: PNG, JPEG (also in the alphabet of URLs), GIF, WEBP, BMP, TIFF
+in both orders, AVIF, PPM."""
 GRAY_16 = 257
 """Ratio of 16-bit to 8-bit gray."""
-
-
-MAX_NAME, MAX_PATH = 255, 4096
-"""Most bytes of a file's name, and characters of its path."""
-BASE64_HEADS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""First characters of PNG, JPEG, GIF and WebP files in base64."""
 
 
 class PictureError(ConfigError):
@@ -181,8 +184,8 @@ def _over_white(image: Any) -> Any:
 
 
 def picture_of(value: Any, name: str, folder: Path) -> Picture:
-    """Picture of what a column or a part of a message holds: a path, a `data:` URL, base64, bytes, an image of Pillow,
-    or a mapping with one of these. ConfigError for anything else.
+    """Picture of what a column or a part of a message holds: a path, a `data:` URL, bytes, an image of Pillow, or a
+    mapping with one of these. ConfigError for anything else.
 
     `name`: its place in the row; `folder`: that of relative paths.
     """
@@ -209,32 +212,51 @@ def picture_of(value: Any, name: str, folder: Path) -> Picture:
     )
 
 
+def is_path(text: str) -> bool:
+    """Tell whether a file system may hold a file of this name: others raise an error when they are looked for."""
+    names = text.split("/")
+    return "\0" not in text and len(text.encode()) < MAX_PATH and all(len(n.encode()) <= MAX_NAME for n in names)
+
+
+def base64_picture(text: str) -> bytes | None:
+    """Content of a picture's file that is written as base64, also of URLs or with line ends; None for other text, such
+    as a path."""
+    if not text.startswith(BASE64_STARTS):
+        return None
+    plain = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
+    if len(plain) < SHORTEST_BASE64:
+        return None
+    try:
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+    except binascii.Error:
+        return None
+
+
 def _named(text: str, name: str, folder: Path) -> Picture:
     """Picture of a path, of a `data:` URL, or of base64 alone."""
     if text.startswith("data:"):
-        kind, comma, content = text.partition(",")
+        kind, comma, encoded = text.partition(",")
         if not comma or not kind.endswith(";base64"):
             raise ConfigError(f"{name} is a data: URL without base64; write data:image/png;base64,...")
         try:
-            return Picture(name, base64.b64decode(content, validate=True))
+            return Picture(name, base64.b64decode(encoded, validate=True))
         except binascii.Error as error:
             raise ConfigError(f"{name}: the base64 of its data: URL is damaged ({error})") from error
     if "://" in text and not text.startswith("file://"):
         raise ConfigError(
             f"{name} is the URL {text[:80]}, and nothing is fetched while training; download it, and give its path"
         )
-    path = folder / Path(text.removeprefix("file://")).expanduser()
-    # Base64 alone: by how files of pictures begin, or longer than a file's name may be. Names with a suffix are none.
-    long = any(len(part.encode()) > MAX_NAME for part in path.parts) or len(text) > MAX_PATH
-    if long or text.startswith(BASE64_HEADS):
-        try:
-            return Picture(name, base64.b64decode("".join(text.split()), validate=True))
-        except ValueError as error:
-            if long:
-                raise ConfigError(
-                    f"{name} is a text of {len(text):,} characters, neither a path nor base64 ({error}): {text[:40]!r}"
-                ) from error
-    return Picture(f"{name} ({text})", path)
+    named = text.removeprefix("file://")
+    # Base64 may begin as an absolute path does (/9j/ of JPEG): a file that is there comes first.
+    there = is_path(named) and (folder / Path(named).expanduser()).is_file()
+    if not there and (content := base64_picture(text)) is not None:
+        return Picture(name, content)
+    if not is_path(named):
+        raise PictureError(
+            f"{name} is a text of {len(text):,} characters, {text[:24]!r}..., neither a path nor base64 of a picture "
+            f"({', '.join(FORMATS)})"
+        )
+    return Picture(f"{name} ({text})", folder / Path(named).expanduser())
 
 
 class Pictures(Sequence[Any]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -14,14 +14,14 @@ import numpy as np
 from posttrain.batch import Batch
 from posttrain.config import DatasetSection, DistillSection, Locator, OfflineSection, SequenceSection, SFTSection
 from posttrain.data.chat import Renderer
+from posttrain.data.cuts import Cut, cut_of
 from posttrain.data.files import check_rows, listed
 from posttrain.data.format import (
     TokenizedExample,
     check_columns,
     loss_on,
-    prompt_columns,
-    row_messages,
     tokenize_example,
+    training_conversation,
     use_chat,
 )
 from posttrain.data.image_rows import ImageRows, PictureSource, image_arrays, keys_of, picture_digests, with_images
@@ -234,10 +234,8 @@ def make_batches(
 
 def renderer_of(rows: Rows, dataset: DatasetSection, tokenizer: Tokenizer) -> Renderer:
     """Renderer of a dataset, whose remarks are among the notes of the rows. ConfigError for missing columns."""
-    first, chat = rows[0], use_chat(dataset, tokenizer, rows.columns)
+    chat = use_chat(dataset, tokenizer, rows.columns)
     check_columns(rows.table[rows.start], dataset, chat=chat)
-    for column in prompt_columns(first, dataset):
-        rows.remarks.add(column, f"the column {column} is read as part of the prompt")
     return Renderer(tokenizer, chat, remarks=rows.remarks)
 
 
@@ -342,7 +340,7 @@ def pictures_of(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> Pict
     """Pictures of training rows."""
 
     def pictures(row: Mapping[str, Any]) -> list[Picture]:
-        prompt, answer = row_messages(row, dataset, renderer)
+        prompt, answer, _ = training_conversation(row, dataset, renderer)
         return pictures_in([*prompt, *answer])
 
     return PictureSource(rows, pictures)
@@ -366,13 +364,19 @@ def row_tokenizer(
     def make(index: int) -> Sequences:
         try:
             with rows.named(index) as row:
-                examples = tokenize_example(row, dataset, renderer, loss)
-                fitted = [fit_to_row(example, section.row_tokens, section.overlong) for example in examples]
-                # Dropped sequences are counted as such.
-                pairs = [(len(e.tokens), len(f.tokens)) for e, f in zip(examples, fitted, strict=True) if f is not None]
-                if cut := sum(whole - kept for whole, kept in pairs):
-                    rows.cut_tokens[index] = (cut, sum(whole for whole, _ in pairs))
-                return [None if one is None else fitted_sequence(one) for one in fitted]
+                sequences: Sequences = []
+                cut = Cut()
+                for example in tokenize_example(row, dataset, renderer, loss):
+                    parts = fit_to_row(example, section.row_tokens, section.overlong)
+                    made = [None if one is None else fitted_sequence(one) for one in parts]
+                    if len(made) == 1:
+                        kept = None if made[0] is None else len(made[0]["tokens"])
+                        lost = cut_of([len(example.tokens)], [kept])
+                        cut = Cut(*(a + b for a, b in zip(cut, lost, strict=True)))
+                    sequences += made
+                if any(cut):
+                    cuts[index] = cut
+                return sequences
         except RowError as error:
             if drop and rows.leaves_out(index, error):
                 return [None]
@@ -398,7 +402,8 @@ def row_tokenizer(
             for one in sequences
         ]
 
-    key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong, section.row_patches, drop)
+    key = sequences_key(section, dataset, renderer)
+    cuts = rows.cuts.setdefault(key, {})
     sequences = rows.sequences(key, make)
 
     def tokenize(index: int) -> Sequences:
@@ -411,6 +416,12 @@ def row_tokenizer(
         return [None if one is None else one | (added or {}) for one, added in zip(example, more, strict=True)]
 
     return tokenize
+
+
+def sequences_key(section: SequenceSection, dataset: DatasetSection, renderer: Renderer) -> Hashable:
+    """Key of all that the sequences of a dataset depend on beside its rows."""
+    fitting = (section.row_tokens, section.overlong, section.row_patches, drops_bad_images(section, dataset))
+    return (repr(dataset), renderer, loss_on(section), *fitting)
 
 
 def _have_images(sequences: Sequences) -> bool:

@@ -13,24 +13,17 @@ import numpy as np
 
 from posttrain.config import DatasetSection
 from posttrain.data.chat import Masked, Renderer
+from posttrain.data.columns import Row, no_column
 from posttrain.data.format import (
-    Row,
-    Spoken,
+    Conversation,
     answer_messages,
-    no_column,
+    prompt_conversation,
     prompt_messages,
-    render_answer,
     row_pictures,
-    row_tools,
     spoken,
+    with_tools,
 )
-from posttrain.data.messages import (
-    Message,
-    checked_messages,
-    is_same,
-    pictures_in,
-    prompt_digest,
-)
+from posttrain.data.messages import Message, checked_messages, is_same, pictures_in, prompt_digest
 from posttrain.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -75,8 +68,7 @@ def pair_answers(row: Row, section: DatasetSection, renderer: Renderer) -> list[
     if not is_paired(list(row), section):
         raise ConfigError("the row holds one completion with a label; this loss needs pairs: chosen and rejected")
     chosen, rejected = _pair_parts(row, section, renderer)
-    tools = row_tools(row, section)
-    answers = [_answer(side, renderer, tools, role) for side, role in ((chosen, CHOSEN), (rejected, REJECTED))]
+    answers = [_answer(side, renderer, role) for side, role in ((chosen, CHOSEN), (rejected, REJECTED))]
     return None if answers[0].masked.tokens == answers[1].masked.tokens else answers
 
 
@@ -86,14 +78,14 @@ def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> l
         return pair_answers(row, section, renderer) or []
     label = _label(row["label"], "column 'label' must be")
     sides = _labelled_parts(row, section, renderer)
-    return [_answer(sides, renderer, row_tools(row, section), CHOSEN if label else REJECTED)]
+    return [_answer(sides, renderer, CHOSEN if label else REJECTED)]
 
 
 def answered_prompt(row: Row, section: DatasetSection, renderer: Renderer) -> str:
     """Digest of the prompt that a row's answers have, also of one that both sides of a pair begin with."""
     pair = is_paired(list(row), section)
     parts = _pair_parts(row, section, renderer)[0] if pair else _labelled_parts(row, section, renderer)
-    return prompt_digest(parts.prompt, row_tools(row, section))
+    return prompt_digest(parts.prompt, parts.tools)
 
 
 def pair_pictures(row: Row, section: DatasetSection, renderer: Renderer) -> list[Picture]:
@@ -103,7 +95,7 @@ def pair_pictures(row: Row, section: DatasetSection, renderer: Renderer) -> list
     return pictures_in(parts.prompt)
 
 
-def _labelled_parts(row: Row, section: DatasetSection, renderer: Renderer) -> Spoken:
+def _labelled_parts(row: Row, section: DatasetSection, renderer: Renderer) -> Conversation:
     """Prompt and answer of a row with a label."""
     pictures = row_pictures(row, section, renderer)
     if "messages" in row and "completion" not in row and section.completion is None:
@@ -115,7 +107,8 @@ def _labelled_parts(row: Row, section: DatasetSection, renderer: Renderer) -> Sp
     else:
         answer, column = answer_messages(row, section.completion, "completion"), "completion"
     prompt = prompt_messages(row, section, pictures)
-    return spoken(prompt if pictures is None else pictures.placed(prompt), answer, column, renderer.remarks)
+    sides = spoken(prompt if pictures is None else pictures.placed(prompt), answer, column, renderer.remarks)
+    return with_tools(sides, row, section, renderer)
 
 
 def mismatched(answer: TokenizedAnswer, other: TokenizedAnswer) -> TokenizedAnswer:
@@ -160,7 +153,8 @@ def steps(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Masked
     texts, labels = (_list(row, name) for name in ("completions", "labels"))
     if len(texts) != len(labels) or not texts:
         raise ConfigError(f"there are {len(texts)} completions and {len(labels)} labels; each step needs one label")
-    tokens = renderer.prompt(prompt_messages(row, section), row_tools(row, section))
+    prompt, _, tools = prompt_conversation(row, section, renderer, trained=True)
+    tokens = renderer.prompt(prompt, tools)
     mask, roles = [False] * len(tokens), [0] * len(tokens)
     for text, label in zip(texts, labels, strict=True):
         if not isinstance(text, str) or not text.strip():
@@ -182,18 +176,18 @@ def _list(row: Row, column: str) -> list[Any]:
     return list(row[column])
 
 
-def _answer(sides: Spoken, renderer: Renderer, tools: list[dict[str, Any]] | None, role: int) -> TokenizedAnswer:
+def _answer(sides: Conversation, renderer: Renderer, role: int) -> TokenizedAnswer:
     if pictures_in(sides.answer):
         raise ConfigError(
             "an answer holds a picture in a later message; pairs and labelled answers have them in prompts"
         )
-    masked = render_answer(sides.prompt, sides.answer, renderer, tools)
+    masked = renderer.answer(sides.prompt, sides.answer, sides.tools)
     if not any(masked.mask):
         raise ConfigError("an answer has no token with loss; it must not be empty")
     return TokenizedAnswer(masked, role, tuple(picture.key for picture in pictures_in(sides.prompt)))
 
 
-def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Spoken, Spoken]:
+def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Conversation, Conversation]:
     """Prompt and answer of both sides; without a prompt column the prompt is what chosen and rejected begin with."""
     values = [row[name] for name in SIDES]
     for name, value in zip(SIDES, values, strict=True):
@@ -211,7 +205,7 @@ def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[
                 raise ConfigError(
                     "pictures have no place in chosen and rejected without a prompt; give the column prompt"
                 )
-            return _implicit_text(values, section, renderer)
+            return _implicit_text(values, row, section, renderer)
         shared = _shared(*answers)
         pictures, implied = of_sides[0], {**row, "prompt": answers[0][:shared]}
         prompt, answers = prompt_messages(implied, section, pictures), [a[shared:] for a in answers]
@@ -226,7 +220,11 @@ def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[
     )
     if len(chosen.prompt) != len(rejected.prompt) or not all(map(is_same, chosen.prompt, rejected.prompt)):
         raise ConfigError("chosen and rejected begin with different system messages; they must answer the same prompt")
-    return Spoken(chosen.prompt, chosen.answer), Spoken(chosen.prompt, rejected.answer)
+    sides = (chosen.answer, rejected.answer)
+    first, second = (with_tools(Conversation(chosen.prompt, answer), row, section, renderer) for answer in sides)
+    if first.tools != second.tools:
+        raise ConfigError("chosen and rejected describe different tools; they must answer the same prompt")
+    return first, second
 
 
 def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
@@ -244,7 +242,9 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     return shared
 
 
-def _implicit_text(values: Sequence[str], section: DatasetSection, renderer: Renderer) -> tuple[Spoken, Spoken]:
+def _implicit_text(
+    values: Sequence[str], row: Row, section: DatasetSection, renderer: Renderer
+) -> tuple[Conversation, Conversation]:
     if renderer.chat or section.system is not None:
         raise ConfigError(
             "chosen and rejected are whole texts without a prompt, which no chat template fits; "
@@ -255,8 +255,9 @@ def _implicit_text(values: Sequence[str], section: DatasetSection, renderer: Ren
     # A word with a common beginning belongs to the answers, and so does the space before it.
     shared = re.sub(r" ?[^\s]*$", "", chosen[:length])
 
-    def side(value: str) -> Spoken:
+    def side(value: str) -> Conversation:
         answer: Message = {"role": "assistant", "content": value[len(shared) :]}
-        return Spoken([{"role": "user", "content": shared}], [answer])
+        asked: Message = {"role": "user", "content": shared}
+        return with_tools(Conversation([asked], [answer]), row, section, renderer)
 
     return side(chosen), side(rejected)

@@ -16,6 +16,8 @@ import numpy as np
 
 from posttrain.config import DatasetSection, Locator
 from posttrain.config.secrets import argument_names, with_secrets
+from posttrain.data.columns import standard_row
+from posttrain.data.cuts import Cut
 from posttrain.data.files import (
     ArrowRows,
     Table,
@@ -28,7 +30,6 @@ from posttrain.data.files import (
     read_file,
     read_files,
 )
-from posttrain.data.format import standard_row
 from posttrain.data.messages import Remarks
 from posttrain.data.pictures import PictureError
 from posttrain.errors import ConfigError
@@ -68,8 +69,9 @@ class Rows:
     """Remarks about rows that were read."""
     bad_images: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
     """Rows that were left out so far for a picture that cannot be read."""
-    cut_tokens: dict[int, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Tokens that were cut, and all tokens, of each row or unit that was truncated so far (overlong: truncate)."""
+    cuts: dict[Hashable, dict[int, Cut]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What rows lost by `overlong`, by the key of their sequences (`sequences`) and their number."""
+    _columns: dict[str, None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _sequences: dict[Hashable, SequenceCache] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -78,7 +80,9 @@ class Rows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        row, remark = standard_row(self.table[self.start + index])
+        of_table = self.table[self.start + index]
+        self._columns.update(dict.fromkeys(of_table))
+        row, remark = standard_row(of_table)
         self.remarks.row = self.start + index
         if remark is not None:
             self.remarks.add("columns", remark)
@@ -107,6 +111,11 @@ class Rows:
         """Column names of the first row."""
         return tuple(self[0])
 
+    @property
+    def all_columns(self) -> tuple[str, ...]:
+        """Column names of the source in all rows that were read so far."""
+        return tuple(self._columns)
+
     def sequences(self, key: Hashable, make: Callable[[int], Sequences], count: int | None = None) -> SequenceCache:
         """Cache of the sequences that `make` returns, shared by all calls with the same `key`.
 
@@ -130,17 +139,6 @@ class Rows:
     def left_out(self, indices: Iterable[int]) -> int:
         """Number of these rows that were left out for a picture."""
         return len(self.bad_images.intersection(indices))
-
-    def cut_note(self, chosen: Iterable[int], what: str, row_tokens: int) -> list[str]:
-        """Line about the tokens that truncation cut from these rows or units; none where it cut nothing."""
-        cuts = [self.cut_tokens[number] for number in chosen if number in self.cut_tokens]
-        if not cuts:
-            return []
-        cut, tokens = map(sum, zip(*cuts, strict=True))
-        return [
-            f"{len(cuts):,} {what} of {self.name} are truncated: {cut:,} of their {tokens:,} tokens are cut (overlong: "
-            f"truncate, row_tokens={row_tokens})"
-        ]
 
     def leaves_out(self, index: int, error: RowError) -> bool:
         """Note a row whose error is of a picture, and name the first ones; False for other errors."""
@@ -232,7 +230,7 @@ def _from_disk(section: DatasetSection, folder: Path) -> Any:
         return loaded
     if section.split not in loaded:
         raise no_split(section, map(str, loaded))
-    return loaded[section.split]
+    return ArrowRows(loaded[section.split])
 
 
 def _from_hub(section: DatasetSection) -> Any:

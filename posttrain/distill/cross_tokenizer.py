@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int
 from posttrain.batch import NO_ID, TopK
 from posttrain.config import DatasetSection
 from posttrain.data.chat import Renderer
-from posttrain.data.format import LossOn, TokenizedExample, render_answer, tokenize_example
-from posttrain.data.messages import Message
+from posttrain.data.format import LossOn, TokenizedExample, tokenize_example
+from posttrain.data.messages import Message, Tools
 from posttrain.data.packing import fill_rows
 from posttrain.data.sources import Sequences
 from posttrain.data.tokenizer import Tokenizer
@@ -422,13 +422,18 @@ class Aligner:
         return [None if one is None else self._paired(one, its) for one, its in zip(own, theirs, strict=True)]
 
     def align_sample(
-        self, dataset: int, messages: Sequence[Message], tokens: Sequence[int], sampled: Sequence[bool]
+        self,
+        dataset: int,
+        messages: Sequence[Message],
+        tokens: Sequence[int],
+        sampled: Sequence[bool],
+        tools: Tools | None = None,
     ) -> Aligned:
-        """Align a sampled completion, the last of the messages."""
+        """Align a sampled completion, the last of the messages. `tools`: those that its prompt describes."""
         *prompt, turn = messages
         # A character of which the student sampled only the first bytes is no text.
         answer: Message = {**turn, "content": str(turn["content"]).rstrip("\ufffd")}
-        theirs = render_answer(prompt, [answer], self.renderers[dataset][1])
+        theirs = self.renderers[dataset][1].answer(prompt, [answer], tools)
         mine = TokenizedExample(np.asarray(tokens, np.int32), np.asarray(sampled, bool))
         return self._paired(mine, TokenizedExample(np.asarray(theirs.tokens, np.int32), np.asarray(theirs.mask, bool)))
 

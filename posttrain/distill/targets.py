@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK, teacher_batch
-from posttrain.data.format import no_column
+from posttrain.data.columns import no_column
 from posttrain.data.sources import Sequences
 from posttrain.distill.cache import TeacherCache
 from posttrain.distill.cross_tokenizer import Aligned, Aligner, teacher_rows

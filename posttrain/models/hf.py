@@ -243,7 +243,8 @@ def is_classifier(fields: dict[str, object]) -> bool:
     names = fields.get("architectures")
     if not isinstance(names, list) or not names or not str(names[0]).endswith(CLASSIFIER):
         return False
-    labels = fields.get("id2label", {0: "", 1: ""})
+    # As transformers: without names there are num_labels, by default two.
+    labels = fields.get("id2label") or {str(n): "" for n in range(int(str(fields.get("num_labels") or 2)))}
     if not isinstance(labels, dict) or len(labels) != 1:
         raise ConfigError(f"id2label: a reward model needs exactly one label, got {labels!r}")
     return True

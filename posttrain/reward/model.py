@@ -12,7 +12,6 @@ from jaxtyping import Float
 from posttrain.cluster.reference import FrozenModel
 from posttrain.config import ImageSection, Locator
 from posttrain.data.chat import Renderer
-from posttrain.data.format import render_answer
 from posttrain.data.image_rows import Arrays, ImageRows, sampled_arrays
 from posttrain.data.images import takes_images
 from posttrain.data.messages import pictures_in
@@ -117,7 +116,7 @@ class ModelReward:
             images = trajectory.images
         else:
             prompt, answer = trajectory.messages[:-1], trajectory.messages[-1:]
-            masked = render_answer(prompt, answer, self._renderer)
+            masked = self._renderer.answer(prompt, answer, trajectory.example.tools)
             tokens, start = list(masked.tokens), masked.mask.index(True)
             seen = map(self._renderer.tokenizer.image_of, pictures_in(prompt) if masked.images else ())
             images = PromptImages.of(list(seen), masked.images or ())
@@ -180,7 +179,7 @@ def _tail(renderer: Renderer) -> list[int]:
     """Tokens that the template writes after the end-of-turn token."""
     if not renderer.chat:
         return []
-    asked = render_answer([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}], renderer)
+    asked = renderer.answer([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}])
     return asked.tokens[len(asked.mask) - asked.mask[::-1].index(True) :]
 
 

@@ -13,7 +13,7 @@ from posttrain.batch import Batch
 from posttrain.config import DatasetSection, SamplingSection
 from posttrain.config.locator import Locator
 from posttrain.data.chat import Renderer
-from posttrain.data.format import prompt_is_text, prompt_messages, row_pictures, use_chat
+from posttrain.data.format import prompt_conversation, prompt_is_text, use_chat
 from posttrain.data.sources import with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
@@ -40,12 +40,17 @@ def make_examples(
     renderer = Renderer(tokenizer, chat=use_chat(section, tokenizer, tuple(rows[0])))
 
     def example(index: int, row: Mapping[str, Any], filled: Mapping[str, Any]) -> Example:
-        pictures = row_pictures(row, section, renderer)
-        messages = prompt_messages(dict(row), section, pictures)
-        messages = messages if pictures is None else pictures.placed(messages)
-        tokens, images = renderer.prompt_with_images(messages)
-        plain = prompt_is_text(dict(row), section)
-        return Example(index=index, row=filled, messages=messages, prompt_tokens=tokens, plain=plain, images=images)
+        messages, _, tools = prompt_conversation(row, section, renderer)
+        tokens, images = renderer.prompt_with_images(messages, tools)
+        return Example(
+            index=index,
+            row=filled,
+            messages=messages,
+            prompt_tokens=tokens,
+            plain=prompt_is_text(row, section),
+            images=images,
+            tools=tools,
+        )
 
     return [example(*one) for one in zip(range(len(rows)), rows, with_all_columns(rows), strict=True)]
 

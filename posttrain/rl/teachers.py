@@ -81,7 +81,7 @@ def merged_distances(
     NaN for a sample without aligned tokens. RunError if no sample has any. `dataset`: number of the prompts' dataset.
     """
     samples = [sample for group in groups_P for sample in group]
-    read = [aligner.align_sample(dataset, s.messages, s.tokens, s.sampled) for s in samples]
+    read = [aligner.align_sample(dataset, s.messages, s.tokens, s.sampled, s.example.tools) for s in samples]
     rows = teacher_rows(read, aligner.row_tokens)
     scored = rows["scored"] != 0
     batch = to_batch(rows | {"loss_weight": scored.astype(np.float32)})

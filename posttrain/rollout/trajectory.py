@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Int
 
-from posttrain.data.messages import Message, prompt_digest, shown_text
+from posttrain.data.messages import Message, Tools, prompt_digest, shown_text
 from posttrain.data.prompt_images import PromptImages
 
 Stop = Literal["stop", "length", "abort", "max_turns", "max_rows", "env_error", "env_timeout"]
@@ -65,11 +65,13 @@ class Example:
     lists."""
     images: PromptImages | None = None
     """Pictures of `prompt_tokens`; None: text."""
+    tools: Tools | None = None
+    """Tools that `prompt_tokens` describe; None: none, or those of an environment."""
 
     @cached_property
     def prompt_key(self) -> str:
         """Digest of the prompt, see `prompt_digest`."""
-        return prompt_digest(self.messages)
+        return prompt_digest(self.messages, self.tools)
 
 
 class Turn(NamedTuple):

@@ -12,7 +12,8 @@ import yaml
 from posttrain.config import DatasetSection, Locator, OnlineSection, RewardSection
 from posttrain.config.secrets import from_environment
 from posttrain.config.yaml_file import load_config
-from posttrain.data.format import fill, prompt_is_text, prompt_messages
+from posttrain.data.columns import fill
+from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import load_rows, with_all_columns
 from posttrain.errors import ConfigError
 from posttrain.generation import complete

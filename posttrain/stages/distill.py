@@ -347,7 +347,7 @@ class Samples:
             return self._targets.score(scored)
         order = sorted(range(len(samples)), key=lambda number: (where[number].row, where[number].tokens.start))
         samples = [samples[number] for number in order]
-        read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
+        read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled, s.example.tools) for s in samples]
         self._unread_steps = 0 if any(one.covered.any() for one in read) else self._unread_steps + 1
         if self._unread_steps >= UNREAD_STEPS:
             raise RunError(

@@ -70,7 +70,7 @@ def run(stage: StageRun, inputs: DrafterInputs) -> None:
     held_out = None
     if section.eval_dataset is not None:
         held_out = HeldOut(evaluate=lambda: evaluate(trainer, inputs), metrics=_plain)
-    dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
+    dropped = {} if section.overlong == "error" else inputs.cuts
     with (
         Prefetch(sequences_of(stage, inputs, None)) as batches,
         stage.training(trainer, batches, section, held_out) as training,

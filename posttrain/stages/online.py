@@ -229,8 +229,7 @@ class StepReport:
         self._reported = self._trainer.step_number
         self._guard = NoRewardGuard(min(MAX_STEPS_WITHOUT_REWARD, self._section.steps))
         self._watch = StepWatch(self._section, inputs.monitor)
-        left_out = (len(inputs.rows) - len(inputs.examples)) / len(inputs.rows)
-        self._dropped = {} if self._section.overlong == "error" else {"data/dropped_ratio": left_out}
+        self._dropped = {} if self._section.overlong == "error" else inputs.cuts
 
     def __enter__(self) -> StepReport:
         return self

@@ -26,6 +26,8 @@ from posttrain.config import (
 )
 from posttrain.config.locator import FORMS, checked_settings
 from posttrain.config.other_names import meant_kind
+from posttrain.data.columns import RowKind, unread_columns, unread_note
+from posttrain.data.cuts import RowCuts
 from posttrain.data.image_rows import bad_image_metrics, bad_image_note, most_patches, picture_note
 from posttrain.data.pair_examples import ComparisonBatches, PairExamples
 from posttrain.data.preference import is_paired, labelled_answers
@@ -79,8 +81,8 @@ class PairInputs:
     """Loss: a `PairLoss`."""
     units: PairExamples
     eval_units: PairExamples | None
-    dropped_ratio: float
-    """Share of dropped units."""
+    cuts: Mapping[str, float]
+    """Metrics of what the training dataset loses; empty if it loses nothing."""
 
     @property
     def terms(self) -> Terms:
@@ -102,24 +104,35 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
     kernel = prepared.config.model.attention
     share_prompts = shares_prompts(section, loss.needs, kernel, jax.default_backend(), mixture=prepared.mixture)
     most_patches(section, prepared.tokenizer)
-    examples, ratios, notes = [], [], []
+    examples: list[PairExamples] = []
+    cuts: list[Mapping[str, float]] = []
+    notes: list[str] = []
     for dataset in section.all_datasets:
         rows = rows_and_renderer(dataset, prepared.tokenizer)
         units = units_of(section, dataset, *rows, loss, share_prompts=share_prompts)
         chosen, grids = checked_rows(len(units)), list[np.ndarray]()
-        ratio, lines = check_units(units, _left_out(units, chosen, grids))
+        tokens = list[int]()
+        ratio, lines = check_units(units, _left_out(units, chosen, grids, tokens))
+        of_units = [units.cuts[number] for number in chosen if number in units.cuts]
+        lost = RowCuts.of(of_units, len(chosen), sum(tokens))
+        lines += lost.truncation_note(f"{_noun(units)}{_checked(chosen, units)}", units.rows.name, section.row_tokens)
         what = "pairs" if units.kind == "pairs" else "answers"
         lines += picture_note(grids, len(chosen), f"{what}{_checked(chosen, units)}", units.rows, prepared.tokenizer)
         lines += bad_image_note(units.rows, sorted({units.row_of(number) for number in chosen}))
+        kind: RowKind = "steps" if units.kind == "steps" else "answer"
+        kind = "pair" if kind == "answer" and is_paired(units.rows.columns, dataset) else kind
+        seen, others = prepared.tokenizer.has_images, ["margin"] if units.margins else []
+        unread = unread_columns(units.rows.all_columns, dataset, kind, images=seen, others=others)
         examples.append(units)
-        ratios.append(ratio)
-        notes += [*lines, *_stop_notes(section, units), *units.rows.notes]
+        # What is equal is dropped too.
+        cuts.append(lost.metrics | {"data/dropped_ratio": ratio} if ratio or any(lost.cut) else {})
+        notes += [*lines, *_stop_notes(section, units), *units.rows.notes, *unread_note(units.rows.name, unread)]
     inputs = PairInputs(
         section=section,
         loss=loss,
         units=examples[0],
         eval_units=examples[1] if len(examples) > 1 else None,
-        dropped_ratio=ratios[0],
+        cuts=cuts[0],
     )
     return inputs, notes
 
@@ -249,15 +262,21 @@ def units_of(
     )
 
 
-def _left_out(units: PairExamples, chosen: Sequence[int], grids: list[np.ndarray]) -> Iterator[bool]:
-    """Tell of each unit whether it is dropped; those of pictures are added to `grids`."""
+def _left_out(units: PairExamples, chosen: Sequence[int], grids: list[np.ndarray], tokens: list[int]) -> Iterator[bool]:
+    """Tell of each unit whether it is dropped; the pictures of others are added to `grids`, and their numbers of tokens
+    to `tokens`."""
     for unit in each_row(units.rows, chosen, "rows", units):
+        tokens += [] if unit is None else [len(unit["tokens"])]
         grids += [] if unit is None or "grids" not in unit else [unit["grids"]]
         yield unit is None
 
 
 def _checked(numbers: Sequence[Any], units: PairExamples) -> str:
     return "" if len(numbers) == len(units) else " checked"
+
+
+def _noun(units: PairExamples) -> str:
+    return "rows" if len(units) == len(units.rows) else "answers"
 
 
 def check_units(units: PairExamples, left_out: Iterable[bool]) -> tuple[float, list[str]]:
@@ -271,15 +290,13 @@ def check_units(units: PairExamples, left_out: Iterable[bool]) -> tuple[float, l
             "answers that are equal in it, or with a picture that cannot be read (on_bad_image); raise row_tokens, or "
             "use different answers"
         )
-    what = "rows" if len(units) == len(units.rows) else "answers"
     checked = _checked(drops, units)
     note = (
-        f"{dropped - bad:,} of {len(drops):,} {what}{checked} of {units.rows.name} are dropped: longer than "
+        f"{dropped - bad:,} of {len(drops):,} {_noun(units)}{checked} of {units.rows.name} are dropped: longer than "
         f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers "
         "are the same in it"
     )
-    cut = units.rows.cut_note(checked_rows(len(units)), f"of {len(drops):,} {what}{checked}", units.section.row_tokens)
-    return dropped / len(drops), [*cut, *([note] if dropped > bad else [])]
+    return dropped / len(drops), [note] if dropped > bad else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +335,6 @@ def load_reward_model(stage: StageRun) -> Decoder:
 def train_pairs(stage: StageRun, inputs: PairInputs, trainer: Trainer, data: PairData) -> None:
     """Run all steps and evaluations of a stage on pairs or labelled answers, then save its model."""
     batches = prefetched(ComparisonBatches(data.units, seed=stage.seed), trainer, inputs.section.steps)
-    dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
     held_out = None
     if data.eval_units is not None:
         evaluation = PairEvaluation(trainer, inputs.loss, data.eval_units, data.complete)
@@ -327,7 +343,7 @@ def train_pairs(stage: StageRun, inputs: PairInputs, trainer: Trainer, data: Pai
         for _ in training:
             metrics = trainer.step(data.for_step(next(batches)))
             bad = bad_image_metrics(batches.state()) if inputs.section.on_bad_image == "drop" else {}
-            training.log({**with_margins(metrics), **dropped, **bad, **batches.metrics()})
+            training.log({**with_margins(metrics), **inputs.cuts, **bad, **batches.metrics()})
 
 
 def plain_data(inputs: PairInputs) -> PairData:

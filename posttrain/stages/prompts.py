@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,9 +20,10 @@ from posttrain.config import (
     SamplingSection,
 )
 from posttrain.data.chat import Renderer
-from posttrain.data.format import prompt_is_text, prompt_messages, row_pictures
+from posttrain.data.columns import unread_columns, unread_note
+from posttrain.data.format import prompt_conversation, prompt_is_text
 from posttrain.data.image_rows import no_picture_note
-from posttrain.data.messages import Message, parts_of, pictures_in
+from posttrain.data.messages import Message, Tools, parts_of, pictures_in
 from posttrain.data.pictures import Picture, Pictures
 from posttrain.data.prompt_images import PromptImages
 from posttrain.data.sources import Rows, each_row, with_all_columns
@@ -32,7 +33,7 @@ from posttrain.distill.teachers import TeacherSource
 from posttrain.environments.conversation import Environments, tools_of
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError
-from posttrain.reward.function import missing_arguments, reward_notes
+from posttrain.reward.function import accepted, missing_arguments, reward_notes
 from posttrain.reward.model import ModelReward, takes_pictures
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm
@@ -69,6 +70,8 @@ class RolloutInputs:
     rows: Rows
     examples: Sequence[Example]
     """Examples whose prompts are not too long."""
+    cuts: Mapping[str, float]
+    """Metrics of the prompts that are dropped by `overlong`."""
     eval_sets: Sequence[EvalSet]
     """`eval_dataset`, then the others."""
     rubric: Rubric
@@ -125,15 +128,22 @@ def prepare_scored(
     tools, schemas = _tools_and_schemas(section)
     rows, renderer = _rows_with_tools(section, section.dataset, tokenizer)
     _check_columns(rubric, (*rows.columns, *_seen([], renderer)))
-    examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong, schemas)
-    notes += reward_notes(rubric.rewards) + sampled_stop_notes(renderer, examples[0].messages, schemas)
+    converses = isinstance(section, RLSection) and section.converses
+    read = [section.teacher_column] if isinstance(section, RLSection) and section.teacher_column else []
+
+    def prompts_of(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> tuple[list[Example], list[str]]:
+        overlong = section.overlong
+        return examples_of(
+            rows, dataset, renderer, limit, rubric, shares, overlong, schemas, converses=converses, others=read
+        )
+
+    examples, notes = prompts_of(section.dataset, rows, renderer)
+    notes += reward_notes(rubric.rewards) + sampled_stop_notes(renderer, examples[0].messages, examples[0].tools)
     eval_sets: list[EvalSet] = []
     for dataset in section.all_datasets[1:]:
         eval_rows, eval_renderer = _rows_with_tools(section, dataset, tokenizer)
         _check_columns(rubric, (*eval_rows.columns, *_seen([], eval_renderer)))
-        held_out, more = examples_of(
-            eval_rows, dataset, eval_renderer, limit, rubric, shares, section.overlong, schemas
-        )
+        held_out, more = prompts_of(dataset, eval_rows, eval_renderer)
         name = dataset.name if isinstance(dataset, HeldOutSection) else None
         eval_sets.append(EvalSet(name=name, renderer=eval_renderer, examples=held_out))
         notes += more
@@ -147,6 +157,7 @@ def prepare_scored(
         renderer=renderer,
         rows=rows,
         examples=examples,
+        cuts=dropped_prompts(rows, examples),
         eval_sets=eval_sets,
         rubric=rubric,
         monitor=monitor,
@@ -235,8 +246,11 @@ def prepare_prompts(
     check_drafts(section.rollout.speculative, prepared.tokenizer, section.row_tokens, target=target)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
     overlong: Literal["drop", "error"] = "drop" if section.overlong == "drop" else "error"
+    # What is trained on, beside prompts, is told with the rows.
+    read = {name for _, rows, _ in sources for name in (*rows.columns, section.teacher_column) if name is not None}
     examples = [
-        examples_of(rows, dataset, renderer, limit, Rubric([]), shares, overlong) for dataset, rows, renderer in sources
+        examples_of(rows, dataset, renderer, limit, Rubric([]), shares, overlong, others=read)
+        for dataset, rows, renderer in sources
     ]
     inputs = PromptInputs(
         examples=examples[0][0],
@@ -245,7 +259,7 @@ def prepare_prompts(
         make_engine=engine_factory(section.rollout),
     )
     _refuse_blind(section, Rubric([]), [*inputs.examples, *inputs.eval_examples])
-    notes = sampled_stop_notes(sources[0][2], examples[0][0][0].messages)
+    notes = sampled_stop_notes(sources[0][2], examples[0][0][0].messages, examples[0][0][0].tools)
     return inputs, [*(note for _, more in examples for note in more), *notes]
 
 
@@ -257,14 +271,26 @@ def examples_of(
     rubric: Rubric,
     shares: Shares | None,
     overlong: Literal["drop", "error"],
-    tools: Sequence[dict[str, Any]] | None = None,
+    tools: Tools | None = None,
+    *,
+    converses: bool = False,
+    others: Collection[str] = (),
 ) -> tuple[list[Example], list[str]]:
-    """Tokenise and check all prompts, each once; also returns a note about prompts dropped as too long. `tools`:
-    schemas of the tools that all prompts describe.
+    """Tokenise and check all prompts, each once; also returns notes: on prompts dropped as too long, and on columns
+    that nothing reads.
+
+    A prompt describes the tools of its row, unless it `converses` with an environment or an agent, which read all
+    columns: then those of `tools`, the schemas of the stage. `others`: columns that something else reads.
 
     ConfigError if all are dropped, or if one is too long and `overlong` is `error`.
     """
     given = tuple(_seen([], renderer))
+    readers = [accepted(reward.function) for reward in rubric.rewards]
+    taken = frozenset().union(*(names for names in readers if names is not None))
+
+    def named(of: Tools) -> set[str]:
+        return {tool["function"]["name"] for tool in of}
+
     complete = {rows.columns}  # as they stand in the source: a parameter without a default needs all rows
 
     def example(index: int) -> Example:
@@ -272,14 +298,17 @@ def examples_of(
             if tuple(row) not in complete:
                 _check_columns(rubric, (*row, *given))
                 complete.add(tuple(row))
-            pictures = row_pictures(row, section, renderer)
-            messages = prompt_messages(row, section, pictures)
-            messages = messages if pictures is None else pictures.placed(messages)
-            for column in ("tools", "functions"):
-                if row.get(column):
-                    rows.remarks.add(column, f"the column {column} is no part of prompts here: tools of the stage are")
+            messages, _, of_row = prompt_conversation(row, section, renderer, read=taken)
+            if of_row and converses and not tools:
+                rows.remarks.add("tools", "tools of rows are no part of prompts here: those of the stage are")
+            if of_row and tools and named(of_row) != named(tools):
+                raise ConfigError(
+                    f"the row describes the tools {', '.join(sorted(named(of_row)))}, and the stage has "
+                    f"{', '.join(sorted(named(tools)))}; remove the column, or give the same"
+                )
+            described = tools if converses else of_row
             # Four bytes per token; a list of numbers takes eight or more.
-            tokens, images = renderer.prompt_with_images(messages, tools)
+            tokens, images = renderer.prompt_with_images(messages, described)
             if images is not None and not renderer.tokenizer.tower:
                 raise ConfigError("the row has pictures, and model.vision=none loads no tower; set it to frozen")
             if images is not None:
@@ -291,6 +320,7 @@ def examples_of(
                 prompt_tokens=array("i", tokens),
                 plain=prompt_is_text(row, section),
                 images=images,
+                tools=described,
             )
             if shares is not None:
                 shares(prompt)
@@ -308,6 +338,10 @@ def examples_of(
             long.append((rows.start + prompt.index, length))
     blind = renderer.tokenizer.sees and all(prompt.images is None for prompt in prompts)
     notes = [*(no_picture_note(len(prompts), "prompts", rows) if blind else []), *rows.notes]
+    if not converses and None not in readers:
+        sees = renderer.tokenizer.has_images
+        unread = unread_columns(rows.all_columns, section, "prompt", images=sees, others={*taken, *others})
+        notes += unread_note(rows.name, unread)
     if not long:
         return fitting, notes
     note = (
@@ -318,6 +352,11 @@ def examples_of(
         remedy = ", or set overlong to drop" if fitting else ""
         raise ConfigError(f"{note}; raise row_tokens and max_prompt_tokens{remedy}")
     return fitting, [f"{note}; they are dropped (overlong: drop)", *notes]
+
+
+def dropped_prompts(rows: Rows, examples: Sequence[Example]) -> dict[str, float]:
+    """Metric of prompts that are left out as too long; prompts are never truncated."""
+    return {"data/dropped_ratio": (len(rows) - len(examples)) / len(rows)}
 
 
 def _of_row(messages: Sequence[Message], images: PromptImages, row: str) -> tuple[list[Message], PromptImages]:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from posttrain.batch import DraftLoss, TokenLoss
-from posttrain.config import DatasetSection, SequenceSection, SFTSection, UserObject
+from posttrain.config import DatasetSection, DistillSection, SequenceSection, SFTSection, UserObject
 from posttrain.config.locator import FORMS
 from posttrain.config.other_names import meant_kind
 from posttrain.data.chat import Masked, Renderer
+from posttrain.data.columns import unread_columns, unread_note
+from posttrain.data.cuts import RowCuts, mean_metrics
 from posttrain.data.format import tokenize_example
 from posttrain.data.image_rows import bad_image_metrics, bad_image_note, most_patches, picture_note
-from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer
+from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer, sequences_key
 from posttrain.data.prefetch import MeasuredStream
 from posttrain.data.sources import Rows, checked_rows, each_row
 from posttrain.data.turns import stop_notes
@@ -46,8 +48,8 @@ class SequenceInputs:
     section: SequenceSection
     renderer: Renderer
     rows: Rows
-    dropped_ratio: float
-    """Share of rows dropped by `overlong`."""
+    cuts: Mapping[str, float]
+    """Metrics of what the training datasets lose by `overlong`."""
     eval_renderer: Renderer | None
     eval_rows: Rows | None
     loss: TokenLoss | DraftLoss
@@ -80,12 +82,14 @@ def prepare_sequences(
     """
     most_patches(section, prepared.tokenizer)
     notes: list[str] = []
-    sources, dropped = [], []
+    sources = []
+    dropped: list[RowCuts] = []
     for dataset in section.all_datasets:
         sources.append(rows_and_renderer(dataset, prepared.tokenizer))
-        ratio, more = _check_sequences(section, dataset, *sources[-1], targets) if has_completions else (0.0, [])
-        dropped.append(ratio)
-        notes += more
+        if has_completions:
+            lost, more = _check_sequences(section, dataset, *sources[-1], targets)
+            dropped.append(lost)
+            notes += more
     num_trained = len(section.datasets)
     (rows, renderer), *mixed = sources[:num_trained]
     eval_rows, eval_renderer = (None, None) if section.eval_dataset is None else sources[-1]
@@ -93,7 +97,7 @@ def prepare_sequences(
         section=section,
         renderer=renderer,
         rows=rows,
-        dropped_ratio=_mean(dropped[:num_trained], [dataset.weight for dataset in section.datasets]),
+        cuts=mean_metrics(dropped[:num_trained], [one.weight for one in section.datasets]) if has_completions else {},
         eval_renderer=eval_renderer,
         eval_rows=eval_rows,
         loss=loss,
@@ -110,25 +114,22 @@ def describe_sequences(section: SequenceSection, inputs: SequenceInputs | None, 
     return rows + describe_rows(section, shards)
 
 
-def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
-
-
 def _check_sequences(
     section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, targets: RowTargets | None
-) -> tuple[float, list[str]]:
+) -> tuple[RowCuts, list[str]]:
     """Tokenise the rows of `checked_rows` as in training, to find mistakes early.
 
-    Returns the share of dropped sequences, and notes: about them, and about rows with a sequence for each turn.
+    Returns what they lose by `overlong`, and notes: about that, and about rows with a sequence for each turn.
     """
     tokenize = row_tokenizer(section, dataset, rows, renderer, targets)
     chosen = checked_rows(len(rows))
-    dropped = total = split = tokens = whole = 0
+    dropped = total = split = tokens = whole = kept = 0
     grids: list[np.ndarray] = []
     for sequences in each_row(rows, chosen, "rows", tokenize):
         lengths = [len(one["tokens"]) for one in sequences if one is not None]
         grids += [one["grids"] for one in sequences if one is not None and "grids" in one]
         total += len(sequences)
+        kept += sum(lengths)
         dropped += len(sequences) - len(lengths)
         if len(sequences) > 1:
             split += 1
@@ -139,20 +140,32 @@ def _check_sequences(
     checked = "" if len(chosen) == len(rows) else " checked"
     notes = picture_note(grids, total, f"sequences{checked}", rows, renderer.tokenizer)
     notes += bad_image_note(rows, chosen)
-    if split:
+    if split and section.overlong == "split" and not renderer.chat:
+        notes.append(
+            f"{split:,} of {len(chosen):,} rows{checked} of {rows.name} are split into {total - len(chosen) + split:,} "
+            f"sequences of at most row_tokens={section.row_tokens} (overlong: split)"
+        )
+    elif split:
         notes.append(
             f"{split:,} of {len(chosen):,} rows{checked} of {rows.name} are trained as a sequence for each assistant "
             f"turn, in all {total - len(chosen) + split:,} with {tokens / max(whole, 1):.1f} times the tokens, because "
             f"the chat template of {renderer.tokenizer.name} writes earlier turns differently once others follow; a "
             "model.chat_template that keeps them makes one sequence of each row"
         )
-    notes += rows.cut_note(chosen, f"of {len(chosen):,} rows{checked}", section.row_tokens)
     if long := dropped - rows.left_out(chosen):
         notes.append(
             f"{long:,} of {total:,} {'sequences' if split else 'rows'}{checked} of {rows.name} are dropped: longer "
             f"than row_tokens={section.row_tokens} (overlong: {section.overlong})"
         )
-    return dropped / total, notes + _stop_notes(dataset, rows, renderer) + rows.notes
+    of_rows = rows.cuts[sequences_key(section, dataset, renderer)]
+    left_out = rows.left_out(chosen)
+    lost = RowCuts.of([of_rows[index] for index in chosen if index in of_rows], total, kept, left_out)
+    notes += lost.truncation_note(f"{'sequences' if split else 'rows'}{checked}", rows.name, section.row_tokens)
+    teacher = [section.teacher_column] if isinstance(section, DistillSection) and section.teacher_column else []
+    seen = renderer.tokenizer.has_images
+    unread = unread_columns(rows.all_columns, dataset, "sequence", images=seen, others=teacher)
+    notes += _stop_notes(dataset, rows, renderer) + rows.notes + unread_note(rows.name, unread)
+    return lost, notes
 
 
 def _stop_notes(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> list[str]:
@@ -189,7 +202,7 @@ def train_batches(
     section = inputs.section
     # With overlong=error, a row that does not fit is an error before the first step.
     dropping = section.on_bad_image == "drop"
-    dropped = {"data/dropped_ratio": inputs.dropped_ratio} if section.overlong != "error" or dropping else {}
+    dropped = inputs.cuts if section.overlong != "error" or dropping else {}
     held_out = None
     if section.eval_dataset is not None:
         held_out = HeldOut(evaluate=evaluate_all, metrics=sequence_metrics, difference=sequence_differences)

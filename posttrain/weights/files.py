@@ -133,7 +133,10 @@ class Checkpoint:
             if head in extra and embedding in found:
                 extra.remove(head)
                 if values and not _equal(found[head], found[embedding]):
-                    faults.append(f"{head} differs from {embedding}, although tie_word_embeddings is true")
+                    faults.append(
+                        f"{head} differs from {embedding}, although tie_word_embeddings is true; set it to false in "
+                        "config.json if the head is the model's own, else remove the tensor"
+                    )
         present = {name: (found[name], tensor) for name, tensor in expected.items() if name in found}
         names_left = {_pattern(name) for name in extra} - {_pattern(name) for name in expected}
         faults += summary({name: "missing" for name in expected if name not in found}, near=names_left)

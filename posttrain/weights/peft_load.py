@@ -51,7 +51,14 @@ CLASSIFIER = "SEQ_CLS"
 READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_modules"}
 READ |= {"modules_to_save", "peft_type", "bias", "init_lora_weights", "ensure_weight_tying", "target_parameters"}
 SILENT = {"task_type", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "auto_mapping"}
-SILENT |= {"megatron_core", "qalora_group_size", "layers_pattern", "layers_to_transform", "exclude_modules"}
+SILENT |= {
+    "eva_config",
+    "megatron_core",
+    "qalora_group_size",
+    "layers_pattern",
+    "layers_to_transform",
+    "exclude_modules",
+}
 """Fields without information beyond the tensors."""
 
 KEY = re.compile(r"(.+)\.lora_(?:(embedding_)?([AB])(?:\.weight)?|(magnitude_vector)(?:\.weight)?)")

@@ -280,13 +280,13 @@ def test_template_errors_name_template_and_roles() -> None:
 
 def test_plain_prompt_completion_and_text(plain: Renderer) -> None:
     (bos,), eos = plain.tokenizer.prefix_ids, plain.tokenizer.end_id
-    assert plain.prompt([{"role": "user", "content": "ab"}]) == [bos, 97, 98]
+    assert plain.prompt([{"role": "user", "content": "abc"}]) == [bos, 97, 98, 99]
     tokens, mask, *_ = plain.completion("ab", "c")
     assert (tokens, mask) == ([bos, 97, 98, 99, eos], [False, False, False, True, True])
     tokens, mask, *_ = plain.text("ab")
     assert (tokens, mask) == ([bos, 97, 98, eos], [False, True, True, True])
     assert plain.text("<bos>ab<eos>") == plain.text("ab"), "begin and end tokens that are there already are not doubled"
-    with pytest.raises(ConfigError, match="the user message has no text content"):
+    with pytest.raises(ConfigError, match="message 0 has no text content"):
         plain.prompt([{"role": "user", "content": [{"type": "text", "text": "a"}]}])
 
 

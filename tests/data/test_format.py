@@ -5,15 +5,12 @@ import pytest
 
 from posttrain.config import DatasetSection
 from posttrain.data.chat import Renderer
+from posttrain.data.columns import fill, standard_row, template_columns
 from posttrain.data.format import (
     LossOn,
     check_columns,
-    fill,
     prompt_is_text,
     prompt_messages,
-    row_tools,
-    standard_row,
-    template_columns,
     tokenize_example,
     use_chat,
 )
@@ -115,92 +112,6 @@ def test_columns_of_the_prompt(tokenizer: Tokenizer) -> None:
     )
     with pytest.raises(ConfigError, match="instruction and output, and no chat template; give the form of the prompt"):
         check_columns(alpaca, section(), chat=False)
-
-
-def test_plain_text_takes_one_user_and_one_assistant_message(tokenizer: Tokenizer) -> None:
-    """Red without: contents are glued, and the user's turn behind the first answer has loss."""
-    later = {"role": "user", "content": "so?"}
-    rows: list[dict[str, Any]] = [
-        {"prompt": [USER], "completion": [ASSISTANT, later, ASSISTANT]},
-        {"prompt": [USER], "completion": [ASSISTANT, {"role": "tool", "content": "4"}, ASSISTANT]},
-        {"prompt": [USER, ASSISTANT, later], "completion": "bye"},
-        {"prompt": [later, USER], "completion": "yo"},
-        {"prompt": "hi", "completion": "yo", "history": [["a", "b"]]},
-        {"prompt": "hi", "completion": "yo", "system": "S"},
-    ]
-    for row in rows:
-        with pytest.raises(ConfigError, match=r"where plain rendering takes one .*set model.chat_template"):
-            parts(row, tokenizer, section(chat=False))
-    with pytest.raises(ConfigError, match="messages of roles .'system', 'user'. where plain rendering takes one user"):
-        parts({"prompt": "hi", "completion": "yo"}, tokenizer, section(chat=False, system="S"))
-    assert parts({"prompt": [USER], "completion": [ASSISTANT]}, tokenizer, section(chat=False))[1] == "yo<eos>"
-
-
-JSON_TEXTS = [
-    '[{"from": "Paris", "to": "Rome"}]',
-    '[{"role": "engineer", "name": "Ada"}]',
-    '[{"role": "assistant", "content": "Hi"}]',
-    '[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]',
-]
-
-
-@pytest.mark.parametrize("text", JSON_TEXTS)
-def test_a_text_outside_of_the_columns_for_messages_is_text(tokenizer: Tokenizer, text: str) -> None:
-    """Red without: structured answers are refused, or trained as something else."""
-    row = {"prompt": "hi", "completion": text}
-    assert parts(row, tokenizer, section(chat=False))[1] == f"{text}<eos>"
-    assert parts(row, tokenizer, section())[1] == f"{text}<|im_end|>"
-    asked = {"q": text, "completion": "polite"}
-    assert prompt_messages(asked, section(prompt="{q}")) == [{"role": "user", "content": text}]
-    assert prompt_is_text(asked, section(prompt="{q}"))
-    data = section(prompt="{q}")
-    renderer = Renderer(tokenizer, use_chat(data, tokenizer, list(asked)))
-    tokenize_example(asked, data, renderer, "answers")
-    assert "holds messages as JSON" in renderer.remarks.texts["json"]
-
-
-TOOL = {"type": "function", "function": {"name": "add", "description": "Sum of numbers", "parameters": {}}}
-
-
-def test_tools_of_a_row(tokenizer: Tokenizer) -> None:
-    """Red without: the column functions, and tools without a chat template, vanish."""
-    assert row_tools({"tools": [TOOL]}, section()) == row_tools({"functions": [TOOL["function"]]}, section()) == [TOOL]
-    assert row_tools({"tools": None, "functions": ""}, section()) is None
-    other = [{**TOOL["function"], "name": "mul"}]  # type: ignore[dict-item]
-    with pytest.raises(ConfigError, match="tools and functions describe different tools"):
-        row_tools({"tools": [TOOL], "functions": other}, section())
-    assert row_tools({"functions": "def f(): ..."}, section(prompt="{functions}")) is None
-    for name, value in (("tools", [TOOL]), ("functions", [TOOL["function"]])):
-        with pytest.raises(ConfigError, match="tools have no place in plain text"):
-            parts({"prompt": "hi", "completion": "yo", name: value}, tokenizer, section(chat=False))
-        with pytest.raises(ConfigError, match="tools have no place in the plain column text"):
-            parts({"text": "hi", name: value}, tokenizer, section())
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        ("videos", ["cat.mp4"]),
-        ("audio", "a.wav"),
-        ("documents", [{"title": "t", "text": "secret"}]),
-        ("enable_thinking", False),
-        ("reasoning_effort", "high"),
-        ("system_prompt", "Be brief."),
-        ("weight", 0),
-        ("weight", "0"),
-        ("weight", 0.5),
-        ("train", False),
-    ],
-)
-def test_columns_that_change_a_row_are_refused(tokenizer: Tokenizer, column: str, value: Any) -> None:
-    """Red without: they are not read, without a word."""
-    for row in ({"prompt": "hi", "completion": "yo"}, {"messages": [USER, ASSISTANT]}, {"text": "once"}):
-        with pytest.raises(ConfigError, match=f"column '{column}' .* is not read; "):
-            parts({**row, column: value}, tokenizer, section())
-    says_nothing = {"videos": [], "audio": None, "weight": 1, "train": "true", "system_prompt": ""}
-    parts({"prompt": "hi", "completion": "yo", **says_nothing}, tokenizer, section())
-    named = section(prompt=f"{{{column}!s}}: {{prompt}}")
-    assert str(value) in parts({"prompt": "hi", "completion": "yo", column: value}, tokenizer, named)[0]
 
 
 def test_plain_forms(tokenizer: Tokenizer) -> None:

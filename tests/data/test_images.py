@@ -21,7 +21,7 @@ from posttrain.data.format import TokenizedExample, prompt_messages, refuse_pict
 from posttrain.data.image_rows import bucket_sizes, image_arrays, picture_note, with_images
 from posttrain.data.images import Grid, policy_of
 from posttrain.data.packing import LOOK_AHEAD, PackedBatches, fit_to_row
-from posttrain.data.pictures import MAX_PIXELS, Picture, picture_of, written
+from posttrain.data.pictures import MAX_PIXELS, Picture, PictureError, picture_of, written
 from posttrain.data.pipeline import make_batches
 from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -249,22 +249,9 @@ def test_each_form_of_a_picture_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(content)
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     forms = ["a.png", tmp_path / "a.png", content, drawn(0), url, {"bytes": content, "path": "b"}, {"path": "a.png"}]
-    forms += [url.partition(",")[2], {"url": base64.encodebytes(content).decode()}]
     for form in [*forms, {"url": url}, {"bytes": None, "path": str(tmp_path / "a.png")}]:
         picture = picture_of(form, "image", tmp_path)
         assert np.array_equal(np.asarray(picture.pixels()), np.asarray(drawn(0)))
-
-
-def test_base64_of_every_size_is_a_picture_or_refused(tmp_path: Path) -> None:
-    """Red without: OSError, as the text is too long for the name of a file."""
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 60, 3), np.uint8))
-    for kind, picture in (("PNG", noise), ("BMP", noise), ("JPEG", noise), ("PNG", Image.new("RGB", (1, 1)))):
-        file = io.BytesIO()
-        picture.save(file, kind)
-        assert picture_of(base64.b64encode(file.getvalue()).decode(), "image", tmp_path).size == picture.size
-    with pytest.raises(ConfigError, match="image is a text of 5,000 characters, neither a path nor base64"):
-        picture_of("no-picture" * 500, "image", tmp_path)
-    assert picture_of("/9j/a.jpg", "image", tmp_path).source == Path("/9j/a.jpg")
 
 
 def test_pictures_in_memory_are_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +328,7 @@ def one_part(image: Image.Image) -> dict[str, Any]:
             {"messages": [user("a"), {**user(IMAGE), "role": "assistant"}], "image": drawn(0)},
             "images are for messages of users and tools",
         ),
-        ({"text": "a", "image": drawn(0)}, "pictures have no place in the plain column text"),
+        ({"text": "a", "image": drawn(0)}, "the column image has no place beside the plain column text"),
     ],
 )
 def test_counts_and_places_must_fit(row: dict[str, Any], reason: str, tokenizer: Tokenizer) -> None:
@@ -380,10 +367,10 @@ def test_an_image_is_never_cut(tokenizer: Tokenizer) -> None:
     assert one.images is not None
     first, last = (np.flatnonzero(one.images == 2)[at] for at in (0, -1))
     for length in range(int(first) + 1, int(last) + 1):
-        assert fit_to_row(one, length, "truncate") is None
-    kept = fit_to_row(one, int(first), "truncate")
+        assert fit_to_row(one, length, "truncate") == [None]
+    (kept,) = fit_to_row(one, int(first), "truncate")
     assert kept is not None and kept.grids is not None and len(kept.grids) == 1
-    whole = fit_to_row(one, int(last) + 1, "truncate")
+    (whole,) = fit_to_row(one, int(last) + 1, "truncate")
     assert whole is not None and whole.grids is not None and len(whole.grids) == 2
 
 
@@ -506,8 +493,29 @@ def test_row_patches_bound_rows_and_batches_have_few_sizes(tokenizer: Tokenizer)
 def test_other_stages_refuse_pictures(tokenizer: Tokenizer) -> None:
     """By name, before anything is compiled: they would train on the text alone."""
     row, section = {"prompt": "Hi", "image": drawn(0)}, DatasetSection(path="x.jsonl")
-    with pytest.raises(ConfigError, match="the row has pictures, which only SFT reads yet"):
+    with pytest.raises(ConfigError, match="the row has pictures, which labelled steps do not take"):
         refuse_pictures(row, section, Renderer(tokenizer, True))
     refuse_pictures(row, section, Renderer(replace(tokenizer, vision=None), True))
     with pytest.raises(ConfigError, match="images are for messages of users and tools, to a model with images"):
         prompt_messages({"prompt": [user(IMAGE)]}, section)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
+def test_base64_without_its_scheme(kind: str, tmp_path: Path) -> None:
+    """Alone, in lines, in the alphabet of URLs and without padding it is the picture."""
+    file = io.BytesIO()
+    Image.frombytes("RGB", (60, 40), np.random.default_rng(0).bytes(7200)).save(file, kind)
+    whole = base64.b64encode(file.getvalue()).decode()
+    lines = base64.encodebytes(file.getvalue()).decode()
+    of_urls = base64.urlsafe_b64encode(file.getvalue()).decode().rstrip("=")
+    for text in (whole, lines, of_urls):
+        assert picture_of(text, "row 0: image", tmp_path).content() == file.getvalue()
+        assert picture_of({"bytes": text, "path": None}, "row 0: image", tmp_path).size == (60, 40)
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "a/" * 3000, "iVBORw0KGgo" + "!" * 5000, "a\0.png"])
+def test_texts_that_are_neither_path_nor_picture(text: str, tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match=r"row 0: image is a text of .* neither a path nor base64 of a picture"):
+        picture_of(text, "row 0: image", tmp_path)
+    row = {"prompt": "q", "completion": "a", "note": f"{text}.png"}
+    tokenize_example(row, DatasetSection(path="rows.jsonl"), Renderer(load_tokenizer("bytes"), True), "answers")

@@ -204,18 +204,8 @@ def test_turns_without_loss(body: str) -> None:
     with pytest.raises(ConfigError, match="weight: 0 of a message has no effect with train_on_prompt"):
         tokenize_example({"messages": turns}, DatasetSection(path="x"), Renderer(chat(body), True), "all")
     plain = {"prompt": "a", "completion": turns[1:2]}
-    with pytest.raises(ConfigError, match="the assistant message has weight; plain rendering"):
+    with pytest.raises(ConfigError, match="message 0 has weight; without a chat template"):
         tokenize_example(plain, DatasetSection(path="x", chat=False), Renderer(chat(body), False), "answers")
-
-
-def test_names_of_messages_are_written_or_refused() -> None:
-    """Red without: a template that reads no name leaves it out, without a word."""
-    named: list[Message] = [{"role": "user", "content": "a", "name": "Ada"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ConfigError, match=r"message 0 \(user\) has the name 'Ada', which the chat template"):
-        Renderer(chat("{{ m.content }}"), True).conversation(named)
-    writes = Renderer(chat("{{ m.name }}: {{ m.content }}"), True)
-    tokens = writes.conversation(named).tokens
-    assert "Ada: a" in writes.tokenizer.decode(tokens)
 
 
 def test_developer_messages_are_system_messages_where_templates_drop_them() -> None:
@@ -289,7 +279,7 @@ def test_real_templates(shared: Path) -> None:
         ({"instruction": "Hi", "input": None, "output": "a"}, ["instruction and input are read as prompt, output as"]),
         ({"prompt": "Hi", "system": "s", "completion": "a"}, ["the column system is read as part of the prompt"]),
         ({"prompt": "2+2? ", "completion": "2+2? 4"}, ["completion begins with the text of the prompt '2+2?'"]),
-        ({"text": "<|im_start|>user\nHi", "system": "s"}, []),
+        ({"text": "<|im_start|>user\nHi"}, []),
         ({"prompt": "Hi", "completion": "a"}, []),
     ],
 )

@@ -71,15 +71,15 @@ def test_packed_sequences_are_found_again(lengths: list[int], spare: int) -> Non
 
 def test_overlong_examples() -> None:
     long = example(20, prompt=3)
-    cut = fit_to_row(long, 16, "truncate")
+    (cut,) = fit_to_row(long, 16, "truncate")
     assert cut is not None
     np.testing.assert_array_equal(cut.tokens, long.tokens[:16])
     np.testing.assert_array_equal(cut.loss_mask, long.loss_mask[:16])
-    assert fit_to_row(long, 16, "drop") is None
-    assert fit_to_row(example(20, prompt=18), 16, "truncate") is None, "no token with loss would be left"
+    assert fit_to_row(long, 16, "drop") == [None]
+    assert fit_to_row(example(20, prompt=18), 16, "truncate") == [None], "no token with loss would be left"
     with pytest.raises(
         ConfigError, match="it has 20 tokens, more than row_tokens=16; raise row_tokens, or set overlong"
     ):
         fit_to_row(long, 16, "error")
     fitting = example(16)
-    assert all(fit_to_row(fitting, 16, how) is fitting for how in ("truncate", "drop", "error"))
+    assert all(fit_to_row(fitting, 16, how)[0] is fitting for how in ("truncate", "drop", "error"))

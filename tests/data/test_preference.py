@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.config import DatasetSection, PreferenceSection
 from posttrain.data.chat import Renderer
-from posttrain.data.format import standard_row
+from posttrain.data.columns import standard_row
 from posttrain.data.pair_examples import ComparisonBatches, PairExamples, all_rows
 from posttrain.data.preference import labelled_answers, margin, pair_answers, steps
 from posttrain.data.sources import Rows
@@ -44,16 +44,6 @@ def test_text() -> None:
     assert answers({"q": "7", "chosen": "2", "rejected": "3"}, prompt="{q}?") == [("7?", "2", 1), ("7?", "3", -1)]
 
 
-def test_plain_answers_are_one_assistant_message() -> None:
-    """Red without: the user's turn inside an answer has loss."""
-    longer = [GOOD, USER, GOOD]
-    with pytest.raises(ConfigError, match="where plain rendering takes one assistant message"):
-        pair_answers({"prompt": [USER], "chosen": longer, "rejected": [BAD]}, DATASET, PLAIN)
-    for row in ({"prompt": [USER], "completion": longer}, {"messages": [USER, *longer]}):
-        with pytest.raises(ConfigError, match="where plain rendering takes one"):
-            labelled_answers({**row, "label": True}, DATASET, PLAIN)
-
-
 def test_implicit_prompt_of_texts() -> None:
     row = {"chosen": "Human: Hi\n\nAssistant: I am well", "rejected": "Human: Hi\n\nAssistant: I ask you"}
     start = "Human: Hi\n\nAssistant: I"
@@ -74,8 +64,8 @@ def test_implicit_prompt_of_texts() -> None:
         {"chosen": [{**USER, "name": None}, GOOD], "rejected": [USER, BAD]},
         {"prompt": "Hi?", "chosen": [{**USER, "content": "Hi? \n"}, GOOD], "rejected": [USER, BAD]},
         {"prompt": "Hi?", "chosen": GOOD, "rejected": {"from": "gpt", "value": "No."}},
-        {"conversations": json.dumps([{"from": "human", "value": "Hi?"}]), "chosen": GOOD, "rejected": BAD},
         {"conversations": [{"from": "human", "value": "Hi?"}], "chosen": GOOD, "rejected": BAD},
+        {"conversations": json.dumps([USER]), "chosen": GOOD, "rejected": BAD},
         {"instruction": "Hi?", "input": "", "chosen": "Yes.", "rejected": "No."},
     ],
 )
@@ -118,31 +108,6 @@ def test_single_answers() -> None:
     assert said == labelled_answers({"prompt": "Hi?", "completion": "Yes.", "label": True}, DATASET, CHAT)
     both = labelled_answers({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, DATASET, PLAIN)
     assert [a.role for a in both] == [1, -1]
-
-
-def test_answers_that_are_json_are_texts() -> None:
-    """Red without: they are taken for messages."""
-    chosen, rejected = (json.dumps([{"role": "assistant", "content": text}]) for text in ("a", "b"))
-    row = {"prompt": "Q", "chosen": chosen, "rejected": rejected}
-    assert answers(row) == [("Q", chosen, 1), ("Q", rejected, -1)]
-
-
-def test_tools_of_pairs_labels_and_steps() -> None:
-    """Red without: plain text and process rewards leave them out."""
-    tools = [{"type": "function", "function": {"name": "add", "description": "Sum of numbers", "parameters": {}}}]
-    table: list[tuple[Any, dict[str, Any]]] = [
-        (pair_answers, {"prompt": "a", "chosen": "b", "rejected": "c"}),
-        (labelled_answers, {"prompt": "a", "completion": "b", "label": True}),
-        (steps, {"prompt": "a", "completions": ["b"], "labels": [True]}),
-    ]
-    for read, row in table:
-        for given in ({"tools": tools}, {"functions": [tools[0]["function"]]}):
-            with pytest.raises(ConfigError, match="tools have no place in plain text"):
-                read({**row, **given}, DATASET, PLAIN)
-            with pytest.raises(ConfigError, match="does not write them into the prompt"):  # the template has no tools
-                read({**row, **given}, DATASET, CHAT)
-        with pytest.raises(ConfigError, match="column 'weight' .0. is not read"):
-            read({**row, "weight": 0}, DATASET, PLAIN)
 
 
 def test_steps() -> None:
@@ -287,21 +252,6 @@ def test_kto_gets_answers_to_other_prompts() -> None:
         units(repeated[:2], "answers_and_others")(0)
 
 
-def test_kto_keeps_a_short_row_before_a_long_one() -> None:
-    """Red without: row 2 is dropped, or refused, because the answer of row 3 is long."""
-    table = [{"prompt": f"Q{i}: ", "completion": "hi there", "label": i % 2 == 0} for i in range(7)]
-    table[3]["completion"] = "x" * 200
-    kept = units(table, "answers_and_others", row_tokens=100, overlong="drop")
-    assert [number for number in range(7) if kept(number) is None] == [3]
-    refusing = units(table, "answers_and_others", row_tokens=100)
-    assert refusing(2) is not None
-    with pytest.raises(ConfigError, match="x.jsonl row 3: it has"):
-        refusing(3)
-    alternating = [{**row, "completion": "x" * (200 if i % 2 else 8)} for i, row in enumerate(table)]
-    kept = units(alternating, "answers_and_others", row_tokens=100, overlong="drop")
-    assert [number for number in range(7) if kept(number) is None] == [1, 3, 5]
-
-
 def test_weight_on_prompts_of_chosen_answers() -> None:
     unit = units(TABLE, weigh_prompts=True)(0)
     assert unit is not None
@@ -317,11 +267,6 @@ def test_overlong_pairs() -> None:
     cut = units(TABLE, row_tokens=16, overlong="truncate")(2)
     assert cut is not None and np.bincount(cut["part"]).tolist() == [0, 7, 9]
     assert units(TABLE, row_tokens=8, overlong="truncate")(2) is None
-    counted = units(TABLE, row_tokens=16, overlong="truncate")
-    counted(2)
-    assert counted.rows.cut_note([2], "of 1 rows", 16)[0].startswith(
-        "1 of 1 rows of x.jsonl are truncated: 3 of their 19"
-    )
 
 
 @pytest.mark.parametrize(("kind", "both"), [("pairs", 48), ("answers", 24), ("answers_and_others", 48)])

@@ -319,3 +319,59 @@ def test_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="no such file or folder here; the hub cannot be reached") as caught:
         load("owner/no-such-dataset-here", tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_maps_and_encoded_values_at_any_depth(suffix: str, tmp_path: Path) -> None:
+    """A map is an object; dictionaries, run ends and views are their values, also in slices and beside nulls."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    talk: list[Any] = [
+        [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}],
+        None,
+        [{"role": "x"}],
+    ]
+    pairs = [None if row is None else [list(message.items()) for message in row] for row in talk]
+    roles = pa.DictionaryArray.from_arrays([0, 1, None, 0], ["u", "v"])
+    mask = pa.array([False, True, False, False])
+    struct = pa.StructArray.from_arrays([roles, pa.array([1, 2, 3, 4])], names=["r", "n"], mask=mask)
+    columns = {
+        "messages": pa.array(pairs, pa.list_(pa.map_(pa.string(), pa.string()))),
+        "numbers": pa.array([[("a", 1)], None, [("b", None)]], pa.map_(pa.string(), pa.int64())),
+        "structs": pa.ListArray.from_arrays([0, 2, 2, 4], struct),
+        "views": pa.array(["a", None, "c"], pa.string_view()),
+    }
+    expected = {
+        "messages": talk,
+        "numbers": [{"a": 1}, None, {"b": None}],
+        "structs": [[{"r": "u", "n": 1}, None], [], [{"n": 3}, {"r": "u", "n": 4}]],
+        "views": ["a", None, "c"],
+    }
+    if suffix == ".arrow":
+        columns["ends"] = pa.compute.run_end_encode(pa.array(["q", "q", "z"]))
+        expected["ends"] = ["q", "q", "z"]
+    table = pa.table(columns)
+    for start in (0, 1):
+        part = table.slice(start)
+        if suffix == ".parquet":
+            pq.write_table(part, tmp_path / "rows.parquet", row_group_size=2)
+        else:
+            with pa.ipc.new_file(str(tmp_path / "rows.arrow"), part.schema) as file:
+                file.write_table(part)
+        rows = load(f"rows{suffix}", tmp_path)
+        assert [rows[i] for i in range(len(rows))] == [
+            {name: values[i] for name, values in expected.items()} for i in range(start, 3)
+        ]
+
+
+def test_shards_with_encoded_and_plain_roles(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    talk = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    roles = pa.array(["user", "assistant"]).dictionary_encode()
+    struct = pa.StructArray.from_arrays([roles, pa.array(["2+2", "4"])], names=["role", "content"])
+    pq.write_table(pa.table({"messages": pa.ListArray.from_arrays([0, 2], struct)}), tmp_path / "train-0.parquet")
+    pq.write_table(pa.table({"messages": pa.array([talk])}), tmp_path / "train-1.parquet")
+    assert [row["messages"] for row in load(str(tmp_path), tmp_path)] == [talk, talk]

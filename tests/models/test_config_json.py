@@ -13,7 +13,7 @@ import pytest
 
 from posttrain.errors import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
-from posttrain.models.hf import UNSUPPORTED, config_from_hf, config_from_init, config_to_hf
+from posttrain.models.hf import UNSUPPORTED, config_from_hf, config_from_init, config_to_hf, is_classifier
 from posttrain.models.rope import default_frequencies
 from posttrain.weights.load import init_model
 from tests.models.goldens import DENSE, GEMMA, GOLDENS, MIXTURES
@@ -299,3 +299,13 @@ def test_init_refuses_what_would_have_an_effect(changes: dict[str, Any], message
     config_from_init(LLAMA | {"attention_dropout": 0, "pretraining_tp": 1, "use_cache": False})
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         config_from_init(LLAMA | changes)
+
+
+def test_labels_of_a_classifier_are_counted_as_in_transformers() -> None:
+    """By names, else by their number, else two; those of another architecture say nothing."""
+    scored = {"architectures": ["LlamaForSequenceClassification"]}
+    assert is_classifier({**scored, "id2label": {"0": "a"}}) and is_classifier({**scored, "num_labels": 1})
+    for labels in ({}, {"num_labels": 2}, {"id2label": {"0": "a", "1": "b"}, "num_labels": 1}):
+        with pytest.raises(ConfigError, match="needs exactly one label"):
+            is_classifier({**scored, **labels})
+    assert not is_classifier({"architectures": ["LlamaForCausalLM"], "num_labels": 5})

@@ -358,15 +358,6 @@ def test_overlong(folder: Path) -> None:
     assert not np.array_equal(cut["tokens"], dropped["tokens"])
 
 
-def test_truncation_says_how_many_tokens_it_cut(folder: Path) -> None:
-    """Red without: `check` says nothing of tokens that are lost."""
-    (folder / "long.jsonl").write_text(json.dumps({"prompt": "a" * 10, "completion": "b" * 90}) + "\n")
-    inputs = sft(folder, "row_tokens=40", "overlong=truncate", "dataset={path: long.jsonl, chat: false}")
-    (note,) = inputs.rows.cut_note([0], "of 1 rows", 40)
-    # <bos>, 10 + 90 bytes, <eos>
-    assert "long.jsonl are truncated: 62 of their 102 tokens are cut (overlong: truncate, row_tokens=40)" in note
-
-
 def test_loss_of_sft(folder: Path) -> None:
     assert isinstance(sft(folder).loss, SFTLoss) and isinstance(sft(folder, "loss=dft").loss, DFTLoss)
     assert isinstance(sft(folder, "loss=posttrain.losses.sft:DFTLoss").loss, DFTLoss)

@@ -137,7 +137,10 @@ def test_an_environment_of_the_user_is_given_the_tools(folder: Path) -> None:
         ({"tools": []}, "tool_format=hermes has no effect without tools, env or agent"),
         ({"tool_format": "auto"}, "tool_format=auto: the chat template of bytes has no known form"),
         ({"tool_format": "hermis"}, "tool_format=hermis: no such format; did you mean 'hermes'?"),
-        ({"dataset": {"path": "rows.jsonl", "chat": False}}, "tools have no place in plain text"),
+        (
+            {"dataset": {"path": "rows.jsonl", "chat": False}},
+            "tools: there is no place for them without a chat template",
+        ),
         ({"agent": {"fn": "tools_of_test.py:add"}}, "tools and agent: an agent has tools of its own"),
     ],
 )

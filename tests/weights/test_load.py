@@ -176,7 +176,8 @@ def test_harmless_extras_and_tied_heads(folder: Path) -> None:
     assert_same(load_model(folder), load_model(GOLDEN))
     edit(folder, **{"lm_head.weight": embedding + 1})
     assert fault(folder).endswith(
-        "lm_head.weight differs from model.embed_tokens.weight, although tie_word_embeddings is true"
+        "lm_head.weight differs from model.embed_tokens.weight, although tie_word_embeddings is true; set it to false "
+        "in config.json if the head is the model's own, else remove the tensor"
     )
 
 

@@ -186,3 +186,13 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
         write("llama", targets=("q_proj",))
     with pytest.raises(ConfigError, match="lora creates an adapter, adapter loads one; set only one of them"):
         load_model(GOLDENS / "models" / "llama", lora=LoRA(rank=2), adapter=tmp_path)
+
+
+def test_adapters_that_began_with_eva(tmp_path: Path) -> None:
+    """EVA chooses A before training and leaves the base as it is: its settings say nothing beside the tensors."""
+    eva = {"rho": 2.0, "tau": 0.99, "use_label_mask": True, "whiten": False, "adjust_scaling_factors": True}
+    folder = changed(tmp_path, "lora", {"init_lora_weights": "eva", "eva_config": eva}, {})
+    llama = GOLDENS / "models" / "llama"
+    plain, other = (load_model(llama, adapter=adapter) for adapter in (GOLDENS / "lora" / "lora", folder))
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), *(ModelWeights(m).read() for m in (plain, other)))
+    assert jax.tree.all(same)
