@@ -103,6 +103,16 @@ class _Rules:
         self.lines.append(f"rule_{len(self.lines)}: {body}")
         return f"rule_{len(self.lines) - 1}"
 
+    def text_before(self, end: str) -> str:
+        """Right side of any text that ends with a mark of the format, and that mark."""
+        mark = self.mark(end)
+        self.lines.append(f"VALUE: {without(literal(end))}")
+        if end in self.tokenizer.control_ids:
+            return f"VALUE? {mark}"
+        # One terminal: the lexer goes on while a text may be longer, and never back to where a mark began.
+        self.lines.append(f"VALUE_AND_MARK: VALUE {mark}")
+        return "VALUE_AND_MARK"
+
     def mark(self, text: str) -> str:
         """Mark of the format: its control token, or its text where there is none."""
         return mark_rule(self.tokenizer, text)
@@ -208,11 +218,7 @@ def _glm(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
     key_begin, key_end, begin, end = (
         rules.mark(f"<{one}>") for one in ("arg_key", "/arg_key", "arg_value", "/arg_value")
     )
-    rules.lines.append(f"VALUE: {without(literal('</arg_value>'))}")
-    text = f"VALUE? {end}"
-    if "</arg_value>" not in rules.tokenizer.control_ids:
-        rules.lines.append(f"VALUE_AND_MARK: VALUE {end}")
-        text = "VALUE_AND_MARK"
+    text = rules.text_before("</arg_value>")
 
     def write(name: str, schema: dict[str, Any]) -> str:
         required, parts = schema.get("required", ()), []
@@ -232,11 +238,7 @@ def _glm(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
 
 def _gemma4(rules: _Rules, calls: Mapping[str, dict[str, Any]]) -> _Turn:
     quote = rules.mark(GEMMA4_QUOTE)
-    rules.lines.append(f"VALUE: {without(literal(GEMMA4_QUOTE))}")
-    text = f"{quote} VALUE? {quote}"
-    if GEMMA4_QUOTE not in rules.tokenizer.control_ids:
-        rules.lines.append(f"VALUE_AND_MARK: VALUE {quote}")
-        text = f"{quote} VALUE_AND_MARK"
+    text = f"{quote} {rules.text_before(GEMMA4_QUOTE)}"
 
     def value(where: str, schema: Any) -> str:
         """Right side of a value: texts in their marks, lists and objects of such; others are JSON."""

@@ -132,12 +132,12 @@ CALLS = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
     ],
 )
 def test_a_prompt_that_opens_the_thought_is_what_the_answer_follows(
-    template: str, answer: dict[str, object], trained: str
+    template: str, answer: Message, trained: str
 ) -> None:
     """The tokens are the sampled prompt and the answer as it is written; so is each turn of several, or their one text
     where the template keeps all of it."""
     renderer = Renderer(tokenizer_with(template), chat=True)
-    turn: Message = {"role": "assistant", **answer}  # type: ignore[typeddict-item]
+    turn: Message = {**answer, "role": "assistant"}
     talk: list[Message] = [{"role": "user", "content": "Sky?"}, turn, {"role": "user", "content": "And?"}, turn]
     for length in (2, 4):
         made = renderer.conversations(talk[:length])

@@ -399,12 +399,10 @@ def decoded(engine: NativeEngine, slow: Iterator[float]) -> tuple[list[Completio
             drafted.append(isinstance(dispatch.decode.rows, SpeculativeRows))
         return run(dispatch)
 
-    engine._runner.run = slowly  # type: ignore[method-assign]
     prompts, each = requests(7, temperature=1.0)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._runner, "run", slowly)
         return engine.generate_all(prompts, each), drafted
-    finally:
-        engine._runner.run = run  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("source", ["ngram", "block"])

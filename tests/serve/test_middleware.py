@@ -12,14 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.generation import without_padding
+from posttrain.data.tokenizer import Tokenizer
 from posttrain.serve import completions, middleware
 from posttrain.serve.body import Body, Refused
 from posttrain.serve.middleware import AllowedHosts, RequestGuard
 from posttrain.serve.model import Limits, Served
-from tests.serve.serving import listening
-from tests.tiny import tiny_model
+from tests.serve.serving import listening, tiny_served
 
 NAME, LENGTH = "mine", 64
 SITE = "https://app.example.org"
@@ -27,18 +25,7 @@ SITE = "https://app.example.org"
 
 @pytest.fixture(scope="module")
 def served() -> Served:
-    tokenizer = load_tokenizer("bytes")
-    return Served.of(
-        without_padding(tiny_model(num_layers=1, windows=(None,), max_positions=LENGTH), tokenizer),
-        tokenizer,
-        name=NAME,
-        slots=2,
-        max_length=LENGTH,
-        cache_tokens=None,
-        decode_steps=4,
-        tool_format="hermes",
-        limits=Limits(queue=6, timeout_s=60.0),
-    )
+    return tiny_served(NAME, LENGTH, slots=2, limits=Limits(queue=6, timeout_s=60.0))
 
 
 @pytest.fixture(scope="module")

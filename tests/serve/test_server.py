@@ -31,7 +31,7 @@ from posttrain.serve.chat import ResponseRequest
 from posttrain.serve.model import Limits, Served
 from posttrain.tools.formats import Format
 from posttrain.tools.grammar import tool_grammar
-from tests.serve.serving import listening
+from tests.serve.serving import listening, tiny_served
 from tests.tiny import tiny_model
 
 MODEL, LENGTH = "tiny/model", 512
@@ -42,24 +42,9 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer("bytes")
 
 
-def make(tokenizer: Tokenizer, **changes: Any) -> Served:
-    return Served.of(
-        without_padding(tiny_model(num_layers=1, windows=(None,), max_positions=LENGTH), tokenizer),
-        tokenizer,
-        name=MODEL,
-        slots=4,
-        max_length=LENGTH,
-        cache_tokens=None,
-        decode_steps=5,
-        tool_format="hermes",
-        limits=Limits(queue=64, timeout_s=60.0),
-        **changes,
-    )
-
-
 @pytest.fixture(scope="module")
 def served(tokenizer: Tokenizer) -> Served:
-    return make(tokenizer, adapters=AdapterSlots(count=1, rank=2))
+    return tiny_served(MODEL, LENGTH, adapters=AdapterSlots(count=1, rank=2))
 
 
 @pytest.fixture(scope="module")
@@ -537,7 +522,7 @@ def test_refusals_name_options_of_serve(tokenizer: Tokenizer, served: Served, ad
     limits = Limits(queue=1, timeout_s=1.0)
     with pytest.raises(ConfigError, match=r"^serve: --cache-tokens: a cache of .* of --max-length 512; it needs \d+$"):
         Served.of(model, tokenizer, name=MODEL, cache_tokens=64, limits=limits, **sizes)
-    narrow = make(tokenizer, adapters=AdapterSlots(count=1, rank=1))
+    narrow = tiny_served(MODEL, LENGTH, adapters=AdapterSlots(count=1, rank=1))
     with pytest.raises(ConfigError, match=r"--adapter x=.* has rank 2 at .*, above --adapter-rank 1"):
         narrow.add_adapter("x", str(adapter))
     bare = replace(tokenizer, hf=copy.copy(tokenizer.hf))
