@@ -160,7 +160,7 @@ def params_of(served: Served) -> SamplingParams:
 
 @pytest.mark.thorough
 def test_drafts_change_no_token(served: Served) -> None:
-    drafting = make(served.tokenizer, speculative=LookupDrafts(tokens=3))
+    drafting = tiny_served(MODEL, LENGTH, speculative=LookupDrafts(tokens=3))
     drafting.engine._runner.drafter.pace.choose = lambda rows: True  # type: ignore
     prompt, params = list(b"ABABABAB"), replace(params_of(served), max_tokens=32, allowed_token_ids=(65, 66, 67))
     [found], [wanted] = (twin(one).generate_all([prompt], [params]) for one in (drafting, served))
