@@ -43,7 +43,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def served(tokenizer: Tokenizer) -> Served:
+def served() -> Served:
     return tiny_served(MODEL, LENGTH, adapters=AdapterSlots(count=1, rank=2))
 
 
