@@ -86,6 +86,8 @@ def test_check_says_what_a_run_would_do(folder: Path) -> None:
         "mesh: data=1, fsdp=8, expert=1, context=1, tensor=1 (this machine; --devices N for another)",
         "0-sft: 24 dataset rows, 4 steps of 4 x 16 tokens",
         "1-rl: 24 prompts, 4 steps of 2 prompts x 4 samples = 8, up to 6 new tokens each",
+        "0-sft: rows.jsonl: columns that are not read: answer",
+        "1-rl: rows.jsonl: columns that are not read: completion, answer",
         "1-rl: micro_batch_rows=4 becomes 8, a multiple of mesh.data x mesh.fsdp x mesh.expert = 8",
         "ok",
     ]

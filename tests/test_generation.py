@@ -239,5 +239,6 @@ def test_the_column_of_template_arguments_is_refused(tmp_path: Path) -> None:
     file = write_run(tmp_path, {**sft_stage(), "dataset": {"path": "rows.jsonl"}})
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "completion": "2", "chat_template_kwargs": {"quiet": true}}')
     assert (
-        "column 'chat_template_kwargs': arguments of the chat template are the same" in posttrain("check", file).error
+        "column 'chat_template_kwargs' is not obeyed: arguments of the chat template are the same"
+        in posttrain("check", file).error
     )

@@ -187,7 +187,7 @@ class Agents:
 
 
 def _end_of(session: Session, *, finished: bool, failure: Stop | None) -> SampleEnd:
-    """How the sample of a session ended: by its last turn, unless a request after it was beyond a limit."""
+    """End of the sample of a session: that of its last turn, unless a request after it was beyond a limit."""
     refusal, answered = session.refused_last, session.answered
     reached = REFUSED[refusal.code] if refusal is not None else answered[-1].reached if answered else None
     last: Stop = answered[-1].stop if answered else "stop"

@@ -15,8 +15,8 @@ from posttrain.errors import ConfigError, did_you_mean
 
 Row = Mapping[str, Any]
 RowKind = Literal["sequence", "pair", "answer", "steps", "prompt"]
-"""What a stage reads of a row: a training sequence, a preference pair, a labelled answer, a prompt with labelled steps,
-or a prompt to sample from."""
+"""Form in which a stage reads a row: a training sequence, a preference pair, a labelled answer, a prompt with labelled
+steps, or a prompt to sample from."""
 
 TOOL_COLUMNS = ("tools", "functions")
 """Columns with tool descriptions: of chat templates, and of OpenAI's older format."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Cut(NamedTuple):
-    """What the sequences of one row, or one unit of a pair, lost."""
+    """Tokens that the sequences of one row, or one unit of a pair, lost."""
 
     truncated: int = 0
     """Number of sequences of which the end was left out."""

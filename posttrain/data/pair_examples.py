@@ -106,7 +106,7 @@ class PairExamples:
 
     @property
     def cuts(self) -> dict[int, Cut]:
-        """What units lost by `overlong`, by number."""
+        """Losses of units by `overlong`, by number."""
         return self.rows.cuts.setdefault(self._key, {})
 
     @property

@@ -70,7 +70,7 @@ class Rows:
     bad_images: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
     """Rows that were left out so far for a picture that cannot be read."""
     cuts: dict[Hashable, dict[int, Cut]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What rows lost by `overlong`, by the key of their sequences (`sequences`) and their number."""
+    """Losses of rows by `overlong`, by the key of their sequences (`sequences`) and their number."""
     _columns: dict[str, None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _sequences: dict[Hashable, SequenceCache] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -230,7 +230,7 @@ def _from_disk(section: DatasetSection, folder: Path) -> Any:
         return loaded
     if section.split not in loaded:
         raise no_split(section, map(str, loaded))
-    return ArrowRows(loaded[section.split])
+    return loaded[section.split]
 
 
 def _from_hub(section: DatasetSection) -> Any:

@@ -23,7 +23,7 @@ class ThoughtMarks(NamedTuple):
     begin: tuple[str, ...]
     end: tuple[str, ...]
     content: tuple[str, ...] = ()
-    """What a turn writes before its content, behind a thought or without one."""
+    """Text that a turn writes before its content, behind a thought or without one."""
     never: str = ""
     """Regular expression of what no thought holds; empty: the first mark of its end."""
 

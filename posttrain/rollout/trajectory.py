@@ -23,14 +23,14 @@ LIMITS: tuple[Limit, ...] = get_args(Limit)
 
 
 class SampleEnd(NamedTuple):
-    """How a sample ended; the fields `stop` and `limit` of its trajectory."""
+    """End of a sample: the fields `stop` and `limit` of its trajectory."""
 
     stop: Stop
     limit: Limit | None
 
 
 def sample_end(last: Stop, *, reached: Limit | None, finished: bool, failure: Stop | None) -> SampleEnd:
-    """How a sample ended, from its last turn and what followed: the only place that tells.
+    """End of a sample, from its last turn and what followed: the only place that tells.
 
     `last`: stop of the last turn's completion. `reached`: limit that cut this turn, or beyond which the policy was
     asked for another one in vain; None: neither, and limits that were met before the last turn do not count.
