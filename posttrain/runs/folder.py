@@ -8,13 +8,14 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from posttrain import __version__
-from posttrain.config import RunConfig
+from posttrain.config import RunConfig, TrainSection
 from posttrain.config.yaml_file import diff_config, dump_config, load_recorded
 from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import check_code, code_digests, remember_code
@@ -33,14 +34,42 @@ NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
 """Keys that may differ between calls of the same run."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """More steps for stages of a run than it had. The folder stays as it was until `write`."""
+
+    output: Path
+    config: RunConfig
+    names: tuple[str, ...] = ()
+    """Names of the stages that have more steps now."""
+
+    def write(self) -> None:
+        """Write the new settings, and delete model and result of the stages, which train on from their last checkpoint.
+        A process that is killed in between leaves a run that the settings from before end as it was."""
+        for name in self.names:
+            folder = self.output / name
+            replaced = folder / "model.replaced"
+            if (folder / "model").exists():
+                # Renamed first, so that a killed process leaves no partial model under this name.
+                (folder / "model").rename(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)
+            (folder / "result.json").unlink(missing_ok=True)
+        if self.names:
+            write_whole(self.output / CONFIG_NAME, dump_config(self.config))
+
+
 @contextmanager
-def claimed(output: Path, config: RunConfig) -> Iterator[None]:
-    """Lock the run's folder, by the first process; ConfigError if another run uses it, another configuration made it,
-    or another process does not see it or has other settings."""
-    with _locked(output, config) if processes.writes() else contextlib.nullcontext():
+def claimed(output: Path, config: RunConfig) -> Iterator[Growth]:
+    """Lock the run's folder, by the first process, with the stages that have more steps than before as the value, the
+    same in all processes. ConfigError if another run uses the folder, another configuration made it, or another process
+    does not see it or has other settings."""
+    with contextlib.ExitStack() as held:
+        growth = Growth(output=output, config=config)
+        if processes.writes():
+            growth = held.enter_context(_locked(output, config))
         if processes.count() > 1:
             _check_others(output, config)
-        yield
+        yield replace(growth, names=tuple(processes.agreed(lambda: list(growth.names))))
 
 
 def _check_others(output: Path, config: RunConfig) -> None:
@@ -68,7 +97,7 @@ def _appears(file: Path, content: str) -> bool:
 
 
 @contextmanager
-def _locked(output: Path, config: RunConfig) -> Iterator[None]:
+def _locked(output: Path, config: RunConfig) -> Iterator[Growth]:
     with contextlib.ExitStack() as held:
         try:
             output.mkdir(parents=True, exist_ok=True)
@@ -79,8 +108,7 @@ def _locked(output: Path, config: RunConfig) -> Iterator[None]:
             ) from error
         except OSError as error:
             raise ConfigError(f"output: {output}: cannot be written: {error.strerror}; give another output") from error
-        _check_same(output, config)
-        yield
+        yield _check_same(output, config)
 
 
 def remember_devices(output: Path, slices: int) -> None:
@@ -136,12 +164,14 @@ def machine_of_run(output: Path) -> str:
     return name
 
 
-def _check_same(output: Path, config: RunConfig) -> None:
+def _check_same(output: Path, config: RunConfig) -> Growth:
+    """Stages that have more steps than before. ConfigError for settings or code that changed otherwise. Writes the
+    settings of a run that has not begun."""
     file = output / CONFIG_NAME
     if not file.exists() or not _begun(output):
         remember_code(output, config)
         write_whole(file, dump_config(config))
-        return
+        return Growth(output=output, config=config)
     before = load_recorded(file)
     # Both are compared as YAML, in which a function is its name.
     extended = _extended_stages(before, config)
@@ -155,9 +185,12 @@ def _check_same(output: Path, config: RunConfig) -> None:
             "give another output, or delete the folder to start over"
         )
     check_code(output, config)
-    if extended:
-        _extend(output, before, config, extended)
-        write_whole(file, dump_config(config))
+    names = stage_names(config)
+    for index in extended:
+        _check_extension(output, names, index, before.stages[index].steps)
+    for index in extended:
+        _tell_growth(names[index], before.stages[index].steps, config.stages[index])
+    return Growth(output=output, config=config, names=tuple(names[index] for index in extended))
 
 
 def _extended_stages(before: RunConfig, after: RunConfig) -> list[int]:
@@ -168,34 +201,20 @@ def _extended_stages(before: RunConfig, after: RunConfig) -> list[int]:
     return [index for index, (old, new) in pairs if (old.num_steps or 0) < (new.num_steps or 0)]
 
 
-def _extend(output: Path, before: RunConfig, after: RunConfig, indices: Sequence[int]) -> None:
-    """Reopen these stages at their last checkpoint, deleting the saved model of finished ones.
-
-    ConfigError if a later stage started from that model, or if the last checkpoint is missing.
-    """
-    names = stage_names(after)
-    for index in indices:
-        _check_extension(output, names, index, before.stages[index].steps)
-    for index in indices:
-        old, new, folder = before.stages[index], after.stages[index], output / names[index]
-        line = f"{names[index]}: num_steps grows from {old.steps} to {new.steps}"
-        schedule = new.optimizer.schedule
-        if schedule != "constant":
-            shown = schedule if isinstance(schedule, str) else "joined"
-            line += (
-                f"; the {shown} schedule of its learning rate now ends at step {new.steps}, so that "
-                "the result is not that of a run with so many steps from the start"
-            )
-        console().print(line, markup=False, soft_wrap=True)
-        replaced = folder / "model.replaced"
-        if (folder / "model").exists():
-            # Renamed first, so that a killed process leaves no partial model under this name.
-            (folder / "model").rename(replaced)
-        shutil.rmtree(replaced, ignore_errors=True)
-        (folder / "result.json").unlink(missing_ok=True)
+def _tell_growth(name: str, old_steps: int, section: TrainSection) -> None:
+    line = f"{name}: num_steps grows from {old_steps} to {section.steps}"
+    schedule = section.optimizer.schedule
+    if schedule != "constant":
+        shown = schedule if isinstance(schedule, str) else "joined"
+        line += (
+            f"; the {shown} schedule of its learning rate now ends at step {section.steps}, so that "
+            "the result is not that of a run with so many steps from the start"
+        )
+    console().print(line, markup=False, soft_wrap=True)
 
 
 def _check_extension(output: Path, names: Sequence[str], index: int, old_steps: int) -> None:
+    """ConfigError if a later stage started from the model of this one, or if its last checkpoint is missing."""
     field, folder = f"stages.{index}.num_steps", output / names[index]
     if begun := [name for name in names[index + 1 :] if (output / name / "source.json").exists()]:
         raise ConfigError(

@@ -22,7 +22,7 @@ from posttrain.evaluation.at_k import paired
 from posttrain.evaluation.sequences import PROMPTS, SEQUENCES
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import make_mesh, row_shards
-from posttrain.runs.folder import claimed, remember_devices, remember_versions
+from posttrain.runs.folder import Growth, claimed, remember_devices, remember_versions
 from posttrain.runs.prepare import keep_clock, prepare, write_counts
 from posttrain.runtime import join, processes
 from posttrain.runtime.files import check_writable
@@ -54,15 +54,10 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     config = prepared.config
     output, names = Path(config.output), stage_names(config)
     chosen = _memory_choices(config, prepared.files, mesh, force=force)
-    with _outside_failures(output), claimed(output, config), host_log(output), stop_on_signals() as stop:
-        if processes.writes():
-            write_counts(output, prepared.counts)
-            keep_clock(output, prepared.tokenizer)
-            remember_devices(output, config.mesh.slices)
-            remember_versions(output)
+    with _outside_failures(output), claimed(output, config) as growth, host_log(output), stop_on_signals() as stop:
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
-        trained = _train_stages(prepared, mesh, watchers, stop, chosen, strict=strict)
+        trained = _train_stages(prepared, mesh, watchers, stop, chosen, growth, strict=strict)
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     if not trained:
         _print_nothing_trained(output, _finished(output / names[-1]))
@@ -76,12 +71,24 @@ def _train_stages(
     watchers: Sequence[Sink],
     stop: StopRequest,
     chosen: Sequence[Chosen],
+    growth: Growth,
     *,
     strict: bool,
 ) -> list[str]:
     """Run the stages that are not done, each from the model of the one before; return their names."""
     config, output, names = prepared.config, Path(prepared.config.output), stage_names(prepared.config)
     source, trained = None, []
+
+    def write_run() -> None:
+        """Write what this call changes of the run's folder: a stage calls it when its data and its checkpoint are
+        verified, so that a call that is refused changes nothing."""
+        if processes.writes():
+            write_counts(output, prepared.counts)
+            keep_clock(output, prepared.tokenizer)
+            remember_devices(output, config.mesh.slices)
+            remember_versions(output)
+            growth.write()
+
     for name, inputs, own in zip(names, prepared.stages, chosen, strict=True):
         folder = output / name
         if processes.writes():
@@ -107,9 +114,10 @@ def _train_stages(
             settings=stage_settings(config, names.index(name)),
             watchers=watchers,
             strict=strict,
+            write_run=write_run,
         )
         source = stage.model_folder
-        if processes.agreed(source.exists):
+        if name not in growth.names and processes.agreed(source.exists):
             console().print(f"{name}: done before; its model is {source}")
             continue
         if processes.any_of(stop.requested):

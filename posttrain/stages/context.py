@@ -102,6 +102,8 @@ class StageRun:
     """Gather the weights once an update, see `TrainSettings`."""
     strict: bool = False
     """End where the newest checkpoint is damaged, in place of resuming from the one before."""
+    write_run: Callable[[], None] | None = None
+    """Writes what a call changes of the run's folder, before the first step; None: the stage is not run."""
 
     @property
     def model_folder(self) -> Path:
@@ -188,7 +190,7 @@ class StageRun:
     def training(
         self, trainer: Trainer, data: Resumable, section: TrainSection, held_out: HeldOut | None
     ) -> Iterator[Training]:
-        """Open sinks and checkpoints, and restore trainer and data from the newest checkpoint.
+        """Open checkpoints, restore trainer and data from the newest one, and only then write to the run's folder.
 
         After the last step write result and model; the model's folder marks the stage as finished.
         """
@@ -206,6 +208,8 @@ class StageRun:
         num_steps, best = section.steps, self._best(section, held_out)
         with Checkpointer(self.folder / "checkpoints") as checkpointer:
             damaged = restore_latest(trainer, data, checkpointer, self.origin, strict=self.strict)
+            if self.write_run is not None:
+                self.write_run()
             if trainer.step_number:
                 console().print(f"resuming after step {trainer.step_number} of {num_steps}")
             sinks = open_sinks(

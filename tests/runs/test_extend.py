@@ -57,3 +57,36 @@ def test_what_may_not_grow(tmp_path: Path) -> None:
     assert "has no checkpoint of step 3" in posttrain("run", file, "stages.b.num_steps=4").error
     model = load_file(output / "1-b" / "model" / "model.safetensors")
     assert all(np.isfinite(tensor).all() for tensor in model.values())
+
+
+@pytest.mark.parametrize("mistake", ["row", "checkpoint", "none"])
+def test_a_refused_call_changes_nothing(tmp_path: Path, mistake: str) -> None:
+    """Red without: the model of the finished run is deleted before its data and its checkpoint are verified."""
+    file, output = write_run(tmp_path, sft_stage(num_steps=2)), tmp_path / "out"
+    assert posttrain("run", file).code == 0
+    before = contents(output)
+    rows = (tmp_path / "rows.jsonl").read_text()
+    if mistake == "row":
+        (tmp_path / "rows.jsonl").write_text(rows.replace("=", ":", 1))
+        refused = posttrain("run", file, "stages.0.num_steps=3")
+        assert refused.code == 2 and "cannot resume: dataset was" in refused.error
+        (tmp_path / "rows.jsonl").write_text(rows)
+    if mistake == "checkpoint":
+        kept = {path: path.read_bytes() for path in (output / "0-sft" / "checkpoints").rglob("*") if path.is_file()}
+        for path, content in kept.items():
+            path.write_bytes(bytes(byte ^ 255 for byte in content))
+        refused = posttrain("run", file, "stages.0.num_steps=3", "--strict")
+        assert refused.code != 0, refused.out
+        for path, content in kept.items():
+            path.write_bytes(content)
+    assert contents(output) == before
+    again = posttrain("run", file)
+    assert again.code == 0 and "done before" in again.out and contents(output) == before
+    grown = posttrain("run", file, "stages.0.num_steps=3")
+    assert grown.code == 0 and steps(output, "0-sft") == [1, 2, 3]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Files of a run by name, but for its lock and its logs."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not {"lock", ".lock", "hosts"} & set(path.parts)]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
