@@ -29,6 +29,7 @@ from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import check_turns
 from posttrain.environments.conversation import (
+    NEEDS_CHAT,
     Generate,
     accepted_keywords,
     check_keywords,
@@ -111,6 +112,8 @@ class Agents:
             check_keywords(self.run, self.args, list(examples[0].row), GIVEN, "agent")
         if not self.split_turns:
             check_turns(renderer, role_patterns(examples), ("user",), tools=None, keep_thinking=keep_thinking)
+        elif not renderer.chat:
+            raise ConfigError(f"agent.split_turns: {NEEDS_CHAT}")
 
     async def converse(
         self,

@@ -45,6 +45,13 @@ class EnvError(Exception):
         self.stop: Stop = stop
 
 
+NEEDS_CHAT = (
+    "the prompt of each turn is a rendering of all messages before it, whose roles and borders plain text lacks; give "
+    "prompts as messages with a chat template (model.chat_template), or leave split_turns out"
+)
+"""Rule for `split_turns`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Environments:
     """Environments of a stage, one for each sample, and how conversations with them are held."""
@@ -93,8 +100,8 @@ class Environments:
     def check(self, renderer: Renderer, examples: Sequence[Example], *, keep_thinking: bool) -> None:
         """Make an environment of the first row, and check that the chat template allows conversations with it.
 
-        ConfigError for columns that are missing, an environment that cannot be made, and a template that changes
-        earlier turns.
+        ConfigError for columns that are missing, an environment that cannot be made, a template that changes earlier
+        turns, and turns that are rendered anew without one.
         """
         provided = ("seed", "row", "tools") if self.tools else ("seed", "row")
         check_keywords(self.make, self.args, list(examples[0].row), provided, "env")
@@ -114,6 +121,8 @@ class Environments:
         prompts = [prompt] if prompt is not None else role_patterns(examples)
         if not self.split_turns:
             check_turns(renderer, prompts, roles, tools=schemas, keep_thinking=keep_thinking)
+        elif not renderer.chat:
+            raise ConfigError(f"env.split_turns: {NEEDS_CHAT}")
 
     async def _tried(self, example: Example) -> tuple[Env, Sequence[Message] | None]:
         """Environment of an example, and its own prompt where it has one. ConfigError if it fails."""

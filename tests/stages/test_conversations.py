@@ -103,12 +103,17 @@ def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.thorough
 def test_rows_of_turns_and_a_critic(tmp_path: Path) -> None:
     """A row for each turn, rewards at their ends, and values by turn."""
-    file = write(
-        tmp_path,
-        env={**TALK["env"], "split_turns": True, "max_turns": 3},
-        algorithm={"kind": "ppo", "gae_level": "turn", "kl_coef": 0.05},
-        num_steps=2,
-    )
+    fields: dict[str, Any] = {
+        "env": {**TALK["env"], "split_turns": True, "max_turns": 3},
+        "algorithm": {"kind": "ppo", "gae_level": "turn", "kl_coef": 0.05},
+        "num_steps": 2,
+    }
+    file = write(tmp_path, **fields)
+    # Each turn is rendered anew, for which plain text has no form.
+    assert "env.split_turns: the prompt of each turn" in posttrain("check", file).error
+    file = write(tmp_path, **fields, dataset={"path": "chat.jsonl"}, row_tokens=64)
+    chat = [{"prompt": [{"role": "user", "content": f"{n}?"}], "answer": "2"} for n in range(6)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat), encoding="utf-8")
     assert posttrain("run", file).code == 0
     told = [line for line in lines(tmp_path / "out") if "grad_norm" in line]
     assert all(math.isfinite(line["critic/loss"]) and line["env/turns"] > 1.5 for line in told)
