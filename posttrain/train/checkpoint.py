@@ -21,17 +21,19 @@ from jax.sharding import SingleDeviceSharding
 
 from posttrain.errors import ConfigError
 from posttrain.runtime import processes
-from posttrain.runtime.files import check_readable, digest
+from posttrain.runtime.files import check_readable, digest, file_digest, write_whole
 from posttrain.tree import digests, path_str
 
 T = TypeVar("T")
 Tree = TypeVar("Tree")
 
-FORMAT = 4
+FORMAT = 5
 """Format of the host part; checkpoints of another format are rejected."""
 FILE_BYTES = 32 << 20
 """Size of a checkpoint's files: the writer holds what it has compressed until a file is full. With Orbax's default, 2
 GiB, that is a second copy of the whole state."""
+MANIFEST = "manifest.json"
+"""Sizes and digests of the files beside it, all that TensorStore reads: damaged ones may end its process."""
 DAMAGED = "damaged-"
 """Beginning of the names of steps that were set aside."""
 
@@ -45,8 +47,9 @@ class Checkpointer:
     manager.
 
     A step holds the leaves of a tree of jax arrays under their dotted paths, and host data: JSON in which numpy arrays
-    of any shape may stand, with a digest of each leaf and of the host data, which are compared when it is restored. It
-    appears under its number once it is completely on disk: a process killed while saving leaves the previous steps.
+    of any shape may stand, with a digest of each leaf and of the host data, which are compared when it is restored, and
+    one of each file, which is compared before it is read. It appears under its number once it is completely on disk: a
+    process killed while saving leaves the previous steps.
     Incomplete steps are removed in the background from the opening on, at the latest by the next save, so only one run
     may have a directory open, and others beside it with `read_only`, which changes nothing in it. An error of a
     background save is raised by the next call. With several processes, all make the same calls.
@@ -63,6 +66,7 @@ class Checkpointer:
         self._hook, sys.excepthook = sys.excepthook, _without_closed_loops(sys.excepthook)
         self._manager = ocp.CheckpointManager(
             self.directory,
+            handler_registry=_item_handlers(),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=None if read_only else ocp.checkpoint_managers.LatestN(n=keep),
                 cleanup_tmp_directories=not read_only,
@@ -151,6 +155,8 @@ class Checkpointer:
         requested, saved = _by_path(like), record["arrays"]
         branches = {path.split(".")[0] for path in (requested if partial else saved)}
         self._check(step, {path: spec for path, spec in saved.items() if path.split(".")[0] in branches}, requested)
+        # All files, by all processes, before one of them reads any: of damaged ones TensorStore may end the process.
+        self._together(step, lambda: self._verify(step, record["values"]))
         leaves, values = self._together(step, lambda: self._arrays(step, requested, record["values"], partial=partial))
         found = digests(leaves) | {name: _digest(value) for name, value in values.items()}
         expected = {path: saved[path]["digest"] for path in leaves} | record["values"]
@@ -158,6 +164,19 @@ class Checkpointer:
             raise self._damaged(step, f"{', '.join(wrong)}: other values than were saved")
         host = _with_arrays(json.loads(record["host"]), values)
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in requested]), host
+
+    def _verify(self, step: int, values: dict[str, str]) -> None:
+        """Compare files with their manifests, each process a part of them. ValueError for one that differs, OSError for
+        one that is missing."""
+        for item in ("arrays", "values") if values else ("arrays",):
+            folder = self.directory / str(step) / item
+            sealed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            if sealed != _sealed(sealed["record"], sealed["format"]):
+                raise ValueError(f"{item}/{MANIFEST}: other data than was saved")
+            files: dict[str, list[Any]] = json.loads(sealed["record"])
+            for name in sorted(files)[processes.index() :: processes.count()]:
+                if _seal_of(folder / name) != files[name]:
+                    raise ValueError(f"{item}/{name}: other data than was saved")
 
     def _record(self, step: int) -> dict[str, Any]:
         """Host data, and specifications of the arrays."""
@@ -264,6 +283,36 @@ def _without_closed_loops(hook: Hook) -> Hook:
             hook(kind, error, trace)
 
     return print_error
+
+
+def _item_handlers() -> Any:
+    """Handlers of Orbax of a step's items: those of arrays write a manifest of their files."""
+    import orbax.checkpoint as ocp
+
+    class Sealing(ocp.PyTreeCheckpointHandler):
+        def finalize(self, directory: Any) -> None:
+            """Called when all files are written, before the step gets its name."""
+            super().finalize(directory)
+            if processes.writes():
+                folder = Path(directory)
+                names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+                files = {name: _seal_of(folder / name) for name in names}
+                write_whole(folder / MANIFEST, json.dumps(_sealed(json.dumps(files), FORMAT)))
+
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for item in ("arrays", "values"):
+        sealing = Sealing()
+        registry.add(item, ocp.args.PyTreeSave, sealing)
+        registry.add(item, ocp.args.PyTreeRestore, sealing)
+    json_handler = ocp.JsonCheckpointHandler()
+    registry.add("host", ocp.args.JsonSave, json_handler)
+    registry.add("host", ocp.args.JsonRestore, json_handler)
+    return registry
+
+
+def _seal_of(file: Path) -> list[Any]:
+    """Size and digest of a file."""
+    return [file.stat().st_size, file_digest(file)]
 
 
 class _ReadsToTheEnd:

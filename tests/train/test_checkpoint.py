@@ -152,7 +152,7 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
             before.setattr("posttrain.train.checkpoint.FORMAT", 1)
             checkpointer.save(1, {"a": jnp.zeros(1)}, {})
             checkpointer.wait()
-        with pytest.raises(ConfigError, match="checkpoint has format 1, this version reads 4; resume with the version"):
+        with pytest.raises(ConfigError, match="checkpoint has format 1, this version reads 5; resume with the version"):
             checkpointer.restore(1, {"a": jnp.zeros(1)})
 
 
@@ -171,8 +171,11 @@ def stored(folder: Path) -> dict[str, Any]:
     return arrays
 
 
-def test_no_damaged_byte_passes_in_silence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A step of which a file is changed in a byte, cut, zeroed or gone is as saved, or refused in one line."""
+def test_no_damaged_byte_passes_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A step of which a file is changed in a byte, cut, zeroed or gone is as saved, or refused in one line, before
+    TensorStore reads it, which may end the process."""
     arrays = stored(tmp_path)
     folder, whole = tmp_path / "2", tmp_path / "whole"
     folder.rename(whole)
@@ -180,6 +183,8 @@ def test_no_damaged_byte_passes_in_silence(tmp_path: Path, capfd: pytest.Capture
     others = itertools.cycle((lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda data: None))
     files = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
     with Checkpointer(tmp_path) as checkpointer:
+        reads = Mock(wraps=checkpointer._arrays)
+        monkeypatch.setattr(checkpointer, "_arrays", reads)
         for file in files:
             data = (whole / file).read_bytes()
             flipped = bytearray(data)
@@ -196,6 +201,7 @@ def test_no_damaged_byte_passes_in_silence(tmp_path: Path, capfd: pytest.Capture
                     assert_same(found, arrays)
                     assert host["step"] == 2 and (host["numbers"] == np.arange(50)).all() and host["text"] == "a" * 99
                 shutil.rmtree(folder)
+        assert reads.call_count == len(read)
         assert_same(checkpointer.restore(1, like(arrays))[0], arrays)
     assert all(line.startswith(f"{folder}: the checkpoint of step 2 is damaged (") for line in refused)
     assert not any("\n" in line or len(line) > 400 for line in refused)
