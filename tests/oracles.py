@@ -92,7 +92,7 @@ class Sample:
     """A sample as the run recorded it, before any mathematics of training."""
 
     rewards: Mapping[str, float]
-    """Reward of each function, unweighted."""
+    """Reward of each function, unweighted; NaN of one that does not apply."""
     rows: Sequence[int]
     """Numbers of its rows among all of the step."""
     cut: bool
@@ -126,14 +126,23 @@ def kl_estimate(kind: str, logps: np.ndarray, ref: np.ndarray) -> np.ndarray:
 
 
 def standardise(values: np.ndarray) -> np.ndarray:
-    """(x - mean) / (deviation + 1e-4), n - 1."""
-    return (values - values.mean()) / (values.std(ddof=1) + 1e-4)
+    """(x - mean) / (deviation + 1e-4), n - 1, of the values that are numbers; NaN of the others. A lone one has 0."""
+    known = values[~np.isnan(values)]
+    if known.size < 2:
+        return values * 0.0
+    return (values - known.mean()) / (known.std(ddof=1) + 1e-4)
+
+
+def total_reward(sample: Sample, weights: Mapping[str, float]) -> float:
+    """Weighted sum of the rewards that apply; NaN without any."""
+    given = [weights[name] * reward for name, reward in sample.rewards.items() if not np.isnan(reward)]
+    return sum(given) if given else float("nan")
 
 
 def credit_of_tokens(run: Rollouts, algorithm: Mapping[str, Any], teacher_coef: float | None) -> list[np.ndarray]:
     """Advantage of each token of each row, by the papers' formulas; `algorithm`: as written in the configuration."""
     kind = algorithm["kind"]
-    total = np.array([[sum(run.weights[n] * r for n, r in s.rewards.items()) for s in g] for g in run.groups])
+    total = np.array([[total_reward(sample, run.weights) for sample in group] for group in run.groups])
     penalty = np.zeros_like(total)
     if algorithm.get("kl_in") == "reward":
         for at, _ in np.ndenumerate(total):

@@ -33,7 +33,14 @@ from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from tests.often import often
-from tests.oracles import Rollouts, Sample, credit_of_tokens, keep_highest_entropies, policy_loss_reference
+from tests.oracles import (
+    Rollouts,
+    Sample,
+    credit_of_tokens,
+    keep_highest_entropies,
+    policy_loss_reference,
+    total_reward,
+)
 from tests.pairs import (
     BASE,
     LENGTH,
@@ -197,6 +204,7 @@ class Observer:
             run, masked = step.run, algorithm.get("truncated") == "mask"
             samples = [s for group in run.groups for s in group if not (masked and s.cut)]
             samples = [s for s in samples if any(run.sampled[row].any() for row in s.rows)]
+            samples = [s for s in samples if not np.isnan(total_reward(s, run.weights))]
             credit = credit_of_tokens(run, algorithm, coef)
             if "top_entropy" in algorithm:
                 learned = [row for s in samples for row in s.rows]
