@@ -155,7 +155,10 @@ def credit_of_tokens(run: Rollouts, algorithm: Mapping[str, Any], teacher_coef: 
             w * np.array([standardise(np.array([s.rewards[n] for s in g])) for g in run.groups])
             for n, w in run.weights.items()
         ]
-        advantages = standardise(np.sum(each, axis=0) + penalty - penalty.mean(1, keepdims=True))
+        # A reward that does not apply to a sample counts as the mean of its group; a sample without any has no part.
+        combined = np.where(np.isnan(total), np.nan, np.nansum(each, axis=0))
+        centre = np.nanmean(np.where(np.isnan(total), np.nan, penalty), axis=1, keepdims=True)
+        advantages = standardise(combined + penalty - centre)
     elif kind == "reinforce_plus_plus":
         advantages = standardise(rewards)
     else:
