@@ -149,6 +149,12 @@ class CurveReader:
             "width": width,
         }
 
+    def value(self, stage: str, name: str, step: int) -> float | None:
+        """Value of a metric at a step; None if it is not logged."""
+        with self._lock:
+            self._update()
+            return dict(self._curves.get((stage, name), ())).get(step)
+
     def _update(self) -> None:
         try:
             file = self._file.open("rb")

@@ -218,9 +218,12 @@ def rollout(index: sqlite3.Connection, number: int) -> dict[str, Any] | None:
     if text is not None:
         pieces = [["prompt", text["prompt"]], ["sampled", text["completion"]]]
         pieces = json.loads(text["pieces"]) if text["pieces"] is not None else pieces
+    # The table of samples knows no groups: there those of one prompt are shown together.
+    alike = "r.grp = ?" if row["source"] == RECORD else "t.prompt = ?"
     group = index.execute(
-        "SELECT id, sample, reward, stop FROM rollouts WHERE stage = ? AND step = ? AND grp IS ? ORDER BY sample",
-        (row["stage"], row["step"], row["grp"]),
+        "SELECT r.id, r.sample, r.reward, r.stop FROM rollouts r LEFT JOIN texts t ON t.id = r.id "
+        f"WHERE r.stage = ? AND r.step = ? AND r.source = ? AND {alike} ORDER BY r.sample",
+        (row["stage"], row["step"], row["source"], row["grp"] if row["source"] == RECORD else text["prompt"]),
     )
     return {**_rollout(row), "pieces": pieces, "group": [dict(one) for one in group]}
 
@@ -313,20 +316,28 @@ def _prompt(row: int, bins: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def step_summary(index: sqlite3.Connection, stage: str, step: int) -> dict[str, Any]:
-    """Numbers of a step, and its samples by dataset row."""
+    """Samples of a step by dataset row, and means over them. A step that only the table of samples knows has a choice
+    of its samples (`whole` is false), so that no mean is known; `row` is then the text of the prompt."""
     rows = index.execute(
-        f"SELECT r.*, substr(t.prompt, -{PREVIEW}) prompt, substr(t.completion, 1, {PREVIEW}) completion "
-        "FROM rollouts r LEFT JOIN texts t ON t.id = r.id WHERE r.stage = ? AND r.step = ? ORDER BY r.grp, r.sample",
+        f"SELECT r.*, substr(t.prompt, -{PREVIEW}) prompt, substr(t.completion, 1, {PREVIEW}) completion, "
+        "t.prompt whole_prompt FROM rollouts r LEFT JOIN texts t ON t.id = r.id "
+        "WHERE r.stage = ? AND r.step = ? ORDER BY r.grp, r.sample",
         (stage, step),
-    )
-    samples = [_rollout(row) for row in rows]
+    ).fetchall()
+    whole = all(row["source"] == RECORD for row in rows)
+    samples = []
+    for row in rows:
+        sample = _rollout(row)
+        prompt = sample.pop("whole_prompt")
+        samples.append(sample if whole else {**sample, "row": prompt})
     functions = list(samples[0]["rewards"]) if samples else []
     means = {"reward": _mean([one["reward"] for one in samples])}
     means |= {f"rewards/{name}": _mean([one["rewards"].get(name) for one in samples]) for name in functions}
     means["sampled tokens"] = _mean([one["sampled_tokens"] for one in samples])
     means["staleness"] = _mean([one["staleness"] for one in samples])
     means["cut at the maximum length"] = _mean([float(is_cut(one["stop"])) for one in samples])
-    return {"stage": stage, "step": step, "samples": samples, "means": means}
+    known = means if whole else dict.fromkeys(means)
+    return {"stage": stage, "step": step, "samples": samples, "means": known, "whole": whole}
 
 
 def _mean(values: Sequence[float | int | None]) -> float | None:

@@ -162,7 +162,7 @@ class Api:
             found = queries.rollout(index, queries.whole(given, "id"))
         if found is None:
             raise Refused(404, "not_found", "there is no such rollout; the run may have removed its record")
-        return found | {"pictures": [] if found["grp"] is None else self._pictures(given, found)}
+        return found | {"pictures": self._pictures(given, found) if found["source"] == queries.RECORD else []}
 
     def _pictures(self, given: Mapping[str, str], found: Mapping[str, Any]) -> list[str]:
         """Pictures of a rollout as `data:` URLs."""
@@ -178,7 +178,7 @@ class Api:
         run = self._run(given)
         with connection(run.index) as index:
             found = queries.rollout(index, queries.whole(given, "id"))
-            if found is None or found["grp"] is None:
+            if found is None or found["source"] != queries.RECORD:
                 raise Refused(404, "not_found", "there is no record of this rollout, only its text")
             stage, step = run.folder.path / found["stage"], found["step"]
             try:
@@ -209,12 +209,19 @@ class Api:
             return queries.prompts(index, given, run.stage(given.get("stage", "")).pass_above)
 
     def compare(self, given: Mapping[str, str]) -> Any:
-        """Two steps, given as `run`, `stage`, `step` and `run2`, `stage2`, `step2`."""
+        """Two steps, given as `run`, `stage`, `step` and `run2`, `stage2`, `step2`. Means that the run has logged are
+        those of its metrics."""
         found = []
         for suffix in ("", "2"):
             one = {name: given.get(f"{name}{suffix}", "") for name in ("run", "stage", "step")}
-            with connection(self._run(one).index) as index:
-                found.append(queries.step_summary(index, one["stage"], queries.whole(one, "step")))
+            run, step = self._run(one), queries.whole(one, "step")
+            with connection(run.index) as index:
+                summary = queries.step_summary(index, one["stage"], step)
+            for name in summary["means"]:
+                logged = run.curves.value(one["stage"], _metric(name), step)
+                if logged is not None:
+                    summary["means"][name] = logged
+            found.append(summary)
         return found
 
     def _run(self, given: Mapping[str, str]) -> Viewed:
@@ -269,6 +276,14 @@ def application(site: Site, token: str) -> Any:
         ]
     )
     return RequestGuard(app, hosts=AllowedHosts(HOST), form=lambda refused: {"error": str(refused)}, headers=HEADERS)
+
+
+def _metric(mean: str) -> str:
+    """Metric of a mean of `queries.step_summary`."""
+    if mean.startswith("rewards/"):
+        return f"{mean}/mean"
+    named = {"sampled tokens": "completions/mean_length", "cut at the maximum length": "completions/clipped_ratio"}
+    return named.get(mean, mean)
 
 
 def _record(stage: Path, step: int) -> Path:

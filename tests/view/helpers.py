@@ -39,8 +39,10 @@ def make_run(folder: Path, steps: Sequence[int], *, completion: str = "is 4") ->
         lines.append({"step": step, "stage": STAGE, "time": 0.0, **own})
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     sample = {"prompt": "1+1=", "completion": "2", "reward": 1.0, "rewards": {"low": 1.0}, "advantage": None}
+    other = sample | {"prompt": "9*9=", "completion": "82", "reward": 0.25, "rewards": {"low": 0.25}}
     table = [
-        {"step": step, "stage": STAGE, "time": 0.0, **sample, "stop": "stop", "extra": {}} for step in (0, steps[0])
+        {"step": step, "stage": STAGE, "time": 0.0, **chosen, "stop": "stop", "extra": {}}
+        for step, chosen in ((0, sample), (0, other), (steps[0], sample))
     ]
     (out / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in table))
     return RunFolder(out)

@@ -29,8 +29,8 @@ from tests.view.helpers import GROUP, PROMPTS, STAGE, UNSAFE, indexed, make_run,
 pytestmark = pytest.mark.fast
 
 STEPS = range(1, 5)
-TOTAL = PROMPTS * GROUP * len(STEPS) + 1
-"""Rollouts of a run: with the one from the table of samples, whose step has no record."""
+TOTAL = PROMPTS * GROUP * len(STEPS) + 2
+"""Rollouts of a run: with the two from the table of samples, whose step has no record."""
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +134,30 @@ def test_prompts_by_pass_rate(address: str) -> None:
 
 
 def test_two_steps(address: str) -> None:
+    """Means are those that the run logged; else of the record."""
     left, right = ask(address, "compare", step=1, run2=1, stage2=STAGE, step2=4)
-    assert (left["means"]["reward"], right["means"]["reward"]) == (0.0, 1.0)
-    assert left["means"]["rewards/strict"] == 0.0 and len(right["samples"]) == PROMPTS * GROUP
+    assert (left["means"]["reward"], right["means"]["reward"]) == (0.1, 0.4)
+    assert left["means"]["rewards/strict"] == 0.0 and left["whole"] and len(right["samples"]) == PROMPTS * GROUP
     assert UNSAFE in right["samples"][0]["completion"]
+
+
+def test_a_choice_of_samples_is_not_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red if the samples of `samples.jsonl` make the mean of their step, or are all shown under the first one's
+    prompt."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = make_run(tmp_path / "run", [1])
+    with served(indexed(folder)) as address:
+
+        def step_0() -> Any:
+            return ask(address, "compare", step=0, run2=0, stage2=STAGE, step2=1)[0]
+
+        unknown = step_0()
+        assert not unknown["whole"] and set(unknown["means"].values()) == {None}
+        assert [one["row"] for one in unknown["samples"]] == ["1+1=", "9*9="]
+        assert [len(ask(address, "rollout", id=one["id"])["group"]) for one in unknown["samples"]] == [1, 1]
+        with (folder.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 0, "stage": STAGE, "time": 0.0, "reward": 0.62}) + "\n")
+        assert step_0()["means"]["reward"] == 0.62
 
 
 def test_curves(address: str, runs: list[Viewed]) -> None:
@@ -244,4 +264,4 @@ def test_an_index_of_another_version_is_made_anew(tmp_path: Path, monkeypatch: p
     run.index.write_bytes(before[:60] + b"\0\0\0\x63" + before[64:])
     index_all([Indexer(folder, viewed("run", folder).index)])
     with served([run]) as address:
-        assert ask(address, "rollouts")["total"] == PROMPTS * GROUP + 1
+        assert ask(address, "rollouts")["total"] == PROMPTS * GROUP + 2

@@ -18,7 +18,7 @@ STEPS = range(1, 5)
 READY = "document.querySelector('main')?.getAttribute('aria-busy') === 'false'"
 DRAWN = {
     "curves": "document.querySelectorAll('.chart canvas').length === 3",
-    "rollouts": f"document.querySelectorAll('tbody tr').length === {PROMPTS * GROUP * len(STEPS) + 1}",
+    "rollouts": f"document.querySelectorAll('tbody tr').length === {PROMPTS * GROUP * len(STEPS) + 2}",
     "prompts": f"document.querySelectorAll('.cells').length === {PROMPTS}",
     "compare": "document.querySelectorAll('.sample').length > 0",
     "rollout?run=0&id=1": "document.querySelectorAll('.tokens span').length > 0",

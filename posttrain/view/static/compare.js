@@ -16,7 +16,9 @@ export async function compare(given, runs) {
     one.stage ? null : el("p", { class: "quiet" }, NONE))));
   if (!whole) return { element: el("section", {}, bars) };
   const found = await get("compare", asked);
-  return { element: el("section", {}, bars, means(found), samples(found, sides)) };
+  const choices = found.map((one, i) => (one.whole ? null : el("p", { class: "quiet" },
+    `${i ? "Right" : "Left"}: the record of step ${one.step} is gone; below are those of its samples that samples.jsonl has, and means as they were logged.`)));
+  return { element: el("section", {}, bars, choices, means(found), samples(found, sides)) };
 }
 
 function side(given, runs, suffix) {
@@ -64,5 +66,5 @@ function column(samples, run) {
   if (!samples) return el("div");
   const own = samples.map((sample) => el("div", { class: `sample ${sign(sample.advantage)}` },
     el("a", { href: address("rollout", { run, id: sample.id }) }, number(sample.reward, 3)), ` ${sample.completion ?? ""}`));
-  return el("div", { class: "piece" }, el("h3", {}, `row ${samples[0].row ?? "–"}: ${samples[0].prompt ?? ""}`), own);
+  return el("div", { class: "piece" }, el("h3", {}, `${typeof samples[0].row === "number" ? `row ${samples[0].row}: ` : ""}${samples[0].prompt ?? ""}`), own);
 }

@@ -18,7 +18,7 @@ export async function rollout(given, runs) {
   const list = el("dl", { class: "facts" }, Object.entries(facts).filter(([, value]) => value !== null).map(([name, value]) =>
     el("div", {}, el("dt", {}, breakable(name)), el("dd", { class: name === "advantage" ? sign(value) : null },
       typeof value === "number" ? number(value, 6) : value))));
-  const group = found.grp === null ? null : el("nav", { class: "chips", "aria-label": "Samples of the group" },
+  const group = found.group.length < 2 ? null : el("nav", { class: "chips", "aria-label": "Samples of the group" },
     found.group.map((one) => el("a", { href: address("rollout", { run: run.run, id: one.id }),
       "aria-current": one.id === found.id ? "true" : null }, `${one.sample}: ${number(one.reward, 3)}`)));
   const pieces = found.pieces === null ? [el("p", { class: "quiet" }, "The text is not read yet.")]
@@ -30,7 +30,7 @@ export async function rollout(given, runs) {
       `All rollouts of step ${found.step}`), found.row === null ? "" : " · ",
     found.row === null ? "" : el("a", { href: address("rollouts", { run: run.run, stage: found.stage, row: found.row, sort: "step" }) },
       `All of dataset row ${found.row}`));
-  const tokens = found.grp === null
+  const tokens = found.source !== "record"
     ? el("p", { class: "quiet" }, "This is from the table of samples: the run has no record of its tokens.")
     : await microscope(run.run, found);
   return { element: el("section", {}, el("h2", {}, `${run.name}, ${found.stage}, step ${found.step}, group ${found.grp ?? "–"}, sample ${found.sample}`),
