@@ -297,19 +297,17 @@ def schema() -> None:
 @app.command()
 def fields(
     kind: Annotated[
-        str | None, typer.Argument(metavar="[KIND]", help="sft, rl, distill, ...; without one the run's own fields.")
+        str | None,
+        typer.Argument(metavar="[KIND]", help="sft, rl, distill, ...; without one the run's own. Or a word for all."),
     ] = None,
-    word: Annotated[str, typer.Argument(metavar="[WORD]", help="Part of a name or a description.")] = "",
+    word: Annotated[
+        str, typer.Argument(metavar="[WORD]", help="Part of a name or a description; the run's own fields too.")
+    ] = "",
 ) -> None:
-    """List the fields of a kind of stage: type, default, meaning."""
-    from posttrain.config.describe import FieldTable, field_table
-    from posttrain.config.run import SECTIONS, RunConfig
-    from posttrain.errors import did_you_mean
+    """List the fields of a kind of stage, or those with a word in them: type, default, meaning."""
+    from posttrain.config.describe import find_fields
 
-    if kind is not None and kind not in SECTIONS:
-        raise ConfigError(f"fields: {kind!r} is no kind of stage ({', '.join(SECTIONS)}){did_you_mean(kind, SECTIONS)}")
-    table = field_table(RunConfig if kind is None else SECTIONS[kind], word)
-    print(FieldTable(row for row in table if not row.name.startswith("stages.")))
+    print(find_fields(kind, word))
 
 
 @app.command()

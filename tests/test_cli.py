@@ -298,6 +298,11 @@ def test_version_environment_and_completion(tmp_path: Path) -> None:
     assert "--show-completion" in posttrain("--help").out
     listed = posttrain("fields", "rl", "samples_every").out
     assert listed.startswith("samples_every: integer >= 1 = nothing\n") and "stages" not in listed
+    # A word is looked for in the run's own fields as well, or in those of all stages.
+    assert posttrain("fields", "sft", "zzz").code == 2
+    assert posttrain("fields", "sft", "lora").out.startswith("model.lora: section = nothing\n")
+    assert "[rl] " in posttrain("fields", "group_size").out and "[run] " in posttrain("fields", "chat_template").out
+    assert "did you mean 'sft'" in posttrain("fields", "sfft").err
 
 
 @pytest.mark.parametrize(

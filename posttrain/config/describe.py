@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
@@ -19,6 +19,7 @@ from posttrain.config.optimizer import KINDS
 from posttrain.config.other_names import trl_names_of
 from posttrain.config.run import SECTIONS, RunConfig
 from posttrain.config.yaml_file import has_stages, load_config, stage_settings
+from posttrain.errors import ConfigError, did_you_mean
 
 WIDTH = 78
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -79,6 +80,38 @@ def field_table(section: type[Section], word: str = "") -> FieldTable:
             found.setdefault(key, []).append((info, kind))
     rows = [_row(key, of_key, list(kinds[key[:-1]])) for key, of_key in found.items()]
     return FieldTable(row for row in rows if word.lower() in f"{row.name} {row.description}".lower())
+
+
+def find_fields(kind: str | None, word: str = "") -> FieldTable:
+    """Rows of a kind of stage, or of the run itself without one. `word`: those that have it in name or description,
+    of the run as well; in place of a kind, a word of any of them.
+
+    Raises ConfigError where there is neither such a kind nor a field with such a word.
+    """
+    of_run = [row for row in field_table(RunConfig, word) if not row.name.startswith("stages.")]
+    if kind is None:
+        return FieldTable(of_run)
+    if kind in SECTIONS:
+        rows = field_table(SECTIONS[kind], word)
+        found = FieldTable([*rows, *of_run] if word else rows)
+        if found:
+            return found
+        raise ConfigError(f"fields: neither {kind} nor the run has a field with {word!r} in its name or description")
+    named = {"run": field_table(RunConfig, kind), **{name: field_table(SECTIONS[name], kind) for name in SECTIONS}}
+    # A field that several kinds of stages have alike is listed once, with their names.
+    kinds_of: dict[FieldRow, list[str]] = {}
+    for name, rows in named.items():
+        for row in rows:
+            if not row.name.startswith("stages."):
+                kinds_of.setdefault(row, []).append(name)
+    if word or not kinds_of:
+        neither = "" if word else " and no field has this word in its name or description"
+        raise ConfigError(
+            f"fields: {kind!r} is no kind of stage ({', '.join(SECTIONS)}){neither}{did_you_mean(kind, SECTIONS)}"
+        )
+    return FieldTable(
+        replace(row, description=f"[{', '.join(kinds)}] {row.description}") for row, kinds in kinds_of.items()
+    )
 
 
 def _row(key: Key, found: Sequence[tuple[FieldInfo, str]], kinds: Sequence[str]) -> FieldRow:

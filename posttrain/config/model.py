@@ -75,6 +75,11 @@ RematSetting = Annotated[
 ]
 
 
+def _listed(value: Any) -> Any:
+    """List of one text."""
+    return [value] if isinstance(value, str) else value
+
+
 class LoRA(Section):
     """LoRA adapter, arXiv:2106.09685: W + scale A B on every matrix matched by `targets`; other weights are frozen.
 
@@ -88,8 +93,10 @@ class LoRA(Section):
     """Rank: columns of A and rows of B, such as 16."""
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Scale of the adapter: alpha / rank, with `rslora` alpha / sqrt(rank). By default the scale is 2."""
-    targets: Annotated[ListOf[str], Field(min_length=1)] = ("attention", "mlp")
-    """Patterns of the adapted matrices; `all-linear`: all except embeddings, head and vision tower. Routers are
+    targets: Annotated[
+        ListOf[str], Field(min_length=1), BeforeValidator(_listed, json_schema_input_type=str | ListOf[str])
+    ] = ("attention", "mlp")
+    """Patterns of the adapted matrices, or one; `all-linear`: all except embeddings, head and vision tower. Routers are
     never adapted."""
     layers: ListOf[NonNegativeInt] | None = None
     """Layers of the language model to adapt, from 0; by default all."""

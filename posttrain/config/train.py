@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
 from posttrain.config.locator import Locator, Named
@@ -54,6 +54,18 @@ class DatasetSection(Section):
     """Sampling weight of the dataset in a mix of several (`mix`)."""
 
 
+def _of_path(value: Any) -> Any:
+    """Fields of a dataset of which the path alone is given."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+Dataset: TypeAlias = Annotated[
+    DatasetSection,
+    BeforeValidator(_of_path, json_schema_input_type=Annotated[str, Field(min_length=1)] | DatasetSection),
+]
+"""Dataset, or its path alone: `dataset: chats.jsonl`."""
+
+
 class SequenceOptimizer(AdamW):
     """AdamW settings of SFT and distillation."""
 
@@ -78,9 +90,9 @@ class TrainSection(Section):
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """Folder of the stage below `output`; by default its number and kind."""
-    dataset: DatasetSection
-    """Training dataset."""
-    eval_dataset: DatasetSection | None = None
+    dataset: Dataset
+    """Training dataset, or its path alone."""
+    eval_dataset: Dataset | None = None
     eval_every: PositiveInt | None = None
     """Steps between evaluations; with `eval_dataset`, start and end are always evaluated."""
     num_steps: PositiveInt | None = None
@@ -219,7 +231,7 @@ class SequenceSection(OfflineSection):
     )
     """Optimiser: `adamw`, `lion`, `adafactor`, `muon`, or an optax transformation (`fn`)."""
 
-    mix: ListOf[DatasetSection] = ()
+    mix: ListOf[Dataset] = ()
     """Additional training datasets besides `dataset`, sampled in proportion to `weight`."""
     train_on_prompt: Flag = False
     """Compute loss on prompts too; by default only on completions and assistant turns."""

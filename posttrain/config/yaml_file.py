@@ -17,8 +17,8 @@ from posttrain.config.locator import Locator, UserObject, object_text, shown_pat
 from posttrain.config.messages import FIRST_STAGE, ConfigSource, Key, messages, show
 from posttrain.errors import ConfigError
 
-KINDS = ("algorithm", "surrogate")
-"""Fields whose word is the kind of a section, in which an override sets a field."""
+WORDS = {"algorithm": "kind", "surrogate": "kind", "dataset": "path", "eval_dataset": "path"}
+"""Fields of sections for which a text may stand, and what that is of the section in which an override sets a field."""
 DEFAULT_KINDS = {"algorithm": RLSection.model_fields["algorithm"].default.kind}
 """Kinds of these fields where a file has none."""
 EXAMPLE = "; give a YAML file, such as configs/quickstart.yaml"
@@ -228,8 +228,8 @@ def _override(raw: dict[str, Any], text: str, source: ConfigSource) -> None:
         if isinstance(node, dict) and node.get(step) is None:
             node[step] = {"kind": DEFAULT_KINDS[step]} if step in DEFAULT_KINDS else {}
             source.overrides[*key, step] = text
-        elif step in KINDS and isinstance(node[step], str):
-            node[step] = {"kind": node[step]}
+        elif step in WORDS and isinstance(node[step], str):
+            node[step] = {WORDS[step]: node[step]}
         node, key = node[step], (*key, step)
     step = _step(node, words[-1], key, text)
     node[step] = value

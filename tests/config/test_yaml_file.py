@@ -334,3 +334,16 @@ def test_an_installed_package_finds_only_its_own_folders(tmp_path: Path, monkeyp
     monkeypatch.setattr(locator, "INSTALLED", {"configs": tmp_path / "posttrain", "rewards": tmp_path})
     assert Locator("configs").found == tmp_path / "posttrain" / "configs"
     assert Locator("numpy").found is None
+
+
+def test_a_text_stands_for_a_path_or_a_list() -> None:
+    """`dataset: chats.jsonl`, also where an override sets another of its fields."""
+    stage = {"kind": "sft", "dataset": "chats.jsonl", "mix": ["more.jsonl"], "num_steps": 1, "batch_rows": 1}
+    given = {"output": "o", "seed": 0, "model": {"path": "m", "lora": {"rank": 2, "targets": "all-linear"}}}
+    config = build_config({**given, **stage, "row_tokens": 8}, ["dataset.limit=3"])
+    (section,) = config.stages
+    assert isinstance(section, SFTSection)
+    assert (section.dataset.path, section.dataset.limit, section.mix[0].path) == ("chats.jsonl", 3, "more.jsonl")
+    assert config.model.lora is not None and config.model.lora.targets == ("all-linear",)
+    with pytest.raises(ConfigError, match=r"dataset.*: must be a section of fields \(path, .*; got 5"):
+        build_config({**given, **stage, "row_tokens": 8, "dataset": 5})
