@@ -93,6 +93,8 @@ class Comparison:
             seeds = ", ".join(str(config.seed) for config in group.configs)
             names = ", ".join(str(run.output) for run in group.runs)
             lines.append(f"{group.label:<{width}}  {'seeds' if len(group.runs) > 1 else 'seed'} {seeds}: {names}")
+        for run in (run for group in self.groups for run in group.runs if not run.finished):
+            lines.append(f"{run.output} is not finished: {run.state}; its values are those so far")
         for name, values in self.settings.items():
             lines.append(f"{name}: " + "; ".join(f"{g.label} {v}" for g, v in zip(self.groups, values, strict=True)))
         for metric in self.metrics:

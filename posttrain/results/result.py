@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from posttrain.config import RunConfig
+from posttrain.config.base import Vision
 from posttrain.config.yaml_file import load_recorded
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.export.export import Target, export
 from posttrain.export.readers import Reader
 from posttrain.models.decoder import Decoder
-from posttrain.runs.finished import Generator, load_generator
+from posttrain.runs.finished import Generator, load_generator, tokenizer_of
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runtime.files import is_locked
 from posttrain.stages.table import stage_names
@@ -101,11 +102,17 @@ class RunResult:
             )
         return self._model
 
-    def load_model(self) -> Decoder:
-        return load_model(self.model_path)
+    def load_model(self, *, vision: Vision | None = None) -> Decoder:
+        """Final model. `vision`: what is trained of its vision tower, `none`: the text part alone; by default the tower
+        is loaded, frozen, if the run's model had it."""
+        kept: Vision = "none" if self.config.model.vision == "none" else "frozen"
+        return load_model(self.model_path, vision=kept if vision is None else vision)
 
     def load_tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.model_path)
+        """Tokenizer of the final model; with a vision tower, it prepares pictures as well."""
+        if self.config.model.vision == "none":
+            return load_tokenizer(self.model_path)
+        return tokenizer_of(self.output, self.stages[-1], self.config)
 
     def chat(
         self,
@@ -171,7 +178,9 @@ class RunResult:
         main = main if main in known or "distill/kl" not in known else "distill/kl"
         return [main, *(name for name in (f"eval/{main}",) if name in known)]
 
-    def _state(self) -> str:
+    @property
+    def state(self) -> str:
+        """State of the run (`finished`, `running`, `stopped`) with its last step."""
         rows = self.metrics
         step = max((row["step"] for row in rows if row["stage"] == rows[-1]["stage"]), default=0)
         if self.finished:
@@ -179,10 +188,10 @@ class RunResult:
         return f"{'running' if self.running else 'stopped'} after step {step}"
 
     def __repr__(self) -> str:
-        return f"RunResult({self.output}: {', '.join(self.stages)}, {self._state()})\n{self.plot()}"
+        return f"RunResult({self.output}: {', '.join(self.stages)}, {self.state})\n{self.plot()}"
 
     def _repr_html_(self) -> str:
-        return result_page(str(self.output), self._state(), self.plot(), self.results)
+        return result_page(str(self.output), self.state, self.plot(), self.results)
 
 
 def attach(run: str | Path) -> RunResult:

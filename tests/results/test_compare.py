@@ -57,6 +57,7 @@ def test_seeds_are_one_group_and_prompts_are_paired(tmp_path: Path) -> None:
     assert found.paired["B"]["eval/reward"] == paired_difference(means, [1.0, 1.0, 1.0])
     text = repr(found)
     assert "A  seeds 0, 1" in text and "stages.0.group_size: A 4; B 8" in text
+    assert f"{runs[2]} is not finished: stopped after step 3; its values are those so far" in text
     assert "0.5 [-0.7706, 1.771] over 2 seeds at step 3" in text and "B less A over 3 shared prompts" in text
     root = ElementTree.fromstring(found.save(tmp_path / "curves.svg").read_text())
     tags = [one.tag.rpartition("}")[2] for one in root.iter()]

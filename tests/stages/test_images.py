@@ -11,6 +11,7 @@ import yaml
 from numpy.testing import assert_allclose
 from PIL import Image, ImageDraw
 
+import posttrain as pt
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.weights.load import load_model
 from posttrain.weights.save import save_model
@@ -55,6 +56,12 @@ def test_what_stands_in_a_picture_is_learnt(tmp_path: Path, shared: Path, rows: 
     assert lines(tmp_path / "out")[-1]["nll"] < 0.2
     saved = tmp_path / "out" / "0-sft" / "model"
     assert {"chat_template.jinja", "preprocessor_config.json"} <= {file.name for file in saved.iterdir()}
+    result = pt.attach(tmp_path / "out")
+    row = json.loads(rows.read_text().splitlines()[0])
+    message = {"role": "user", "content": [{"type": "image", "image": str(rows.parent / row["image"])}]}
+    message["content"].append({"type": "text", "text": row["prompt"]})
+    answers = pt.generate(result.load_model(), result.load_tokenizer(), [[message]], max_new_tokens=1, temperature=0.0)
+    assert answers == [row["completion"]]
 
 
 @pytest.mark.thorough
