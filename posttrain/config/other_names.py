@@ -195,7 +195,6 @@ ABSENT: Mapping[str, str] = {
 
 
 OTHER_WORDS = (
-    ("dpo", "sigmoid", "the loss of DPO is sigmoid, the default"),
     ("dpo", "grpo", "DPO is a stage of kind preference, pt.Preference"),
     ("online_dpo", "grpo", "it is a stage of kind online_preference, pt.OnlinePreference"),
     ("reinforce", "grpo", "REINFORCE with a baseline is rloo or reinforce_plus_plus"),

@@ -55,9 +55,10 @@ class PreferenceSection(PairSection):
     )
     """Optimiser: `adamw`, `lion`, `adafactor`, `muon`, or an optax transformation (`fn`)."""
     loss: NamedOrSet = "sigmoid"
-    """Loss type: a DPO variant (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`,
-    `cpo_ipo`, `simpo`; with settings `{kind: sigmoid, beta: 0.1}`. DPO variants can be combined: `{kind: [sigmoid,
-    sft], weights: [1, 0.1]}`. Or your own: `file.py:name`, `{fn: file.py:name, ...}`, or in Python the object."""
+    """Loss type: `dpo` (also called `sigmoid`) or a variant (`ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`,
+    `cpo_hinge`, `cpo_ipo`, `simpo`; with settings `{kind: sigmoid, beta: 0.1}`. DPO variants can be combined: `{kind:
+    [sigmoid, sft], weights: [1, 0.1]}`. Or your own: `file.py:name`, `{fn: file.py:name, ...}`, or in Python the
+    object."""
     reference: Literal["cached", "live"] | None = None
     """Reference log-probabilities of the model at the start of the stage: computed once and kept on disk (`cached`, the
     default of losses with a reference), or computed in each step (`live`)."""
@@ -90,7 +91,7 @@ class OnlinePreferenceSection(OnlineSection):
     group_size: PositiveInt = 4
     """Samples per prompt; the best and the worst form a pair."""
     loss: NamedOrSet = "sigmoid"
-    """DPO loss type (`sigmoid`, `ipo`, ...); with settings: `{kind: sigmoid, beta: 0.1}`. Or your own on pairs with a
+    """DPO loss type (`dpo`, also called `sigmoid`, `ipo`, ...); with settings: `{kind: sigmoid, beta: 0.1}`. Or your own on pairs with a
     reference: `file.py:name`, `{fn: file.py:name, ...}`, or in Python the object."""
     share_prompts: Flag | Literal["auto"] = "auto"
     """Compute the common prompt of a pair once; `auto` as in `kind: preference`."""

@@ -50,6 +50,7 @@ from posttrain.train.trainer import Trainer
 from posttrain.weights.scalar_head import add_scalar_head, with_padding
 
 PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+    "dpo": (PreferenceLoss, {"kinds": ("sigmoid",)}),
     **{kind: (PreferenceLoss, {"kinds": (kind,)}) for kind in KINDS},
     "kto": (KTOLoss, {"kind": "kto"}),
     "apo_zero_unpaired": (KTOLoss, {"kind": "apo_zero_unpaired"}),
@@ -205,10 +206,10 @@ def _named(kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]]) -> tu
             f"loss: kind {first!r} is unknown{meant_kind(str(first), known)}; "
             f"there are {', '.join(known)}, or give your own as {FORMS}"
         )
-    several = {name: known[name][0] for name in names}
-    if set(several.values()) != {PreferenceLoss}:
+    several = [known[name] for name in names]
+    if any(loss_class is not PreferenceLoss for loss_class, _ in several):
         raise ConfigError(f"loss: kind {names}: several are only possible of {', '.join(KINDS)}")
-    return PreferenceLoss, {"kinds": tuple(names)}
+    return PreferenceLoss, {"kinds": sum((fixed["kinds"] for _, fixed in several), ())}
 
 
 def shares_prompts(

@@ -77,7 +77,7 @@ def test_classes_of_others_lead_to_ours(word: str, words: str) -> None:
 
 
 def test_words_of_others_for_kinds() -> None:
-    assert meant_kind("DPO", ["ipo", "sigmoid"]) == "; the loss of DPO is sigmoid, the default"
+    assert meant_kind("cross_entropy", ["nll", "dft"]) == "; it is nll, the default"
     assert "DPO is a stage of kind preference" in refusal("rl", algorithm="dpo")
     assert "algorithm: 'GRPO' is unknown; did you mean 'grpo'?" in refusal("rl", algorithm="GRPO")
 

@@ -166,8 +166,8 @@ def inputs_of(folder: Path, **changes: Any) -> PairInputs:
 
 
 def test_settings_of_losses(tmp_path: Path) -> None:
-    assert inputs_of(tmp_path).loss == PreferenceLoss()
-    several = {"kind": ["sigmoid", "sft"], "weights": [1.0, 0.1], "beta": 0.2}
+    assert inputs_of(tmp_path).loss == inputs_of(tmp_path, loss="dpo").loss == PreferenceLoss()
+    several = {"kind": ["dpo", "sft"], "weights": [1.0, 0.1], "beta": 0.2}
     assert inputs_of(tmp_path, loss=several).loss == PreferenceLoss(
         kinds=("sigmoid", "sft"), weights=(1.0, 0.1), beta=0.2
     )
