@@ -91,8 +91,8 @@ class OnlinePreferenceSection(OnlineSection):
     group_size: PositiveInt = 4
     """Samples per prompt; the best and the worst form a pair."""
     loss: NamedOrSet = "sigmoid"
-    """DPO loss type (`dpo`, also called `sigmoid`, `ipo`, ...); with settings: `{kind: sigmoid, beta: 0.1}`. Or your own on pairs with a
-    reference: `file.py:name`, `{fn: file.py:name, ...}`, or in Python the object."""
+    """DPO loss type (`dpo`, also called `sigmoid`, `ipo`, ...); with settings: `{kind: sigmoid, beta: 0.1}`. Or your
+    own on pairs with a reference: `file.py:name`, `{fn: file.py:name, ...}`, or in Python the object."""
     share_prompts: Flag | Literal["auto"] = "auto"
     """Compute the common prompt of a pair once; `auto` as in `kind: preference`."""
 
