@@ -86,7 +86,7 @@ class Chat:
         drafts = settings.pop("speculative", None)
         model = generator.model
         tokenizer = generator.tokenizer.with_template_args(settings.pop("chat_template_args", {}))
-        self.chats = generator.chats if own is None else own
+        self.chats = tokenizer.chats if own is None else own
         tools = tools_of(generator.tools, servers=True) if tools is None else tools
         tool_format = tool_format or generator.tool_format
         if tools and not self.chats:
@@ -123,8 +123,8 @@ class Chat:
         )
         self._thread = LoopThread("chat")
         self.messages: list[Message] = []
-        if generator.system is not None:
-            self.begin(generator.system)
+        self._system = tokenizer.system if self.chats else None
+        self.begin(self._system)
 
     def begin(self, system: str | None) -> None:
         """Begin anew, with a system message or without."""

@@ -133,7 +133,7 @@ def generate(
         ignore_eos=ignore_eos,
         n=n,
         seed=seed,
-        chat=(chat := (messages or loaded.chats) if chat is None else chat),
+        chat=(chat := (messages or loaded.tokenizer.chats) if chat is None else chat),
         chat_template_args=_template_args(chat_template_args),
         top_logps=logprobs or 0,
         prompt_logps=prompt_logprobs,

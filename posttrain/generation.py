@@ -10,6 +10,7 @@ from typing import Any, TypedDict, Unpack
 
 from posttrain.config import Drafts, ImageSection
 from posttrain.data.chat import Renderer
+from posttrain.data.format import with_default_system
 from posttrain.data.grammar import Grammar, GrammarError
 from posttrain.data.messages import Message, checked_messages
 from posttrain.data.prompt_images import PromptImages
@@ -179,13 +180,15 @@ def _render(
     said: list[Message]
     for name, prompt in prompts:
         text = isinstance(prompt, str)
-        templated = tokenizer.chat_template is not None if chat is None else chat
+        templated = (tokenizer.chats or not text) if chat is None else chat
         said = [{"role": "user", "content": prompt}] if text else _conversation(prompt, name, tokenizer)
         if not text and (chat is False or tokenizer.chat_template is None):
             why = "chat is off" if chat is False else f"tokenizer {tokenizer.name} has none"
             raise ConfigError(
                 f"generate: {name} is a conversation, which needs a chat template, and {why}; pass a string"
             )
+        if text and templated:
+            said = with_default_system(said, tokenizer)
         if templated not in renderers:
             renderers[templated] = Renderer(tokenizer, templated)
         used.append(renderers[templated])

@@ -43,7 +43,8 @@ class DatasetSection(Section):
     """Text in the contents of messages, such as `<image>`, in whose place a picture of the columns `images` or `image`
     stands; by default such texts are text."""
     chat: Flag | None = None
-    """Render with the tokenizer's chat template; by default if it has one and the row is not plain `text`."""
+    """Render with the tokenizer's chat template; by default as the model was trained, if that is known, else if there
+    is a template, and the row is not plain `text`."""
     skip: NonNegativeInt = 0
     limit: PositiveInt | None = None
     """Number of rows used after `skip`, before shuffling."""

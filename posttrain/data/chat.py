@@ -40,7 +40,7 @@ from posttrain.data.templates import (
     split_thought,
     stand_in_turn,
 )
-from posttrain.data.tokenizer import Tokenizer
+from posttrain.data.tokenizer import PromptForm, Tokenizer
 from posttrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ class Renderer:
         self.chat = chat
         self.tool_text = tool_text
         self.remarks = Remarks() if remarks is None else remarks
+        # System messages of the prompts so far, at most two different ones; None: a prompt without.
+        self._systems: set[str | None] = set()
         self._forms: dict[str, TemplateForm] = {}
         ends = {tokenizer.hf.bos_token, *tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stop_ids))}
         self._ends = [text for text in tokenizer.control_tokens if text in ends]
@@ -136,6 +138,7 @@ class Renderer:
     def prompt_with_images(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
         """Prompt tokens from which a reply is sampled, and the pictures of the messages."""
         self._refuse_tools(tools)
+        self._note_system(messages)
         if not self.chat:
             plain = self.tokenizer.with_prefix(self.tokenizer.encode(only_text(messages, "user")))
             return Prompt(self.tokenizer.known(plain), None)
@@ -144,6 +147,19 @@ class Renderer:
         text, _ = self._render(conversation, len(conversation.messages), generation_prompt=True)
         check_tools_written(conversation.tools, text, self.tokenizer.name)
         return self._with_images(conversation, text, *self._tokenize(text, conversation.literals, ()))
+
+    @property
+    def form(self) -> PromptForm | None:
+        """Form of the prompts rendered so far, with the system message of all of them; None before the first."""
+        if not self._systems:
+            return None
+        return PromptForm(self.chat, next(iter(self._systems)) if len(self._systems) == 1 else None)
+
+    def _note_system(self, messages: Sequence[Message]) -> None:
+        first = messages[0] if messages else None
+        system = first["content"] if first is not None and first["role"] == "system" else None
+        if len(self._systems) < 2:
+            self._systems.add(system if isinstance(system, str) else None)
 
     def rendered(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, *, reply: bool
@@ -249,6 +265,7 @@ class Renderer:
             raise ConfigError(
                 f"messages need a chat template, but {why} {self.tokenizer.name}; set model.chat_template"
             )
+        self._note_system(messages)
         conversation = self._conversation(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         self._form(conversation.tools).check_written(conversation.messages[: turns[-1]] if turns else [])
@@ -322,6 +339,7 @@ class Renderer:
 
     def completion(self, prompt: str, completion: str) -> Masked:
         """Tokens of a plain prompt without loss, then of its completion and the end token with loss."""
+        self._note_system(())
         before, after = self.tokenizer.encode_after(prompt, completion)
         before, after = self.tokenizer.with_prefix(before), self._end(after)
         mask = [False] * len(before) + [True] * len(after)

@@ -63,12 +63,13 @@ class TokenizedExample:
 
 
 def use_chat(section: DatasetSection, tokenizer: Tokenizer, columns: Sequence[str]) -> bool:
-    """Tell whether rows use the chat template: `section.chat`, else if one exists and rows are not plain `text`."""
+    """Tell whether rows use the chat template: `section.chat`, else as the model was trained, or if one exists and
+    rows are not plain `text`."""
     templates = section.prompt is not None or section.completion is not None
     plain = not templates and "text" in columns and not {"messages", "prompt"} & set(columns)
     if plain and section.chat:
         raise ConfigError("dataset.chat is true, but the column text is plain; give messages, or prompt and completion")
-    return section.chat if section.chat is not None else tokenizer.chat_template is not None and not plain
+    return section.chat if section.chat is not None else tokenizer.chats and not plain
 
 
 def loss_on(section: SequenceSection) -> LossOn:
@@ -145,9 +146,12 @@ def training_conversation(row: Row, section: DatasetSection, renderer: Renderer)
 def prompt_conversation(
     row: Row, section: DatasetSection, renderer: Renderer, *, trained: bool = False, read: Collection[str] = ()
 ) -> Conversation:
-    """Conversation of a row with a prompt alone, with its pictures. `trained`, `read`: see `refuse_meanings`."""
+    """Conversation of a row with a prompt alone, with its pictures; one to sample from without a system message begins
+    with that of the model's training. `trained`, `read`: see `refuse_meanings`."""
     pictures = row_pictures(row, section, renderer)
     prompt = prompt_messages(row, section, pictures)
+    if not trained and renderer.chat:
+        prompt = with_default_system(prompt, renderer.tokenizer)
     prompt = prompt if pictures is None else pictures.placed(prompt)
     return with_tools(Conversation(prompt, []), row, section, renderer, trained=trained, read=read)
 
@@ -337,6 +341,13 @@ def _with_system(messages: list[Message], row: Row, section: DatasetSection) -> 
         where = "dataset.system is set, but the row" if section.system else "the row has a column for it, and also"
         raise ConfigError(f"{where} brings a system message; remove one of them")
     return [_message("system", texts[0]), *messages] if texts else messages
+
+
+def with_default_system(messages: list[Message], tokenizer: Tokenizer) -> list[Message]:
+    """Messages after the system message that the model was trained with, if they bring none."""
+    if tokenizer.system is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [_message("system", tokenizer.system), *messages]
 
 
 def _history(row: Row, section: DatasetSection) -> list[Message]:

@@ -7,7 +7,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +54,20 @@ LONG_TEXT = 1 << 14
 ADD_ROWS = "give the model rows for added tokens: transformers' model.resize_token_embeddings(len(tokenizer))"
 
 
+FORM = "posttrain_prompts"
+"""Key of `tokenizer_config.json` with the form of the prompts that a saved model was trained on."""
+
+
+@dataclass(frozen=True)
+class PromptForm:
+    """Form of the prompts that a model was trained on, the default of prompts for it."""
+
+    chat: bool
+    """Rendered with the chat template, or plain text."""
+    system: str | None = None
+    """System message with which all of them began."""
+
+
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
     """Transformers fast tokenizer with explicit stop tokens.
@@ -76,6 +90,8 @@ class Tokenizer:
     """Fields of a model's `config.json`, and the settings of its images; None: unknown model."""
     tower: bool = True
     """The model is loaded with its vision tower, if it has one."""
+    form: PromptForm | None = None
+    """Form of the prompts that the model was trained on; None: not known."""
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -112,8 +128,8 @@ class Tokenizer:
         return replace(self, generation={**self.generation, "eos_token_id": list(stops)})
 
     def with_chat_template(self, file: Path | None) -> Tokenizer:
-        """Copy of the tokenizer with the chat template of a file; `save` writes it too."""
-        return self if file is None else self._with_templates(file.read_text(encoding="utf-8"))
+        """Copy of the tokenizer with the chat template of a file, which then renders prompts; `save` writes it too."""
+        return self if file is None else self._with_templates(file.read_text(encoding="utf-8")).with_form(None)
 
     def with_template_args(self, args: Mapping[str, Any]) -> Tokenizer:
         """Copy of the tokenizer whose chat template has values for its variables; `save` writes them into it."""
@@ -135,6 +151,22 @@ class Tokenizer:
         config = {**config_of(self.files), "chat_template": several or templates}
         files = {name: content for name, content in self.files.items() if name != TEMPLATE}
         return replace(self, hf=hf, files={**files, CONFIG: json_bytes(config)})
+
+    def with_form(self, form: PromptForm | None) -> Tokenizer:
+        """Copy of the tokenizer of a model trained on prompts of this form; `save` writes it too."""
+        return replace(self, form=form)
+
+    @property
+    def chats(self) -> bool:
+        """True if prompts are rendered with the chat template where nothing else is said: as the model was trained, or
+        with the template that there is."""
+        return self.chat_template is not None and (self.form is None or self.form.chat)
+
+    @property
+    def system(self) -> str | None:
+        """System message of prompts that bring none, where nothing else is said: that of all that the model was
+        trained on."""
+        return self.form.system if self.chats and self.form is not None else None
 
     def at(self, clock: datetime | None) -> Tokenizer:
         """Copy of the tokenizer whose chat template sees a fixed time, such as the start of a run."""
@@ -407,6 +439,9 @@ class Tokenizer:
         """
         Path(path).mkdir(parents=True, exist_ok=True)
         files = portable(self.files)
+        if self.form is not None or FORM in config_of(files):
+            config = {key: value for key, value in config_of(files).items() if key != FORM}
+            files[CONFIG] = json_bytes(config | ({} if self.form is None else {FORM: asdict(self.form)}))
         if (
             self.vision is not None
             and self.tower
@@ -507,4 +542,6 @@ def _wrap(
     # Files may hold truncation and padding settings of another use; rows here are as long as their text.
     hf.backend_tokenizer.no_truncation()
     hf.backend_tokenizer.no_padding()
-    return Tokenizer(hf, name, generation, files).with_stop_ids(end_ids(config))
+    saved = config_of(files).get(FORM)
+    form = None if saved is None else PromptForm(**saved)
+    return Tokenizer(hf, name, generation, files, form=form).with_stop_ids(end_ids(config))

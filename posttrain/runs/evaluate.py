@@ -118,15 +118,13 @@ class Evaluation:
 def evaluate(
     generator: Generator, dataset: DatasetSection, rewards: Sequence[RewardSection], settings: EvaluationSettings
 ) -> Evaluation:
-    """Sample each prompt of a dataset and score the samples. Prompts have the form of the generator's run where the
-    dataset does not say another.
+    """Sample each prompt of a dataset and score the samples. Prompts have the form that the model was trained on, where
+    the dataset does not say another.
 
     ConfigError for prompts that do not fit, rewards without their columns, and samples of which none has a reward.
     """
     if settings.samples > 1 and settings.sampling.temperature == 0:
         raise ConfigError(f"evaluate: {settings.samples} samples of a prompt would be equal at temperature 0")
-    own = {"chat": generator.chat, "system": generator.system}
-    dataset = dataset.model_copy(update={k: v for k, v in own.items() if getattr(dataset, k) is None})
     tokenizer, limit = generator.tokenizer, generator.model.config.max_positions
     settings = settings.within(limit)
     longest = limit - settings.sampling.max_tokens

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from posttrain.config import (
+    DatasetSection,
     DrafterSection,
     ImageSection,
     ModelSection,
@@ -24,7 +25,7 @@ from posttrain.config import (
 from posttrain.config.locator import Locator
 from posttrain.config.yaml_file import load_recorded
 from posttrain.data.images import takes_images
-from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.tokenizer import PromptForm, Tokenizer, load_tokenizer
 from posttrain.data.tokenizer_files import model_end_ids
 from posttrain.errors import ConfigError
 from posttrain.mesh import single_device_mesh
@@ -144,23 +145,14 @@ def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """Model that generates, its tokenizer, and the form of the prompts that it was trained on."""
+    """Model that generates, and its tokenizer with the form of the prompts that it was trained on."""
 
     name: str
     model: Decoder
     tokenizer: Tokenizer
-    chat: bool | None = None
-    """Chat rendering of the run's data; None: not told, so with a chat template if the tokenizer has one."""
-    system: str | None = None
-    """System message before every prompt of the run's data."""
     tools: Sequence[ToolSection] = ()
     """Tools that the run's policy was trained to call."""
     tool_format: str = "auto"
-
-    @property
-    def chats(self) -> bool:
-        """True if prompts are rendered with the chat template."""
-        return self.tokenizer.chat_template is not None if self.chat is None else self.chat
 
 
 def load_generator(name: str, *, adapter: str | None = None, family: str | None = None) -> Generator:
@@ -194,11 +186,20 @@ def _of_run(output: Path, stage_name: str, name: str) -> Generator:
         # Standard output is that of the answers.
         with redirect_stdout(sys.stderr):
             model = trained_model(open_stage(output, stage_name, config, tokenizer, single_device_mesh()), None)
-    data = section.datasets[0]
-    found = Generator(name=name, model=model, tokenizer=tokenizer, chat=data.chat, system=data.system)
+    if not saved.is_dir():
+        tokenizer = tokenizer.with_form(_form_of(section.datasets[0], tokenizer))
+    found = Generator(name=name, model=model, tokenizer=tokenizer)
     if isinstance(section, RLSection) and section.env is not None and section.env.fn is None:
         return replace(found, tools=section.tools, tool_format=section.tool_format)
     return found
+
+
+def _form_of(data: DatasetSection, tokenizer: Tokenizer) -> PromptForm | None:
+    """Form of the prompts of a run that has saved no model yet, as far as its configuration tells."""
+    if data.chat is None and data.system is None:
+        return tokenizer.form
+    chat = tokenizer.chats if data.chat is None else data.chat
+    return PromptForm(chat=chat, system=tokenizer.system if data.system is None else data.system)
 
 
 def _seeing(tokenizer: Tokenizer, name: str) -> Tokenizer:

@@ -40,7 +40,7 @@ from posttrain.models.config import AttentionConfig, LatentAttentionConfig, Mode
 from posttrain.runs.check_loss import check_stage_loss
 from posttrain.runtime import processes
 from posttrain.runtime.files import digest, write_whole
-from posttrain.stages.inputs import EpochSource, Inputs, Prepared
+from posttrain.stages.inputs import EpochSource, Inputs, Prepared, form_notes, prompt_form
 from posttrain.stages.table import naming_stage, stage_kind, stage_names
 from posttrain.tracking.console import progress
 from posttrain.train.qk_clip import check_clip
@@ -122,9 +122,10 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate
     if is_users(inputs.loss):
         check_stage_loss(section, inputs.loss)
     inputs, more = with_steps(inputs, config.seed, prepared.counts, estimate=estimate)
+    forms = form_notes(prepared.tokenizer, prompt_form(inputs.renderers), section.datasets)
     prepared.add(index, inputs)
     files = [note for dataset in section.all_datasets if (note := files_note(dataset)) is not None]
-    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*files, *more, *notes]]
+    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*files, *forms, *more, *notes]]
 
 
 def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:

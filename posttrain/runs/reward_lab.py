@@ -173,12 +173,12 @@ def _sampled(groups: Sequence[Group], rewards: Sequence[Reward], findings: dict[
 def _groups(model: str, rows: Sequence[LabRow], skip_special_tokens: bool) -> list[Group]:
     loaded = load_generator(model)
     tokenizer = loaded.tokenizer
-    prompts: list[Any] = [row.messages if loaded.chats else row.prompt for row in rows]
+    prompts: list[Any] = [row.messages if tokenizer.chats else row.prompt for row in rows]
     done = complete(
         loaded.model,
         tokenizer,
         prompts,
-        chat=loaded.chats,
+        chat=tokenizer.chats,
         n=GROUP_SIZE,
         temperature=1.0,
         seed=0,

@@ -89,7 +89,7 @@ def _train_stages(
             remember_versions(output)
             growth.write()
 
-    for name, inputs, own in zip(names, prepared.stages, chosen, strict=True):
+    for name, inputs, form, own in zip(names, prepared.stages, prepared.forms, chosen, strict=True):
         folder = output / name
         if processes.writes():
             folder.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ def _train_stages(
             seed=config.seed,
             mesh=mesh,
             devices=role_devices(config, getattr(inputs.section, "placement", PlacementSection()), jax.devices()),
-            tokenizer=prepared.tokenizer,
+            tokenizer=prepared.tokenizer.with_form(form),
             tensorboard=config.tensorboard,
             profile=config.profile,
             stop=stop,

@@ -327,6 +327,8 @@ def serve(
     url = f"http://{f'[{host}]' if ':' in host else host}:{number}/v1"
     engine = served.engine
     print(f"{', '.join(served.names)}: {url} ({engine.slots} slots of {engine.max_length} tokens)", flush=True)
+    if note := served.form_note:
+        print(note, flush=True)
     try:
         server.run(sockets=[listener])
     finally:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from posttrain.config import Drafts
 from posttrain.data.chat import Prompt, Renderer
+from posttrain.data.format import with_default_system
 from posttrain.data.grammar import Grammar
 from posttrain.data.messages import pictures_in, text_of
 from posttrain.data.tokenizer import Tokenizer
@@ -125,6 +126,19 @@ class Served:
         self.metrics = Metrics(self._gauges)
         self.renderer = lru_cache(RENDERERS)(self._renderer)
         self.plain = Renderer(self.tokenizer, False)
+
+    @property
+    def form_note(self) -> str:
+        """Line about the form of prompts, where it is not the chat template's alone."""
+        tokenizer = self.tokenizer
+        if tokenizer.chat_template is not None and not tokenizer.chats:
+            return (
+                "the model was trained on plain prompts: a chat of one user message is continued as plain text; "
+                "--chat-template FILE renders chats"
+            )
+        if tokenizer.system is not None:
+            return f"chats without a system message begin with that of the model's training, {tokenizer.system[:60]!r}"
+        return ""
 
     @classmethod
     def of(
@@ -245,15 +259,16 @@ class Served:
         """Tokens and pictures of a chat's prompt, and the format in which its answer may call tools."""
         try:
             # GPT-OSS writes its text into a channel, with or without tools.
-            harmony = ask.tools is None and "<|channel|>" in str(self.tokenizer.hf.chat_template)
+            harmony = renderer.chat and ask.tools is None and "<|channel|>" in str(self.tokenizer.hf.chat_template)
             tools = ask.tools or ([] if harmony else None)
             tool_format = None if tools is None else make_format(self.tool_format, self.tokenizer, tools)
         except ConfigError as error:
             raise Refused(400, "invalid_value", str(error), "tools") from error
         if pictures_in(ask.messages) and not self.tokenizer.sees:
             raise wrong(ask.field, f"{self.name} takes no pictures; send text alone")
+        messages = with_default_system(ask.messages, self.tokenizer) if renderer.chat else ask.messages
         try:
-            return renderer.prompt_with_images(ask.messages, ask.tools), tool_format
+            return renderer.prompt_with_images(messages, ask.tools), tool_format
         except ConfigError as error:
             raise Refused(400, "invalid_value", with_options(error), ask.field) from error
 
@@ -280,7 +295,9 @@ class Served:
         if not isinstance(parsed, Mapping):
             raise ConfigError("chat_template_kwargs: must be an object")
         tokenizer = self.tokenizer.with_template_args(parsed)
-        return Renderer(tokenizer, True, ToolText(tokenizer, self.tool_format))
+        # A model trained without its template continues a message; without any, the renderer says what is missing.
+        chat = tokenizer.chats or tokenizer.chat_template is None
+        return Renderer(tokenizer, chat, ToolText(tokenizer, self.tool_format) if chat else None)
 
     def params_of(
         self,

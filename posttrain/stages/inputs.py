@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from posttrain.batch import rows_per_pass
@@ -11,7 +11,7 @@ from posttrain.config import DatasetSection, PairSection, RunConfig, SequenceSec
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import renderer_of
 from posttrain.data.sources import Rows, Sequences, load_rows
-from posttrain.data.tokenizer import Tokenizer
+from posttrain.data.tokenizer import PromptForm, Tokenizer
 from posttrain.weights.locate import ModelFiles
 
 
@@ -32,6 +32,11 @@ class Inputs(Protocol):
     @property
     def epoch_sources(self) -> Sequence[EpochSource] | int:
         """Sequences or pairs over which `num_epochs` passes, or their number where each has a row of its own."""
+        ...
+
+    @property
+    def renderers(self) -> Sequence[Renderer]:
+        """Renderers of the datasets that are trained on."""
         ...
 
 
@@ -56,13 +61,19 @@ class Prepared:
     files: ModelFiles
     """Description and tokenizer of the model; None in it only if `notes` report what could not be checked."""
     stages: list[Inputs] = field(default_factory=list)
+    forms: list[PromptForm | None] = field(default_factory=list)
+    """Form of the prompts on which the model of each stage was trained last; None: not known."""
     counts: dict[str, int] = field(default_factory=dict)
     """Resolved `num_steps` of epochs, kept with the run."""
     notes: list[str] = field(default_factory=list)
     """Notes: checks that were impossible, and resolved settings that differ from the configuration."""
 
     def add(self, index: int, inputs: Inputs) -> None:
-        """Add the inputs of stage `index`, whose section may have more resolved values than the configuration's."""
+        """Add the inputs of stage `index`, whose section may have more resolved values than the configuration's. The
+        form of its prompts is the default of later stages."""
+        if (form := prompt_form(inputs.renderers)) is not None:
+            self.files = replace(self.files, tokenizer=self.tokenizer.with_form(form))
+        self.forms.append(self.tokenizer.form)
         self.stages.append(inputs)
         stages = list(self.config.stages)
         stages[index] = inputs.section
@@ -78,6 +89,41 @@ class Prepared:
         """Tokenizer of the model, which must have been there."""
         assert self.files.tokenizer is not None
         return self.files.tokenizer
+
+
+def prompt_form(renderers: Sequence[Renderer]) -> PromptForm | None:
+    """Form of the prompts that a stage trains on, by the rows read so far; None if its datasets have none, or differ in
+    the use of the chat template."""
+    forms = [one.form for one in renderers if one.form is not None]
+    if len({form.chat for form in forms}) != 1:
+        return None
+    systems = {form.system for form in forms}
+    return PromptForm(forms[0].chat, systems.pop() if len(systems) == 1 else None)
+
+
+def form_notes(tokenizer: Tokenizer, form: PromptForm | None, datasets: Sequence[DatasetSection]) -> list[str]:
+    """Lines about prompts whose form is, or is not, that of the model's training before. `form`: of the prompts;
+    `datasets`: of which they are."""
+    before = tokenizer.form
+    if before is None or form is None:
+        return []
+    if before.chat != form.chat:
+        words = ("with", "without") if form.chat else ("without", "with")
+        return [
+            f"prompts are rendered {words[0]} the chat template, and the model was trained {words[1]} it; "
+            f"dataset.chat={str(before.chat).lower()} renders them as in its training"
+        ]
+    if not form.chat and tokenizer.chat_template is not None and any(one.chat is None for one in datasets):
+        return [
+            "prompts are plain text, as the model was trained; dataset.chat=true renders them with the chat template"
+        ]
+    if before.system is not None and form.system != before.system:
+        others = "have none, or another" if form.system is None else f"begin with {form.system[:60]!r}"
+        return [
+            f"the model was trained after the system message {before.system[:60]!r}, and these prompts {others}; "
+            "dataset.system gives rows without one a system message"
+        ]
+    return []
 
 
 def rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer) -> tuple[Rows, Renderer]:

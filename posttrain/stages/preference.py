@@ -26,6 +26,7 @@ from posttrain.config import (
 )
 from posttrain.config.locator import FORMS, checked_settings
 from posttrain.config.other_names import meant_kind
+from posttrain.data.chat import Renderer
 from posttrain.data.columns import RowKind, unread_columns, unread_note
 from posttrain.data.cuts import RowCuts
 from posttrain.data.image_rows import bad_image_metrics, bad_image_note, most_patches, picture_note
@@ -89,6 +90,11 @@ class PairInputs:
     def terms(self) -> Terms:
         """Statistics that the loss needs beside log-probabilities."""
         return Terms(squares=self.loss.needs.squares)
+
+    @property
+    def renderers(self) -> Sequence[Renderer]:
+        """Renderer of the dataset that is trained on."""
+        return [self.units.renderer]
 
     @property
     def epoch_sources(self) -> Sequence[EpochSource]:

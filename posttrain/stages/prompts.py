@@ -84,6 +84,11 @@ class RolloutInputs:
     """Environments or agents; None: one completion of each prompt."""
 
     @property
+    def renderers(self) -> Sequence[Renderer]:
+        """Renderer of the prompts that are sampled from in training."""
+        return [self.renderer]
+
+    @property
     def epoch_sources(self) -> int:
         """Number of prompts; online stages have `num_steps`."""
         return len(self.examples)

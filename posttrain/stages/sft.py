@@ -57,6 +57,11 @@ class SequenceInputs:
     """Rows and renderers of the datasets in `section.mix`."""
 
     @property
+    def renderers(self) -> Sequence[Renderer]:
+        """Renderers of the datasets that are trained on."""
+        return [self.renderer, *(renderer for _, renderer in self.mixed)]
+
+    @property
     def epoch_sources(self) -> Sequence[EpochSource] | int:
         """Datasets over which `num_epochs` passes."""
         data = zip(self.section.datasets, [(self.rows, self.renderer), *self.mixed], strict=True)
