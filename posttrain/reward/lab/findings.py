@@ -3,6 +3,7 @@ groups before training."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -253,7 +254,10 @@ def _example(measured: Measured, first: Kind, second: Kind) -> str:
 
 
 def _text(measured: Measured, row: int, kind: Kind) -> str:
-    text = next(case.text for case in measured.cases if case.row == row and case.kind is kind)
+    """Text of the case whose value is that of its kind and row, see `Measured.of`."""
+    cases = zip(measured.cases, measured.values, strict=True)
+    of_kind = [(case.text, value) for case, value in cases if case.row == row and case.kind is kind]
+    text, _ = max(of_kind, key=lambda one: -math.inf if np.isnan(one[1]) else float(one[1]))
     return repr(text if len(text) <= 40 else f"...{text[-37:]}")
 
 

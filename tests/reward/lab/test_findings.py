@@ -76,6 +76,9 @@ def any_of_many(completions, answer):
 def never(completions, answer):
     return [None for _ in completions]
 
+def pays_for_nines(completions, answer):
+    return [float(c.strip() == a) + 0.3 * c.count("9") for c, a in zip(completions, answer)]
+
 def grows(completions):
     return [len(c) / 1000 for c in completions]
 
@@ -108,6 +111,7 @@ EXPECTED = {
     "compares_with_the_batch": "batch",
     "any_of_many": "hedge",
     "never": "never",
+    "pays_for_nines": "absurd",
     "grows": "length",
     "slow": "slow",
 }
@@ -134,6 +138,9 @@ def test_seeded_faults_are_found(folder: Path) -> None:
     codes = {name: {finding.code for finding in findings} for name, findings in found.findings.items()}
     assert {name: EXPECTED[name] in codes[name] for name in EXPECTED} == dict.fromkeys(EXPECTED, True), codes
     assert took < 300, took
+    # The text that is cited is the one that is paid for, not the first of its kind, which is white space.
+    (absurd,) = (one for one in found.findings["pays_for_nines"] if one.code == "absurd")
+    assert "such as '...9999" in absurd.text
     assert not found.passed and all(finding.remedy for findings in found.findings.values() for finding in findings)
 
 
