@@ -254,7 +254,9 @@ def plan(
 @app.command()
 def replay(
     run: Annotated[str, typer.Argument(help="The output folder of a run, or the folder of one of its RL stages.")],
-    step: Annotated[int, typer.Option(min=1, help="Step whose trajectories were recorded.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Step whose trajectories were recorded; without it, which there are.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="A model's folder or hub id; by default the checkpoint before the step.")
     ] = None,
@@ -263,9 +265,14 @@ def replay(
     ] = None,
 ) -> None:
     """Repeat the update of a recorded RL step without sampling: its loss and metrics, also with another loss."""
-    from posttrain.runs.replay import lines_of
+    from posttrain.runs.replay import lines_of, replayable_steps, shown_steps
     from posttrain.runs.replay import replay as recipe
 
+    if step is None:
+        whole, others = replayable_steps(run)
+        print(f"steps that can be replayed: {shown_steps(whole)}")
+        print(f"with --model, since the checkpoint before them is gone: {shown_steps(others)}")
+        return
     for line in lines_of(recipe(run, step, model=model, changes=changes or [])):
         print(line)
 

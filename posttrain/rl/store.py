@@ -124,6 +124,14 @@ def recorded_steps(folder: Path) -> list[int]:
     return sorted(int(file.stem) for file in folder.glob("*.parquet") if file.stem.isdecimal())
 
 
+def step_before(folder: Path, step: int) -> int:
+    """Step whose weights a recorded step begins with; 0: the start."""
+    import pyarrow.parquet
+
+    metadata = pyarrow.parquet.read_metadata(file_of(folder, step)).metadata or {}
+    return int(json.loads(metadata[META.encode()])["before"])
+
+
 def write_record(recorded: Recorded, file: Path) -> None:
     """Write a record: numbers of group, sample, dataset row and row of the sample, rewards, advantage, and lists per
     token and turn."""

@@ -32,7 +32,7 @@ from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.collector import ScoredRollouts
 from posttrain.rl.metrics import group_metrics
 from posttrain.rl.step import learn
-from posttrain.rl.store import Recorded, read_record
+from posttrain.rl.store import Recorded, read_record, recorded_steps, step_before
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
 from posttrain.runs.folder import CONFIG_NAME
@@ -48,6 +48,8 @@ from posttrain.weights.locate import add_family_file
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights
 
+SHOWN_STEPS = 20
+"""Steps that a line names."""
 MEASURED = (
     *("timing_s/", "perf/", "step_time", "memory/", "rollout/", "sync/", "learning_rate", "data/"),
     *("sampling/refill/", "curriculum/", "env/", "hacking/", "async/"),
@@ -143,6 +145,12 @@ def replay(
     )
 
 
+def shown_steps(steps: Sequence[int]) -> str:
+    """Numbers of steps in a line, of many the newest."""
+    newest = ", ".join(map(str, steps[-SHOWN_STEPS:])) or "none"
+    return newest if len(steps) <= SHOWN_STEPS else f"{newest} and {len(steps) - SHOWN_STEPS} earlier ones"
+
+
 def lines_of(found: Replayed) -> list[str]:
     """Table of the metrics as replayed and as logged by the run."""
     names = [name for name in found.metrics if not name.startswith(MEASURED)]
@@ -177,6 +185,18 @@ def _cluster(stage: StageRun, section: RLSection, trainer: Trainer, algorithm: A
     return ObservedCluster(trainer, NoEngine(), Shared(trainer), **roles)
 
 
+def replayable_steps(run: str | Path) -> tuple[list[int], list[int]]:
+    """Recorded steps of an RL stage whose weights are there, the start or the checkpoint before them, and the others,
+    which need a model. `run`: as in `replay`."""
+    output, name = find_stage(Path(run))
+    records = output / name / TRAJECTORIES
+    with Checkpointer(output / name / "checkpoints", read_only=True) as checkpointer:
+        known = {0, *checkpointer.steps()}
+    steps = recorded_steps(records)
+    whole = [step for step in steps if step_before(records, step) in known]
+    return whole, sorted({*steps} - {*whole})
+
+
 def _restore(trainer: Trainer, folder: Path, recorded: Recorded) -> None:
     with Checkpointer(folder / "checkpoints", read_only=True) as checkpointer:
         try:
@@ -185,7 +205,8 @@ def _restore(trainer: Trainer, folder: Path, recorded: Recorded) -> None:
         except ConfigError as error:
             raise ConfigError(
                 f"{error}; to replay step {recorded.step} give a model, or run with checkpoint_every such that a "
-                f"checkpoint of step {recorded.before} is kept"
+                f"checkpoint of step {recorded.before} is kept; without either there are the steps "
+                f"{shown_steps(replayable_steps(folder)[0])}"
             ) from error
     trainer.restore(state, host["step"])
 

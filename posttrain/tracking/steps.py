@@ -97,14 +97,13 @@ class ConsoleSink:
             self._trend.add(step, metrics)
             self._waiting = self._line(step, metrics)
             warnings = list(_warnings(metrics))
+            self._waiting = "  ".join((self._waiting, *warnings))
             due = self._live is None and time.monotonic() - self._printed_at >= self._interval_s
             if due or step >= self._num_steps or warnings:
                 self._flush()
             elif self._live is not None:
                 self._head()
                 self._live.show(printable(self._waiting, self._console.encoding))
-            if warnings:
-                self._print("  ".join((self._number(step), *warnings)))
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluated:
             self._flush()
@@ -328,7 +327,7 @@ def _column(header: str, width: int, name: str, form: Callable[[float], str] = n
 
 
 def _reward(metrics: Mapping[str, float]) -> str:
-    error = f" ±{metrics['reward_stderr']:.2g}" if "reward_stderr" in metrics else ""
+    error = f" ±{metrics['reward_stderr']:.2g}" if math.isfinite(metrics.get("reward_stderr", math.nan)) else ""
     return f"{reward_number(metrics['reward'])}{error}"
 
 

@@ -99,8 +99,12 @@ def test_what_cannot_be_replayed_is_said(stage: Path) -> None:
         replayed(stage, 99)
     with pytest.raises(ConfigError, match="sft is a stage of kind sft; only those of kind rl"):
         replayed(stage.parent / "0-sft", 1)
-    with pytest.raises(ConfigError, match="no checkpoint of step 1; .*checkpoint of step 1 is kept"):
+    steps = recorded_steps(stage / "trajectories")
+    named = f"1, {', '.join(map(str, steps[2:]))}"
+    with pytest.raises(ConfigError, match=f"no checkpoint of step 1; .*step 1 is kept; .*the steps {named}$"):
         replayed(stage, 2)
+    told = posttrain("replay", stage, devices=1).out
+    assert f"steps that can be replayed: {named}\n" in told and "is gone: 2\n" in told
 
 
 of_several_updates = pytest.mark.parametrize("stage", ["updates"], indirect=True, scope="module")
