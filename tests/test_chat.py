@@ -20,6 +20,7 @@ from posttrain.chat import Chat, ChatStopped, Listener, Terminal, tools_from
 from posttrain.config import Locator, ToolSection
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
+from posttrain.data.tokenizer import PromptForm
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import Completion, NewTokens, SamplingParams
 from posttrain.runs.finished import Generator
@@ -218,5 +219,6 @@ def test_tools_of_a_file_are_called(generator: Generator, tmp_path: Path, monkey
     assert [message["role"] for message in talk.messages] == ["user", "assistant", "tool", "assistant"]
     with pytest.raises(ConfigError, match="defines no public function"):
         tools_from([str(tmp_path / "empty.py")])
+    plain = generator.tokenizer.with_form(PromptForm(chat=False))
     with pytest.raises(ConfigError, match="tools need a chat template, and tiny is used without one"):
-        Chat(replace(generator, chat=False), tools=tools)
+        Chat(replace(generator, tokenizer=plain), tools=tools)

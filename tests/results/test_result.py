@@ -153,7 +153,7 @@ def test_the_stop_button(
     stopped = run.fit(on_step=stop)
     assert not stopped.finished and "stopped after step 1" in repr(stopped) and stopped.results == []
     newest = load_generator(str(stopped.output))
-    assert newest.chat is False and not same_weights(newest.model, load_generator("done").model)
+    assert not newest.tokenizer.chats and not same_weights(newest.model, load_generator("done").model)
     with pytest.raises(pt.RunError, match="is not finished, so it has no final model; call fit"):
         stopped.model_path  # noqa: B018
     assert run.fit().finished
