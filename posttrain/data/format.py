@@ -64,12 +64,16 @@ class TokenizedExample:
 
 def use_chat(section: DatasetSection, tokenizer: Tokenizer, columns: Sequence[str]) -> bool:
     """Tell whether rows use the chat template: `section.chat`, else as the model was trained, or if one exists and
-    rows are not plain `text`."""
+    rows are not plain `text`. The column `messages` holds conversations, which only a template can write."""
     templates = section.prompt is not None or section.completion is not None
     plain = not templates and "text" in columns and not {"messages", "prompt"} & set(columns)
     if plain and section.chat:
         raise ConfigError("dataset.chat is true, but the column text is plain; give messages, or prompt and completion")
-    return section.chat if section.chat is not None else tokenizer.chats and not plain
+    if section.chat is not None:
+        return section.chat
+    if not templates and "messages" in columns:
+        return tokenizer.chat_template is not None
+    return tokenizer.chats and not plain
 
 
 def loss_on(section: SequenceSection) -> LossOn:

@@ -58,8 +58,8 @@ def test_later_stages_render_as_the_model_was_trained(tmp_path: Path, capsys: py
         assert {row["prompt"] for row in sampled.samples} <= {row["prompt"] for row in plain}
         assert load_tokenizer(sampled.model_path).form == PromptForm(chat=False)
 
-        # The other way round the run says so, and the model is one of chats from then on.
-        chats = sft(str(trained), [{"messages": [SYSTEM, *TURNS]}] * 4, tmp_path / "chats", chat=True)
+        # Conversations need a template: the run says so, and the model is one of chats from then on.
+        chats = sft(str(trained), [{"messages": [SYSTEM, *TURNS]}] * 4, tmp_path / "chats")
         said = " ".join(capsys.readouterr().out.split())
         assert "rendered with the chat template, and the model was trained without it; dataset.chat=false" in said
         assert load_tokenizer(chats.model_path).form == PromptForm(chat=True, system="Be brief.")
