@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from posttrain.config import RunConfig
 from posttrain.config.base import Vision
 from posttrain.config.yaml_file import load_recorded
+from posttrain.data.images import takes_images
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError, did_you_mean
 from posttrain.export.export import Target, export
@@ -28,6 +29,7 @@ from posttrain.tracking.history import Records, points, read_metrics, read_sampl
 from posttrain.tracking.notebook import Curves
 from posttrain.tracking.steps import LAYOUTS, means_of_functions, shown_number
 from posttrain.weights.load import load_model
+from posttrain.weights.locate import read_model_files
 
 if TYPE_CHECKING:
     from posttrain.generation import Settings
@@ -105,14 +107,20 @@ class RunResult:
     def load_model(self, *, vision: Vision | None = None) -> Decoder:
         """Final model. `vision`: what is trained of its vision tower, `none`: the text part alone; by default the tower
         is loaded, frozen, if the run's model had it."""
-        kept: Vision = "none" if self.config.model.vision == "none" else "frozen"
+        kept: Vision = "frozen" if self._sees else "none"
         return load_model(self.model_path, vision=kept if vision is None else vision)
 
     def load_tokenizer(self) -> Tokenizer:
         """Tokenizer of the final model; with a vision tower, it prepares pictures as well."""
-        if self.config.model.vision == "none":
+        if not self._sees:
             return load_tokenizer(self.model_path)
         return tokenizer_of(self.output, self.stages[-1], self.config)
+
+    @property
+    def _sees(self) -> bool:
+        """True of a final model with a vision tower."""
+        fields = read_model_files(str(self.model_path)).hf_json
+        return fields is not None and takes_images(fields)
 
     def chat(
         self,
