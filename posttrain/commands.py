@@ -193,6 +193,15 @@ def serve(
     decode_steps: Annotated[int, typer.Option(min=1, help="Tokens of a sample between two looks at requests.")] = 8,
     max_queue: Annotated[int, typer.Option(min=0, help="Samples that wait for a slot; more are refused.")] = 1024,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for an answer.")] = 600.0,
+    read_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for a request to arrive, and for a client to read on; see the page.")
+    ] = 30.0,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections at once; more are refused.")] = 2048,
+    max_body: Annotated[float, typer.Option(min=0.01, help="MiB of a request.")] = 64.0,
+    max_pixels: Annotated[float, typer.Option(min=0.01, help="Million pixels of a request's pictures.")] = 128.0,
+    max_logprobs: Annotated[
+        int, typer.Option(min=1, help="Log-probabilities of an answer: tokens times alternatives.")
+    ] = 1 << 22,
     chat_template: Annotated[str | None, typer.Option(help="A file or a name, as model.chat_template.")] = None,
     tool_format: Annotated[str, typer.Option(help="Format of tool calls, as tool_format of RL.")] = "auto",
     warm_up: Annotated[bool, typer.Option(help="Compile all programs first, not each when it is needed.")] = True,
@@ -204,6 +213,7 @@ def serve(
     from posttrain.runs.finished import load_generator
     from posttrain.runtime.xla import enable_compile_cache
     from posttrain.serve import app
+    from posttrain.serve.admission import ConnectionLimits, RequestLimits
     from posttrain.serve.middleware import AllowedHosts
     from posttrain.serve.model import Limits, Served
 
@@ -224,7 +234,11 @@ def serve(
         cache_tokens=cache_tokens,
         decode_steps=decode_steps,
         tool_format=tool_format,
-        limits=Limits(queue=max_queue, timeout_s=timeout),
+        limits=Limits(
+            queue=max_queue,
+            timeout_s=timeout,
+            request=RequestLimits(pixels=round(max_pixels * 1e6), logprobs=max_logprobs),
+        ),
         adapters=slots_for(beside.values(), adapter_slots, adapter_rank, loads=load_adapters),
         speculative=speculative,
     )
@@ -232,8 +246,16 @@ def serve(
         served.add_adapter(adapter_name, folder)
     if warm_up:
         served.warm_up()
-    hosts = AllowedHosts(host, allowed_host or [])
-    app.serve(served, listener, api_key, hosts=hosts, origins=allowed_origin or [], loads=load_adapters)
+    app.serve(
+        served,
+        listener,
+        api_key,
+        hosts=AllowedHosts(host, allowed_host or []),
+        origins=allowed_origin or [],
+        max_body=round(max_body * 2**20),
+        connections=ConnectionLimits(count=max_connections, read_s=read_timeout),
+        loads=load_adapters,
+    )
 
 
 def _with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:

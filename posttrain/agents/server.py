@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.agents.session import SampledTurn, Session
-from posttrain.data.messages import pictures_in
 from posttrain.errors import RunError
 from posttrain.rollout.types import NewTokens
 from posttrain.serve.app import LOOPBACK, application, check_key, listen, server_of
 from posttrain.serve.body import ChatAsk, Refused, wrong
 from posttrain.serve.middleware import AllowedHosts
 from posttrain.serve.model import Backend, Delta, Turns, finish_reason, logprob_entries
+from posttrain.serve.writing import written
 from posttrain.tools.types import ToolCall
 
 MODEL = "policy"
@@ -62,11 +62,9 @@ class SessionBackend:
         ask.body.finish()
         if not ask.parallel:
             raise wrong("parallel_tool_calls", "false is not supported in a session: all that is sampled is trained on")
-        if pictures_in(ask.messages) and not self.session.renderer.tokenizer.sees:
-            raise wrong("messages", "the model takes no pictures; send text alone")
         if ask.top_logprobs:
             raise wrong("top_logprobs", "is not supported in a session; ask for logprobs alone")
-        sampling = asyncio.run_coroutine_threadsafe(_complete(self.session, ask), self.loop)
+        sampling = asyncio.run_coroutine_threadsafe(self.session.complete(ask), self.loop)
         try:
             choices = await asyncio.wrap_future(sampling)
         except asyncio.CancelledError:
@@ -78,38 +76,30 @@ class SessionBackend:
             num_prompt_tokens=choices[0].num_prompt_tokens, deltas=self._deltas(choices, ask.logprobs), close=_nothing
         )
 
-    async def _deltas(self, choices: Sequence[SampledTurn], logprobs: bool) -> AsyncIterator[Delta]:
-        tokenizer, ends = self.session.renderer.tokenizer, self.session.params_of(0).ends
-        for index, (message, done, _) in enumerate(choices):
-            part = NewTokens(done.tokens, done.logps, None, done.num_cached)
-            calls = [
-                ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
-                for call in message.get("tool_calls", ())
-            ]
-            yield Delta(
-                index,
-                message.get("content") or "",
-                logprob_entries(tokenizer, [], part, ends) if logprobs else (),
-                calls,
-                finish=finish_reason(done.stop, calls),
-                num_tokens=len(done.tokens),
-                num_cached=done.num_cached,
-            )
+    async def _deltas(self, choices: Sequence[SampledTurn], logprobs: bool) -> AsyncIterator[Sequence[Delta]]:
+        yield await written(lambda: [self._delta(index, one, logprobs) for index, one in enumerate(choices)])
+
+    def _delta(self, index: int, choice: SampledTurn, logprobs: bool) -> Delta:
+        message, done, _ = choice
+        part = NewTokens(done.tokens, done.logps, None, done.num_cached)
+        calls = [
+            ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
+            for call in message.get("tool_calls", ())
+        ]
+        ends = self.session.params_of(0).ends
+        return Delta(
+            index,
+            message.get("content") or "",
+            logprob_entries(self.session.renderer.tokenizer, [], part, ends) if logprobs else (),
+            calls,
+            finish=finish_reason(done.stop, calls),
+            num_tokens=len(done.tokens),
+            num_cached=done.num_cached,
+        )
 
 
 async def _nothing() -> None:
     pass
-
-
-async def _complete(session: Session, ask: ChatAsk) -> list[SampledTurn]:
-    if ask.n > session.max_turns:
-        rule = f"{ask.n} must be at most {session.max_turns}: each choice is a turn (agent.max_turns)"
-        raise wrong("n", rule)
-    return list(
-        await asyncio.gather(
-            *(session.complete(ask.messages, ask.tools, ask.max_tokens, ask.stop, ask.forced) for _ in range(ask.n))
-        )
-    )
 
 
 class Sessions:

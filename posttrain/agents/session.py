@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from posttrain.data.chat import Renderer
+from posttrain.data.chat import Prompt, Renderer
 from posttrain.data.grammar import Grammar
-from posttrain.data.messages import Message, said_calls, text_of
+from posttrain.data.messages import Message, said_calls
 from posttrain.environments.conversation import Generate, message_of
 from posttrain.errors import ConfigError
 from posttrain.rollout.trajectory import Limit, is_cut
 from posttrain.rollout.types import Completion, Requests, SamplingParams, StopReason, Transcript, grammar_of
-from posttrain.serve.body import Refused
-from posttrain.serve.model import check_text
+from posttrain.serve.admission import RequestLimits, admit
+from posttrain.serve.body import ChatAsk, Refused, wrong
 from posttrain.tools.formats import Format
 from posttrain.tools.grammar import tool_grammar
 
@@ -76,6 +76,17 @@ class SampledTurn(NamedTuple):
     num_prompt_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """Request as it is sampled: its tokens, or those after a turn of a branch that it goes on from."""
+
+    ask: ChatAsk
+    tool_format: Format | None
+    grammar: Grammar | None
+    prompt: Prompt
+    known: tuple[Branch, Mark] | None
+
+
 @dataclass(kw_only=True)
 class Session:
     """Record of one agent's requests. Histories that go on from a turn keep its tokens; others are rows of their own,
@@ -104,21 +115,24 @@ class Session:
         self._requests = Requests(self.params_of)
         self._running: set[asyncio.Task[Any]] = set()
 
-    async def complete(
-        self,
-        messages: list[Message],
-        tools: Tools,
-        max_tokens: int | None,
-        stop: Sequence[str],
-        forced: str | None = None,
-    ) -> SampledTurn:
-        """Sample the next turn. `forced`: see `ChatAsk`. Refused beyond the limits of the session and after its end.
-        Cancelling it leaves the history as it was."""
+    async def complete(self, ask: ChatAsk) -> list[SampledTurn]:
+        """Sample the next turns of a chat, `ask.n` of them. Refused beyond the limits of the session and after its end.
+        Cancelling it leaves the history as it was.
+
+        Texts are rendered, encoded and read in threads: in the event loop are the other samples of the run.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
-            return await self._complete(messages, tools, max_tokens, stop, forced)
+            self._check_turns(ask.n)
+            # What the history is at this moment, which goes on meanwhile.
+            marks = [
+                (branch, mark, branch.messages[: mark.messages]) for branch in self.branches for mark in branch.marks
+            ]
+            rendered = await asyncio.to_thread(self._render, ask, marks)
+            branches = self._place_all(rendered)
+            return list(await asyncio.gather(*(self._sample(branch, rendered) for branch in branches)))
         except Refused as refused:
             self.refusals[refused.code] += 1
             if refused.code in REFUSED:
@@ -148,46 +162,87 @@ class Session:
         for task in tuple(self._running):
             task.cancel()
 
-    async def _complete(
-        self, messages: list[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str], forced: str | None
-    ) -> SampledTurn:
+    def _check_turns(self, count: int) -> None:
+        """Refuse a request after the end, and beyond the turns that are left."""
         if self.closed:
             raise Refused(410, "session_closed", "the sample of this session has ended")
-        if self.num_turns >= self.max_turns:
-            raise Refused(403, "max_turns", f"this session has had its {self.max_turns} turns (agent.max_turns)")
-        texts = [text_of(message) for message in messages]
-        check_text(texts, self.renderer.tokenizer, self.row_tokens, "messages")
-        tool_format = self._format(tools)
+        if count > max(self.max_turns, 1):
+            rule = f"{count} must be at most {self.max_turns}: each choice is a turn (agent.max_turns)"
+            raise wrong("n", rule)
+        if self.num_turns + count > self.max_turns:
+            words = f"this session has had {self.num_turns} of its {self.max_turns} turns (agent.max_turns)"
+            raise Refused(403, "max_turns", words)
+
+    def _render(self, ask: ChatAsk, marks: Sequence[tuple[Branch, Mark, list[Message]]]) -> Rendered:
+        """Render a request, in a thread. `marks`: turns of the session, each with the history up to it."""
+        admit(ask, self.renderer.tokenizer, self.row_tokens, RequestLimits())
+        tool_format = self._format(ask.tools)
         try:
-            self.params_of(0).stopped_at(stop, self.renderer.tokenizer)
+            self.params_of(0).stopped_at(ask.stop, self.renderer.tokenizer)
         except ValueError as error:
-            raise Refused(400, "invalid_request_error", str(error).removeprefix("sampling.")) from error
-        self._grammar(forced, tool_format)
-        branch = self._place(messages, tools)
-        transcript = branch.transcript
+            raise Refused(400, "invalid_value", str(error).removeprefix("sampling."), "stop") from error
+        grammar = self._grammar(ask.forced, tool_format)
+        known = None if self.split_turns else _known(marks, ask)
+        try:
+            if known is None:
+                prompt = self.renderer.prompt_with_images(ask.messages, ask.tools)
+            else:
+                branch, mark = known
+                last = branch.transcript.tokens[mark.tokens - 1]
+                before, after = ask.messages[: mark.messages - 1], ask.messages[mark.messages :]
+                prompt = self.renderer.between_with_images(before, after, ask.tools, last=last)
+            if prompt.images is not None:
+                # They are decoded here, and a damaged one is refused; keys of samples hold their digests.
+                assert prompt.images.digests
+        except ConfigError as error:
+            raise Refused(400, "invalid_value", str(error), ask.field) from error
+        return Rendered(ask=ask, tool_format=tool_format, grammar=grammar, prompt=prompt, known=known)
+
+    def _place_all(self, rendered: Rendered) -> list[Branch]:
+        """Branches of the choices of a request. One that is refused leaves no other behind."""
+        # Others may have been placed since.
+        self._check_turns(rendered.ask.n)
+        branches: list[Branch] = []
+        try:
+            for _ in range(rendered.ask.n):
+                branches.append(self._place(rendered))
+        except Refused:
+            for branch in branches:
+                self._drop(branch)
+            raise
+        return branches
+
+    def _drop(self, branch: Branch) -> None:
+        """Leave a branch as it was before its turn, which is not sampled."""
+        if branch.marks:
+            branch.take_back()
+        else:
+            self.branches.remove(branch)
+        branch.busy = False
+
+    async def _sample(self, branch: Branch, rendered: Rendered) -> SampledTurn:
+        """Sample the turn of a branch, and record it."""
+        transcript, ask, tokenizer = branch.transcript, rendered.ask, self.renderer.tokenizer
         asked, before, images = tuple(transcript.tokens), len(transcript), transcript.images
         params_of_run, time = self._requests(asked, images), self.num_turns
         self.num_turns += 1
-        room = min(params_of_run.max_tokens, self.row_tokens - before, max_tokens or params_of_run.max_tokens)
-        grammar = self._grammar(forced, tool_format) or params_of_run.grammar
-        params = replace(params_of_run.stopped_at(stop, self.renderer.tokenizer), max_tokens=room, grammar=grammar)
+        room = min(params_of_run.max_tokens, self.row_tokens - before, ask.max_tokens or params_of_run.max_tokens)
+        grammar = rendered.grammar or params_of_run.grammar
+        params = replace(params_of_run.stopped_at(ask.stop, tokenizer), max_tokens=room, grammar=grammar)
         try:
             completion = await self.generate(asked, params, images)
+            message, _ = await asyncio.to_thread(
+                message_of, asked, completion, self.renderer, params, rendered.tool_format
+            )
         except BaseException:
-            if branch.marks:
-                branch.take_back()
-            else:
-                self.branches.remove(branch)
+            self._drop(branch)
             raise
-        finally:
-            branch.busy = False
         transcript.add_turn(completion, time)
-        branch.stop, branch.reached = completion.stop, None
+        branch.stop, branch.reached, branch.busy = completion.stop, None, False
         if is_cut(completion.stop) and room == params_of_run.max_tokens:
             branch.reached = "max_tokens"
         elif is_cut(completion.stop) and room == self.row_tokens - before:
             branch.reached = "row_tokens"
-        message, _ = message_of(asked, completion, self.renderer, params, tool_format)
         branch.messages.append(message)
         branch.marks.append(Mark(len(branch.messages), len(transcript)))
         return SampledTurn(message, completion, before)
@@ -219,56 +274,34 @@ class Session:
         if self.tool_format is None or not tools:
             return None
         if not all(isinstance(tool.get("function"), dict) and "name" in tool["function"] for tool in tools):
-            raise Refused(400, "invalid_request_error", "tools: each must have a function with a name")
+            raise Refused(400, "invalid_value", "tools: each must have a function with a name", "tools")
         try:
             return self.tool_format(tools)
         except ConfigError as error:
-            raise Refused(400, "invalid_request_error", str(error)) from error
+            raise Refused(400, "invalid_value", str(error), "tools") from error
 
-    def _place(self, messages: list[Message], tools: Tools) -> Branch:
+    def _place(self, rendered: Rendered) -> Branch:
         """Branch whose next turn the request asks for, with the tokens before it."""
-        known = None if self.split_turns else self._known(messages, tools)
-        try:
-            if known is None:
-                return self._new(Transcript(*self.renderer.prompt_with_images(messages, tools)), messages, tools)
-            branch, mark = known
-            last = branch.transcript.tokens[mark.tokens - 1]
-            before, after = messages[: mark.messages - 1], messages[mark.messages :]
-            delta = self.renderer.between_with_images(before, after, tools, last=last)
-        except ConfigError as error:
-            raise Refused(400, "invalid_request_error", str(error)) from error
+        ask, prompt = rendered.ask, rendered.prompt
+        if rendered.known is None:
+            return self._new(Transcript(*prompt), ask)
+        branch, mark = rendered.known
         if branch.busy or mark != branch.marks[-1]:
             # The turns before were sampled for another row, which learns from them.
             images = branch.transcript.images
             fork = Transcript(branch.transcript.tokens[: mark.tokens], images and images.cut(mark.tokens))
-            fork.add(*delta)
-            return self._new(fork, messages, tools)
-        self._check_room(len(branch.transcript) + len(delta.tokens))
-        branch.transcript.add(*delta)
-        branch.messages, branch.busy = list(messages), True
+            fork.add(*prompt)
+            return self._new(fork, ask)
+        self._check_room(len(branch.transcript) + len(prompt.tokens))
+        branch.transcript.add(*prompt)
+        branch.messages, branch.busy = list(ask.messages), True
         return branch
 
-    def _known(self, messages: list[Message], tools: Tools) -> tuple[Branch, Mark] | None:
-        """Longest history of a branch, up to one of its turns, that the request goes on from."""
-        candidates = [
-            (branch, mark)
-            for branch in self.branches
-            if branch.tools == tools
-            for mark in branch.marks
-            if mark.messages < len(messages)
-            and same_history(branch.messages[: mark.messages], messages[: mark.messages])
-            and all(message["role"] != "assistant" for message in messages[mark.messages :])
-        ]
-        # Of equal histories that which can go on as it is.
-        return max(
-            candidates, key=lambda one: (one[1].messages, not one[0].busy and one[1] == one[0].marks[-1]), default=None
-        )
-
-    def _new(self, transcript: Transcript, messages: list[Message], tools: Tools) -> Branch:
+    def _new(self, transcript: Transcript, ask: ChatAsk) -> Branch:
         self._check_room(len(transcript))
         if len(self.branches) >= self.max_rows:
             raise Refused(403, "max_rows", f"this session has {self.max_rows} histories already (agent.max_rows)")
-        self.branches.append(Branch(transcript=transcript, messages=list(messages), tools=tools))
+        self.branches.append(Branch(transcript=transcript, messages=list(ask.messages), tools=ask.tools))
         return self.branches[-1]
 
     def _check_room(self, num_tokens: int) -> None:
@@ -277,11 +310,28 @@ class Session:
                 400,
                 "context_length_exceeded",
                 f"this model's maximum context length is {self.row_tokens} tokens, the messages have {num_tokens}",
+                "messages",
             )
 
 
 def _wrong_choice(rule: str) -> Refused:
     return Refused(400, "invalid_value", f"tool_choice: must be {rule}", "tool_choice")
+
+
+def _known(marks: Sequence[tuple[Branch, Mark, list[Message]]], ask: ChatAsk) -> tuple[Branch, Mark] | None:
+    """Longest history, up to a turn of a branch, that a request goes on from."""
+    candidates = [
+        (branch, mark)
+        for branch, mark, history in marks
+        if branch.tools == ask.tools
+        and mark.messages < len(ask.messages)
+        and same_history(history, ask.messages[: mark.messages])
+        and all(message["role"] != "assistant" for message in ask.messages[mark.messages :])
+    ]
+    # Of equal histories that which can go on as it is.
+    return max(
+        candidates, key=lambda one: (one[1].messages, not one[0].busy and one[1] == one[0].marks[-1]), default=None
+    )
 
 
 def same_history(one: Sequence[Message], other: Sequence[Message]) -> bool:

@@ -175,9 +175,13 @@ def _tool(tool: Any, at: str) -> dict[str, Any]:
 
 def _parsed(text: str, at: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError as error:
+        return json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{at} is text, but no JSON ({error}): {text[:60]!r}") from error
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
 
 
 def _message(message: Any, at: str, pictures: RowPictures | None) -> Message:

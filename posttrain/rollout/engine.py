@@ -194,7 +194,11 @@ class NativeEngine:
         self._check_loop()
         if images is not None:
             await self.decode(images)
-        request = self._submit(Call(prompt, params, partial, images))
+        constraint = None
+        if params.grammar is not None:
+            # A grammar may take seconds to compile, and the tokens of a vocabulary to be read for the first one.
+            constraint = await asyncio.to_thread(self._constraint, prompt, params)
+        request = self._submit(Call(prompt, params, partial, images), constraint)
         request.on_tokens = on_tokens
         self._start_driver()
         return await asyncio.wrap_future(request.future)
@@ -418,7 +422,8 @@ class NativeEngine:
         weights = (source, source.read()) if self._copies is None else self._copies(model)
         return weights if self._adapters is None else self._adapters.attached(*weights)
 
-    def _submit(self, call: Call) -> Request:
+    def _submit(self, call: Call, constraint: Constraint | None = None) -> Request:
+        """Request of a call. `constraint`: that of its grammar, if it was made beforehand."""
         prompt, params, partial, images = call
         if self._closed:
             raise RuntimeError("the engine is closed")
@@ -443,9 +448,13 @@ class NativeEngine:
         if params.stop and self._decode_text is None:
             raise ValueError(f"generate: stop={params.stop!r} needs an engine with tokenizer_decode")
         adapter = None if params.adapter is None else self._with_adapters.of(params.adapter)
-        constraint = self._constraint(prompt, params)
         request = Request(
-            prompt=tuple(prompt), params=params, constraint=constraint, adapter=adapter, images=images, whole=whole
+            prompt=tuple(prompt),
+            params=params,
+            constraint=constraint or self._constraint(prompt, params),
+            adapter=adapter,
+            images=images,
+            whole=whole,
         )
         if partial is not None:
             request.resume(partial)
@@ -457,6 +466,7 @@ class NativeEngine:
             return None
         if self._grammars is None:
             raise ValueError(f"generate: grammar={params.grammar.kind} needs an engine with tokenizer")
+        params.check_vocabulary(self._grammars.vocab_size)
         within = params.choices(self._grammars.vocab_size)
         return self._grammars.start(params.grammar, prompt, params.ends, within)
 

@@ -8,15 +8,18 @@ import socket
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from posttrain.errors import ConfigError
+from posttrain.serve.admission import ConnectionLimits
 from posttrain.serve.body import Body, Refused
 from posttrain.serve.chat import ChatRequest, ResponseRequest
 from posttrain.serve.completions import Answer, CompletionRequest, event
 from posttrain.serve.metrics import Metrics
-from posttrain.serve.middleware import AllowedHosts, RequestGuard
+from posttrain.serve.middleware import MAX_BODY, AllowedHosts, RequestGuard
 from posttrain.serve.model import Backend, Served
+from posttrain.serve.writing import encoded, written
 
 T = TypeVar("T")
 HUNG_UP = 499
@@ -38,15 +41,16 @@ def application(
     *,
     hosts: AllowedHosts,
     origins: Sequence[str] = (),
+    max_body: int = MAX_BODY,
     prefix: str = "",
     served: Served | None = None,
     loads: bool = False,
 ) -> Any:
     """ASGI application over the backends that `lookup` finds, below a prefix of the path.
 
-    `hosts`, `origins`: names of the server, and other sites whose pages may ask, see `RequestGuard`. `served`: the
-    model of `posttrain serve`, which also answers plain completions and has metrics; with `loads` clients may load and
-    drop its adapters.
+    `hosts`, `origins`: names of the server, and other sites whose pages may ask; `max_body`: bytes of a request; see
+    `RequestGuard`. `served`: the model of `posttrain serve`, which also answers plain completions and has metrics; with
+    `loads` clients may load and drop its adapters.
     """
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse, PlainTextResponse
@@ -112,7 +116,7 @@ def application(
         ],
         exception_handlers={404: _no_route, 405: _no_route},
     )
-    return RequestGuard(app, hosts=hosts, origins=origins)
+    return RequestGuard(app, hosts=hosts, origins=origins, max_body=max_body, options=served is not None)
 
 
 def _adapter_changes(served: Served) -> dict[str, Callable[[Any, Backend], Awaitable[Any]]]:
@@ -166,13 +170,14 @@ async def _read(request: Any, make: Callable[[Body], T]) -> T:
 
 async def _answer(request: Any, asked: Any, backend: Any) -> Any:
     """Response to a request: whole, or as a stream of events. What is refused before it begins has a status."""
-    from starlette.responses import JSONResponse
+    from starlette.responses import Response
 
     answer: Answer = await until_gone(request.receive, asked.begin(backend))
     if asked.streaming.wanted:
         return _Events(answer)
     try:
-        return JSONResponse(await until_gone(request.receive, answer.whole()))
+        value = await until_gone(request.receive, answer.whole())
+        return Response(await written(encoded, value), media_type="application/json")
     finally:
         await answer.close()
 
@@ -279,12 +284,16 @@ def listen(host: str, port: int, field: str) -> socket.socket:
     return listener
 
 
-def server_of(app: Any) -> Any:
-    """Server of an application, to be run with sockets that listen."""
+def server_of(app: Any, limits: ConnectionLimits | None = None) -> Any:
+    """Server of an application, to be run with sockets that listen. `limits`: of its connections."""
     import uvicorn
+
+    from posttrain.serve.connections import MAX_HEAD, Connection
 
     config = uvicorn.Config(
         app,
+        http=cast(Any, partial(Connection, limits=limits or ConnectionLimits())),
+        h11_max_incomplete_event_size=MAX_HEAD,
         log_config=None,
         lifespan="off",
         ws="none",
@@ -301,17 +310,20 @@ def serve(
     *,
     hosts: AllowedHosts,
     origins: Sequence[str] = (),
+    max_body: int = MAX_BODY,
+    connections: ConnectionLimits | None = None,
     loads: bool = False,
 ) -> None:
     """Serve a model until the process is interrupted; then samples under way are ended at once. `hosts`, `origins`,
-    `loads`: see `application`."""
+    `max_body`, `loads`: see `application`; `connections`: see `server_of`."""
 
     def lookup(request: Any) -> Backend:
         if api_key is not None:
             check_key(request, api_key)
         return served
 
-    server = server_of(application(lookup, hosts=hosts, origins=origins, served=served, loads=loads))
+    app = application(lookup, hosts=hosts, origins=origins, max_body=max_body, served=served, loads=loads)
+    server = server_of(app, connections)
     leave = server.handle_exit
 
     def end() -> None:

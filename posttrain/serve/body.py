@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,26 @@ from posttrain.data.grammar import Grammar
 from posttrain.data.messages import Message, checked_tools, from_wire
 from posttrain.data.pictures import RowPictures
 from posttrain.errors import ConfigError
+from posttrain.rollout.types import MAX_LOGIT_BIAS, MAX_TOP_LOGPS
 
 MAX_VALUES = 1 << 20
 """Maximum commas and brackets of a request, in texts too: each value in it takes up to a hundred bytes of memory."""
 MAX_DEPTH = 100
 """Maximum nesting of a request, and of the arguments of calls in it."""
+MAX_STOPS = 16
+"""Maximum stop strings, and stop tokens: each is looked for at every token."""
+MAX_STOP_CHARACTERS = 256
+"""Maximum length of a stop string: so much text is read again at every token."""
+MAX_GRAMMAR_BYTES = 256 << 10
+"""Maximum bytes of a schema, a regular expression or choices."""
+MAX_TEMPLATE_BYTES = 16 << 10
+"""Maximum bytes of `chat_template_kwargs`."""
+MAX_TOKEN_IDS = 1 << 18
+"""Maximum ids of a list of tokens but a prompt: as many as a vocabulary may have."""
+MAX_MESSAGE = 2000
+"""Characters of a refusal that are told: what is wrong may be megabytes."""
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""Escape of half a character, of which two make one."""
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 """Fields that say who asks, and ask for nothing."""
 NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -42,7 +58,8 @@ class Refused(Exception):
     """Request that is not answered; the message is one line, `code` and `param` are those of the OpenAI API."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None):
-        super().__init__(" ".join(message.split()))
+        line = " ".join(message[: 2 * MAX_MESSAGE].split())
+        super().__init__(line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}...")
         self.status, self.code, self.param = status, code, param
 
     @property
@@ -65,23 +82,9 @@ class Body:
     @classmethod
     def of(cls, text: bytes) -> Body:
         """Parse a body. Refused for anything but a JSON object of text and numbers."""
-        count = sum(map(text.count, (b",", b"[", b"{")))
-        if count > MAX_VALUES:
-            raise Refused(413, "request_too_large", f"the body has {count} commas and brackets; at most {MAX_VALUES}")
-        try:
-            fields = json.loads(text, parse_constant=_no_number)
-            if not isinstance(fields, dict):
-                raise TypeError("the body must be a JSON object")
-            json.dumps(fields, ensure_ascii=False).encode()  # lone surrogates are no text
-            _check_depth(fields)
-        except UnicodeEncodeError as error:
-            raise Refused(400, "invalid_json", "the body has a lone surrogate, which is no text") from error
-        except RecursionError as error:
-            raise Refused(400, "invalid_json", "the body is nested too deeply") from error
-        except json.JSONDecodeError as error:
-            raise Refused(400, "invalid_json", f"the body is not JSON: {error}") from error
-        except (ValueError, TypeError) as error:
-            raise Refused(400, "invalid_json", str(error)) from error
+        fields = parse_json(text)
+        if not isinstance(fields, dict):
+            raise Refused(400, "invalid_json", "the body must be a JSON object")
         return cls(fields)
 
     def take(self, name: str) -> Any:
@@ -119,30 +122,56 @@ class Body:
             return value
         raise wrong(name, f"{_shown(value)} must be text")
 
-    def texts(self, name: str) -> tuple[str, ...]:
-        """Text, or a list of texts, none of them empty."""
+    def stops(self, name: str) -> tuple[str, ...]:
+        """Stop string, or a list of them, none empty."""
         value = self.take(name)
         texts = () if value is None else (value,) if isinstance(value, str) else value
         if not isinstance(texts, tuple | list) or not all(isinstance(one, str) and one for one in texts):
             raise wrong(name, f"{_shown(value)} must be strings that are not empty")
+        if len(texts) > MAX_STOPS:
+            raise wrong(name, f"{len(texts)} strings; at most {MAX_STOPS}")
+        if (longest := max(map(len, texts), default=0)) > MAX_STOP_CHARACTERS:
+            raise wrong(name, f"a string of {longest} characters; at most {MAX_STOP_CHARACTERS}")
         return tuple(texts)
 
-    def ids(self, name: str) -> tuple[int, ...] | None:
+    def ids(self, name: str, vocab_size: int, most: int = MAX_TOKEN_IDS) -> tuple[int, ...] | None:
+        """At most so many token ids of a vocabulary."""
         value = self.take(name)
-        if value is None or (isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)):
-            return None if value is None else tuple(value)
-        raise wrong(name, f"{_shown(value)} must be a list of token ids")
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(type(one) is int for one in value):
+            raise wrong(name, f"{_shown(value)} must be a list of token ids")
+        if len(value) > most:
+            raise wrong(name, f"{len(value)} token ids; at most {most}")
+        if value and not 0 <= min(value) <= max(value) < vocab_size:
+            raise wrong(name, f"token ids must be from 0 to {vocab_size - 1}")
+        return tuple(value)
 
     def biases(self, name: str) -> dict[int, float]:
         """Number by token id, which is text in JSON."""
         value = self.take(name)
+        given = {} if value is None else value
+        if not isinstance(given, Mapping):
+            raise wrong(name, f"{_shown(value)} must map token ids to numbers")
+        if len(given) > MAX_LOGIT_BIAS:
+            raise wrong(name, f"{len(given)} token ids; at most {MAX_LOGIT_BIAS}")
         try:
-            biases = {int(token): float(bias) for token, bias in ({} if value is None else value).items()}
-        except (AttributeError, TypeError, ValueError) as error:
+            biases = {int(token): float(bias) for token, bias in given.items()}
+        except (TypeError, ValueError, OverflowError) as error:
             raise wrong(name, f"{_shown(value)} must map token ids to numbers") from error
         if not all(-100 <= bias <= 100 for bias in biases.values()):
             raise wrong(name, "each bias must be a number from -100 to 100")
         return biases
+
+    def template_args(self, name: str) -> str:
+        """Variables of a chat template, an object, as JSON."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise wrong(name, f"{_shown(value)} must be an object")
+        text = json.dumps(value or {}, sort_keys=True)
+        if len(text) > MAX_TEMPLATE_BYTES:
+            raise wrong(name, f"{len(text)} bytes; at most {MAX_TEMPLATE_BYTES}")
+        return text
 
     def finish(self) -> None:
         """Refuse fields that nobody has read, unless they ask for nothing."""
@@ -152,17 +181,62 @@ class Body:
                 raise Refused(400, "unsupported_parameter", f"{asks} is not supported here; leave it out", name)
 
 
+def parse_json(text: bytes) -> Any:
+    """Parse the body of a request, of any server. Refused for what is no JSON in UTF-8, for what any reader of JSON may
+    take for something else (a key twice, NaN, half a character), and for too many or too deeply nested values."""
+    count = sum(map(text.count, (b",", b"[", b"{")))
+    if count > MAX_VALUES:
+        raise Refused(413, "request_too_large", f"the body has {count} commas and brackets; at most {MAX_VALUES}")
+    try:
+        decoded = text.decode()
+        value = json.loads(
+            decoded, parse_constant=_no_number, parse_float=_finite_number, object_pairs_hook=_without_repeats
+        )
+        if SURROGATE.search(decoded) is not None:
+            json.dumps(value, ensure_ascii=False).encode()
+        check_depth(value, "the body")
+    except UnicodeEncodeError as error:
+        raise Refused(400, "invalid_json", "the body has a lone surrogate, which is no text") from error
+    except UnicodeDecodeError as error:
+        raise Refused(400, "invalid_json", f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
+    except RecursionError as error:
+        raise Refused(400, "invalid_json", "the body is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise Refused(400, "invalid_json", f"the body is not JSON: {error}") from error
+    except ValueError as error:
+        raise Refused(400, "invalid_json", str(error)) from error
+    return value
+
+
 def _no_number(text: str) -> float:
     raise ValueError(f"the body is not JSON: {text} is no number there")
 
 
-def _check_depth(body: Any) -> None:
-    left = [body]
+def _finite_number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} of the body is too large")
+    return number
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Object of its pairs. ValueError for a key that is there twice, of which each reader takes another."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the body has the key {_shown(twice)} twice in one object")
+    return fields
+
+
+def check_depth(value: Any, name: str) -> None:
+    """ValueError for a value that is nested deeper than `MAX_DEPTH`."""
+    left = [value]
     for _ in range(MAX_DEPTH):
         left = [item for one in left for item in (one.values() if isinstance(one, dict) else one)]
         left = [item for item in left if isinstance(item, dict | list | tuple)]
     if left:
-        raise TypeError(f"the body is nested too deeply; at most {MAX_DEPTH} levels")
+        raise ValueError(f"{name} is nested too deeply; at most {MAX_DEPTH} levels")
 
 
 def _range(low: float | int, high: float | int | None) -> str:
@@ -200,7 +274,8 @@ class ChatAsk:
 
 
 MAX_CHOICES = 128
-MAX_TOP = 20
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
 
 
 class SentPictures(RowPictures):
@@ -227,16 +302,21 @@ class SentPictures(RowPictures):
 def read_messages(messages: Any, field: str) -> list[Message]:
     """Messages of a request's field. Refused for what is no conversation that ends before an assistant turn."""
     try:
-        return from_wire(messages, SentPictures())
-    except ConfigError as error:
+        if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+            raise ConfigError(f"{field}: {len(messages)} messages; at most {MAX_MESSAGES}")
+        read = from_wire(messages, SentPictures())
+        # Arguments of calls are JSON in a text.
+        check_depth(read, field)
+    except (ConfigError, ValueError) as error:
         raise Refused(400, "invalid_value", str(error), field) from error
+    return read
 
 
 def chat_ask(body: Body) -> ChatAsk:
     """Read the fields of a chat completion that are not of sampling."""
     messages = read_messages(body.take("messages"), "messages")
     longest = body.whole("max_completion_tokens", 1), body.whole("max_tokens", 1)
-    logprobs, top = body.flag("logprobs"), body.whole("top_logprobs", 0, MAX_TOP)
+    logprobs, top = body.flag("logprobs"), body.whole("top_logprobs", 0, MAX_TOP_LOGPS)
     if top is not None and not logprobs:
         raise wrong("top_logprobs", "needs logprobs: true")
     tools, forced, strict = chosen_tools(body.take("tools"), body.take("tool_choice"))
@@ -250,7 +330,7 @@ def chat_ask(body: Body) -> ChatAsk:
         parallel=body.flag("parallel_tool_calls", True),
         n=body.whole("n", 1, MAX_CHOICES) or 1,
         max_tokens=longest[0] or longest[1],
-        stop=body.texts("stop"),
+        stop=body.stops("stop"),
         logprobs=logprobs,
         top_logprobs=top or 0,
         body=body,
@@ -264,12 +344,15 @@ def asked_grammar(body: Body) -> Grammar | None:
     name = "response_format" if outputs is None else "structured_outputs"
     if given is not None and outputs is not None:
         raise wrong(name, "is not supported together with response_format; leave one out")
+    size = len(json.dumps(given if outputs is None else outputs))
+    if size > MAX_GRAMMAR_BYTES:
+        raise wrong(name, f"{size} bytes; at most {MAX_GRAMMAR_BYTES}")
     try:
         match outputs:
             case {"json": dict() as schema} if len(outputs) == 1:
                 return Grammar.json_schema(schema)
             case {"json": str() as text} if len(outputs) == 1:
-                return Grammar.json_schema(json.loads(text))
+                return Grammar.json_schema(parse_json(text.encode()))
             case {"regex": str() as pattern} if len(outputs) == 1:
                 return Grammar.regex(pattern)
             case {"choice": list() as texts} if len(outputs) == 1:
@@ -297,8 +380,11 @@ def asked_grammar(body: Body) -> Grammar | None:
 def chosen_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]] | None, str | None, bool]:
     """Tools that a request lets the model call, `ChatAsk.forced` and `ChatAsk.strict`."""
     try:
+        if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+            raise ConfigError(f"tools: {len(tools)} tools; at most {MAX_TOOLS}")
         checked = checked_tools(tools)
-    except ConfigError as error:
+        check_depth(checked or (), "tools")
+    except (ConfigError, ValueError) as error:
         raise Refused(400, "invalid_value", str(error), "tools") from error
     checked, strict = None if checked is None else [_lax(tool) for tool in checked], _are_strict(checked or ())
     match choice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
@@ -11,6 +12,7 @@ from typing import Any
 from posttrain.serve.body import Body, ChatAsk, chat_ask, chosen_tools, read_messages, wrong
 from posttrain.serve.completions import DONE, Streaming, event
 from posttrain.serve.model import Backend, Delta, Turns
+from posttrain.serve.writing import written
 from posttrain.tools.types import ToolCall
 
 
@@ -63,16 +65,19 @@ class ChatAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """Answer with all choices."""
-        turns = self._turns
         parts: list[list[Delta]] = [[] for _ in range(self._ask.n)]
-        async for delta in turns.deltas:
-            parts[delta.index].append(delta)
+        async for deltas in self._turns.deltas:
+            for delta in deltas:
+                parts[delta.index].append(delta)
+        return await written(self._completion, parts)
+
+    def _completion(self, parts: Sequence[Sequence[Delta]]) -> dict[str, Any]:
         ends = [choice[-1] for choice in parts]
         return {
             **self._head,
             "object": "chat.completion",
             "choices": [self._choice(choice) for choice in parts],
-            "usage": usage_of(turns.num_prompt_tokens, ends),
+            "usage": usage_of(self._turns.num_prompt_tokens, ends),
         }
 
     def _choice(self, parts: Sequence[Delta]) -> dict[str, Any]:
@@ -90,12 +95,23 @@ class ChatAnswer:
 
     async def events(self) -> AsyncIterator[str]:
         """Answer as events: pieces of content as they come, each tool call in one piece."""
-        turns = self._turns
         ends: list[Delta] = []
         numbers = [0] * self._ask.n
         for index in range(self._ask.n):
             yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
-        async for delta in turns.deltas:
+        async for deltas in self._turns.deltas:
+            ends += [delta for delta in deltas if delta.finish is not None]
+            if deltas:
+                yield await written(self._chunks, deltas, numbers)
+        if self._usage:
+            usage = usage_of(self._turns.num_prompt_tokens, ends)
+            yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+        yield DONE
+
+    def _chunks(self, deltas: Sequence[Delta], numbers: list[int]) -> str:
+        """Events of deltas. `numbers`: calls of each choice before, which is updated."""
+        chunks = []
+        for delta in deltas:
             piece: dict[str, Any] = {"content": delta.content} if delta.content else {}
             if delta.thought:
                 piece["reasoning_content"] = delta.thought
@@ -104,14 +120,10 @@ class ChatAnswer:
                 numbers[delta.index] += len(delta.calls)
                 piece["tool_calls"] = [{"index": at, **call} for at, call in enumerate(wire_calls(delta.calls), first)]
             if piece or delta.logprobs:
-                yield self._chunk(delta.index, piece, delta.logprobs)
+                chunks.append(self._chunk(delta.index, piece, delta.logprobs))
             if delta.finish is not None:
-                ends.append(delta)
-                yield self._chunk(delta.index, {}, finish=delta.finish)
-        if self._usage:
-            usage = usage_of(turns.num_prompt_tokens, ends)
-            yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
-        yield DONE
+                chunks.append(self._chunk(delta.index, {}, finish=delta.finish))
+        return "".join(chunks)
 
     def _chunk(
         self, index: int, piece: Mapping[str, Any], entries: Sequence[Any] = (), finish: str | None = None
@@ -193,25 +205,27 @@ class ResponseAnswer:
     async def whole(self) -> dict[str, Any]:
         """Response with all items."""
         items = _Items()
-        async for delta in self._turns.deltas:
-            items.add(delta)
+        async for deltas in self._turns.deltas:
+            for delta in deltas:
+                items.add(delta)
         return self._response(items)
 
     async def events(self) -> AsyncIterator[str]:
         """Response as events: pieces of text as they come, each tool call in one piece."""
-        items, number = _Items(), 0
+        items, numbers = _Items(), itertools.count()
         begun = self._response(items)
-        opening = [{"type": kind, "response": begun} for kind in ("response.created", "response.in_progress")]
-        for one in opening:
-            yield _event(one, number)
-            number += 1
-        async for delta in self._turns.deltas:
-            for one in items.add(delta):
-                yield _event(one, number)
-                number += 1
+        for kind in ("response.created", "response.in_progress"):
+            yield _event({"type": kind, "response": begun}, next(numbers))
+
+        def events_of(deltas: Sequence[Delta]) -> str:
+            return "".join(_event(one, next(numbers)) for delta in deltas for one in items.add(delta))
+
+        async for deltas in self._turns.deltas:
+            if deltas:
+                yield await written(events_of, deltas)
         done = self._response(items)
         kind = "response.completed" if done["status"] == "completed" else "response.incomplete"
-        yield _event({"type": kind, "response": done}, number)
+        yield await written(_event, {"type": kind, "response": done}, next(numbers))
 
     def _response(self, items: _Items) -> dict[str, Any]:
         """Response with the items so far."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from posttrain.data.chat import Renderer
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import (
+    MAX_TOP_LOGPS,
     NOT_A_CHARACTER,
     Call,
     Completion,
@@ -23,9 +24,11 @@ from posttrain.rollout.types import (
     grammar_of,
     samples_of,
 )
+from posttrain.serve.admission import check_logprobs, check_text
 from posttrain.serve.body import MAX_CHOICES, Body, asked_grammar, wrong
-from posttrain.serve.model import Samples, Served, check_text
+from posttrain.serve.model import Samples, Served
 from posttrain.serve.text import TextStream, token_texts
+from posttrain.serve.writing import written
 
 DEFAULT_TOKENS = 16
 """The API's default of `max_tokens`."""
@@ -78,8 +81,8 @@ class CompletionRequest:
             raise wrong("best_of", f"{best_of} is not supported here; leave it out")
         longest = body.whole("max_tokens", 0)
         self._max_tokens = DEFAULT_TOKENS if longest is None else longest
-        self._stop, self._echo = body.texts("stop"), body.flag("echo")
-        self._logprobs = body.whole("logprobs", 0, 20)
+        self._stop, self._echo = body.stops("stop"), body.flag("echo")
+        self._logprobs = body.whole("logprobs", 0, MAX_TOP_LOGPS)
         if self._echo and self._logprobs is not None and self.streaming.wanted:
             raise wrong("stream", "is not supported together with echo and logprobs; leave one out")
         if self._max_tokens == 0 and not self._echo:
@@ -90,7 +93,10 @@ class CompletionRequest:
         adapter = served.check_model(self._model)
         prompts = await asyncio.to_thread(_prompts, self._prompt, served, self._n, max(self._max_tokens, 1))
         scored = self._echo and self._logprobs is not None
-        params, seed = served.params_of(
+        count = self._max_tokens * len(prompts) + (sum(len(tokens) for _, tokens in prompts) if scored else 0)
+        check_logprobs(count * self._n, self._logprobs, served.limits.request)
+        params, seed = await asyncio.to_thread(
+            served.params_of,
             self._body,
             max((tokens for _, tokens in prompts), key=len),
             max(self._max_tokens, 1),
@@ -266,11 +272,13 @@ class CompletionAnswer:
     async def whole(self) -> dict[str, Any]:
         """Answer with all choices."""
         done: dict[int, Completion] = {}
-        async for index, part in self.samples:
-            if isinstance(part, Completion):
-                done[index] = part
-        found = [self._choice(index, done[index]) for index in range(len(self.choices))]
-        return {**self.head, "choices": found, "usage": self._usage([done[index] for index in sorted(done)])}
+        async for parts in self.samples:
+            done |= {index: part for index, part in parts if isinstance(part, Completion)}
+        return await written(self._completion, [done[index] for index in sorted(done)])
+
+    def _completion(self, done: Sequence[Completion]) -> dict[str, Any]:
+        choices = [self._choice(index, one) for index, one in enumerate(done)]
+        return {**self.head, "choices": choices, "usage": self._usage(done)}
 
     def _choice(self, index: int, done: Completion) -> dict[str, Any]:
         choice = self.choices[index]
@@ -289,22 +297,35 @@ class CompletionAnswer:
     async def events(self) -> AsyncIterator[str]:
         """Answer as events."""
         done: dict[int, Completion] = {}
-        for index, choice in enumerate(self.choices):
-            if choice.echo:
-                yield self._chunk(index, choice.begin())
-                choice._offset = len(choice.begin())
-        async for index, part in self.samples:
-            choice = self.choices[index]
-            if isinstance(part, NewTokens):
-                text, logprobs = choice.add(part)
-                if text or logprobs:
-                    yield self._chunk(index, text, logprobs)
-            else:
-                done[index] = part
-                yield self._chunk(index, choice.end(), finish=self._finish(part, choice))
+        if echoed := await written(self._echoes):
+            yield echoed
+        async for parts in self.samples:
+            done |= {index: part for index, part in parts if isinstance(part, Completion)}
+            if chunks := await written(self._chunks, parts):
+                yield chunks
         if self.streaming.usage:
             yield event({**self.head, "choices": [], "usage": self._usage([done[index] for index in sorted(done)])})
         yield DONE
+
+    def _echoes(self) -> str:
+        """Events of the prompts that are returned."""
+        chunks = []
+        for index, choice in enumerate(self.choices):
+            if choice.echo:
+                chunks.append(self._chunk(index, choice.begin()))
+                choice._offset = len(choice.begin())
+        return "".join(chunks)
+
+    def _chunks(self, parts: Sequence[tuple[int, NewTokens | Completion]]) -> str:
+        """Events of parts of samples."""
+        chunks = []
+        for index, part in parts:
+            choice = self.choices[index]
+            if isinstance(part, Completion):
+                chunks.append(self._chunk(index, choice.end(), finish=self._finish(part, choice)))
+            elif any(new := choice.add(part)):
+                chunks.append(self._chunk(index, *new))
+        return "".join(chunks)
 
     def _chunk(self, index: int, text: str, logprobs: Any = None, finish: str | None = None) -> str:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}

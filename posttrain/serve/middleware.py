@@ -15,22 +15,27 @@ from posttrain.serve.body import Refused
 JSON = "application/json"
 MAX_BODY = 64 << 20
 """Maximum bytes of a request."""
-MAX_DROPPED = 4 * MAX_BODY
-"""Maximum bytes that are read of a request after it is refused."""
 PREFLIGHT_AGE_S = 600
 """Seconds for which a browser keeps the answer to a preflight request."""
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(name)
+        address = ipaddress.ip_address(name)
     except ValueError:
         return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _name(host: str) -> str:
+    """Name of a host to be compared: small letters, and addresses in one form."""
+    bare = host.lower().strip("[]")
+    return str(_address(bare) or bare)
 
 
 class AllowedHosts:
     """Names by which a server that listens on `host` may be asked, against DNS rebinding: a page of another site whose
-    name leads to this machine.
+    name leads to this machine. IPv6 addresses are the same in any form.
 
     Always localhost, loopback addresses and `host` itself. A server on all addresses (0.0.0.0, ::) also has this
     machine's name and any address, since rebinding needs a name. `names`: further ones, such as that of a proxy.
@@ -40,14 +45,14 @@ class AllowedHosts:
         bound = _address(host)
         self._any_address = bound is not None and bound.is_unspecified
         own = [socket.gethostname(), socket.getfqdn()] if self._any_address else []
-        self._names = {name.lower().strip("[]") for name in ("localhost", host, *own, *names)}
+        self._names = {_name(name) for name in ("localhost", host, *own, *names)}
 
     def __contains__(self, header: str) -> bool:
         """Tell whether the value of a Host header is one of the names, with any port."""
         parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:@/\s]+?))\.?(?::\d*)?", header)
         if parts is None:
             return False
-        name = (parts[1] or parts[2]).lower()
+        name = _name(parts[1] or parts[2])
         address = _address(name)
         if address is not None and (self._any_address or address.is_loopback):
             return True
@@ -58,8 +63,9 @@ class RequestGuard:
     """ASGI middleware that refuses what a page of another site can send through a user's browser, and what is too
     large; and answers 500 for an exception that nothing else has caught.
 
-    `origins`: sites whose pages may ask, as `https://HOST[:PORT]`, or `*`; they get the headers of CORS. `form`: an
-    error's JSON; `headers`: those of every refusal.
+    `origins`: sites whose pages may ask, as `https://HOST[:PORT]`, or `*`; they get the headers of CORS. `max_body`:
+    bytes of a request. `form`: an error's JSON; `headers`: those of every refusal; `options`: `posttrain serve` is told
+    of as the way to allow a name or a site.
     """
 
     def __init__(
@@ -68,11 +74,14 @@ class RequestGuard:
         *,
         hosts: AllowedHosts,
         origins: Sequence[str] = (),
+        max_body: int = MAX_BODY,
+        options: bool = False,
         form: Callable[[Refused], Mapping[str, Any]] = lambda refused: refused.wire,
         headers: Mapping[str, str] | None = None,
     ):
         self._app, self._hosts, self._form = app, hosts, form
         self._origins = frozenset(origins)
+        self._max_body, self._options = max_body, options
         self._headers = headers or {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -81,12 +90,15 @@ class RequestGuard:
             return await self._app(scope, receive, send)
         begun = False
         cors: list[tuple[bytes, bytes]] = []
+        body = _Body(receive, self._max_body, self._too_large)
 
         async def send_with_cors(message: Any) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                message = {**message, "headers": [*message.get("headers", ()), *cors]}
+                # Clients read no answer while they send.
+                closing = [] if await body.drop() else [(b"connection", b"close")]
+                message = {**message, "headers": [*message.get("headers", ()), *cors, *closing]}
             await send(message)
 
         try:
@@ -99,10 +111,9 @@ class RequestGuard:
                     return await self._answer_preflight(headers, send_with_cors)
             self._check_body(scope, headers)
         except Refused as refused:
-            await _drop_body(receive)
             return await self._refuse(refused, send_with_cors)
         try:
-            await self._app(scope, _limited(receive), send_with_cors)
+            await self._app(scope, body.receive, send_with_cors)
         except Refused as refused:
             if begun:
                 raise
@@ -116,12 +127,8 @@ class RequestGuard:
     def _check_host(self, headers: Mapping[str, list[str]]) -> None:
         for host in headers.get("host", ()):
             if host not in self._hosts:
-                raise Refused(
-                    403,
-                    "host_not_allowed",
-                    f"Host {host[:80]!r} is no name of this server; start it with --allowed-host NAME for one that "
-                    "leads here",
-                )
+                remedy = "; start it with --allowed-host NAME for one that leads here" if self._options else ""
+                raise Refused(403, "host_not_allowed", f"Host {host[:80]!r} is no name of this server{remedy}")
 
     def _checked_origin(self, scope: Any, headers: Mapping[str, list[str]]) -> str | None:
         """Origin of a page that `origins` allow; None for the server's own pages, and without a browser."""
@@ -132,12 +139,9 @@ class RequestGuard:
             elif origin.partition("://")[2].lower() not in {host.lower() for host in headers.get("host", ())}:
                 # A form's media type is told first: it is what a person with a client of their own has to change.
                 self._check_body(scope, headers)
-                raise Refused(
-                    403,
-                    "origin_not_allowed",
-                    f"Origin {origin[:80]!r} is another site, whose pages may not ask; start the server with "
-                    "--allowed-origin ORIGIN to let them",
-                )
+                remedy = "; start the server with --allowed-origin ORIGIN to let them" if self._options else ""
+                words = f"Origin {origin[:80]!r} is another site, whose pages may not ask{remedy}"
+                raise Refused(403, "origin_not_allowed", words)
         return allowed
 
     def _check_body(self, scope: Any, headers: Mapping[str, list[str]]) -> None:
@@ -152,8 +156,8 @@ class RequestGuard:
                     f"Content-Type {given[:80]!r} must be application/json (curl: -H 'Content-Type: application/json')",
                 )
         for length in headers.get("content-length", ()):
-            if length.isdecimal() and int(length) > MAX_BODY:
-                raise _too_large()
+            if length.isdecimal() and int(length[:20]) > self._max_body:
+                raise self._too_large()
 
     async def _answer_preflight(self, headers: Mapping[str, list[str]], send: Any) -> None:
         asked = ", ".join(headers.get("access-control-request-headers", ()))
@@ -175,6 +179,39 @@ class RequestGuard:
         await send({"type": "http.response.start", "status": refused.status, "headers": encoded})
         await send({"type": "http.response.body", "body": body})
 
+    def _too_large(self) -> Refused:
+        option = "; start the server with a higher --max-body" if self._options else ""
+        words = f"the body must be at most {self._max_body / 2**20:g} MiB{option}"
+        return Refused(413, "request_too_large", words)
+
+
+class _Body:
+    """Body of a request while it is read, of at most so many bytes."""
+
+    def __init__(self, receive: Callable[[], Awaitable[Any]], most: int, refusal: Callable[[], Refused]):
+        self._receive, self._most, self._refusal = receive, most, refusal
+        self._count = 0
+        self._whole = False
+
+    async def receive(self) -> Any:
+        """Next message. Refused beyond the most bytes."""
+        message = await self._next()
+        if self._count > self._most:
+            raise self._refusal()
+        return message
+
+    async def drop(self) -> bool:
+        """Read what is left, and keep nothing of it; False if that is more than a client sends by mistake."""
+        while not self._whole and self._count <= 4 * self._most:
+            await self._next()
+        return self._whole
+
+    async def _next(self) -> Any:
+        message = await self._receive()
+        self._count += len(message.get("body", b""))
+        self._whole = self._whole or not message.get("more_body")
+        return message
+
 
 def _headers_of(scope: Any) -> dict[str, list[str]]:
     """Values of each header by its name in small letters."""
@@ -182,34 +219,3 @@ def _headers_of(scope: Any) -> dict[str, list[str]]:
     for name, value in scope["headers"]:
         found.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
     return found
-
-
-def _limited(receive: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
-    """Receiver that counts the bytes of a body. Refused beyond `MAX_BODY`."""
-    count = 0
-
-    async def counted() -> Any:
-        nonlocal count
-        message = await receive()
-        count += len(message.get("body", b""))
-        if count > MAX_BODY:
-            if message.get("more_body"):
-                await _drop_body(receive)
-            raise _too_large()
-        return message
-
-    return counted
-
-
-async def _drop_body(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Read what is left of a body, up to `MAX_DROPPED`, and keep nothing: clients read no answer while they send."""
-    count = 0
-    while count < MAX_DROPPED:
-        message = await receive()
-        count += len(message.get("body", b""))
-        if not message.get("more_body"):
-            return
-
-
-def _too_large() -> Refused:
-    return Refused(413, "request_too_large", f"the body must be at most {MAX_BODY >> 20} MiB")

@@ -16,7 +16,6 @@ from posttrain.config import Drafts
 from posttrain.data.chat import Prompt, Renderer
 from posttrain.data.format import with_default_system
 from posttrain.data.grammar import Grammar
-from posttrain.data.messages import pictures_in, text_of
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
@@ -25,9 +24,11 @@ from posttrain.rollout.drafting import Speculation
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.programs import Expected
 from posttrain.rollout.types import Call, Completion, NewTokens, SamplingParams, grammar_of, samples_of
-from posttrain.serve.body import Body, ChatAsk, Refused, asked_grammar, wrong
+from posttrain.serve.admission import RequestLimits, admit
+from posttrain.serve.body import MAX_STOPS, Body, ChatAsk, Refused, asked_grammar, wrong
 from posttrain.serve.metrics import Metrics
 from posttrain.serve.text import TurnStream, token_texts
+from posttrain.serve.writing import written
 from posttrain.tools.formats import Format, make_format
 from posttrain.tools.grammar import tool_grammar
 from posttrain.tools.prompts import ToolText
@@ -76,7 +77,8 @@ class Turns:
     """Choices for the next turn of a conversation, while they are sampled. `close` must be called in any case."""
 
     num_prompt_tokens: int
-    deltas: AsyncIterator[Delta]
+    deltas: AsyncIterator[Sequence[Delta]]
+    """Parts as they come, as many at once as there are."""
     close: Callable[[], Awaitable[None]]
 
 
@@ -102,6 +104,7 @@ class Limits:
     """Samples that wait for a slot of the engine; more are refused with 503."""
     timeout_s: float
     """Seconds from the arrival of a request to the end of its answer."""
+    request: RequestLimits = field(default_factory=RequestLimits)
 
 
 @dataclass(eq=False)
@@ -180,8 +183,10 @@ class Served:
 
     def warm_up(self) -> None:
         """Compile the programs of all requests but those that score their prompts."""
+        # As many stop tokens as a request may have beside the tokenizer's: their number is one of the shapes.
+        stops = (*self.tokenizer.stop_ids, *range(2 * MAX_STOPS))
         params = SamplingParams(
-            max_tokens=self.engine.max_length - 1, temperature=1.0, stop_token_ids=self.tokenizer.stop_ids, key=(0, 0)
+            max_tokens=self.engine.max_length - 1, temperature=1.0, stop_token_ids=stops, key=(0, 0)
         )
         self.engine.warm_up([Expected(params=params), Expected(params=replace(params, top_logps=1))], rereads=False)
 
@@ -229,10 +234,10 @@ class Served:
         """Begin the turns of a chat completion."""
         adapter = self.check_model(ask.model)
         self.check_count(ask.n)
-        check_text([text_of(message) for message in ask.messages], self.tokenizer, self.engine.max_length, ask.field)
-        arguments = ask.body.take("chat_template_kwargs") or {}
+        await asyncio.to_thread(admit, ask, self.tokenizer, self.engine.max_length, self.limits.request)
+        arguments = ask.body.template_args("chat_template_kwargs")
         try:
-            renderer = await asyncio.to_thread(self.renderer, json.dumps(arguments, sort_keys=True))
+            renderer = await asyncio.to_thread(self.renderer, arguments)
         except ConfigError as error:
             raise Refused(400, "invalid_value", with_options(error), "chat_template_kwargs") from error
         (prompt, images), tool_format = await asyncio.to_thread(self._prompt, renderer, ask)
@@ -245,10 +250,12 @@ class Served:
         top_logps = ask.top_logprobs
         grammar = await asyncio.to_thread(self._grammar, ask, renderer, tool_format)
         own: dict[str, Any] = {"top_logps": top_logps, "grammar": grammar, "adapter": adapter, "field": ask.field}
-        params, seed = self.params_of(ask.body, prompt, ask.max_tokens, ask.stop, **own)
-        samples = self.sample([Call(prompt, one, images=images) for one in samples_of(params, n=ask.n, seed=seed)])
+        params, seed = await asyncio.to_thread(self.params_of, ask.body, prompt, ask.max_tokens, ask.stop, **own)
         forms: dict[str, Any] = {"parallel": ask.parallel, "structured": grammar is not None}
-        turns = [TurnStream(renderer, prompt, params, tool_format, **forms) for _ in range(ask.n)]
+        turns = await asyncio.to_thread(
+            lambda: [TurnStream(renderer, prompt, params, tool_format, **forms) for _ in range(ask.n)]
+        )
+        samples = self.sample([Call(prompt, one, images=images) for one in samples_of(params, n=ask.n, seed=seed)])
         return Turns(
             num_prompt_tokens=len(prompt),
             deltas=self._deltas(samples, turns, params, ask.logprobs),
@@ -264,8 +271,6 @@ class Served:
             tool_format = None if tools is None else make_format(self.tool_format, self.tokenizer, tools)
         except ConfigError as error:
             raise Refused(400, "invalid_value", str(error), "tools") from error
-        if pictures_in(ask.messages) and not self.tokenizer.sees:
-            raise wrong(ask.field, f"{self.name} takes no pictures; send text alone")
         messages = with_default_system(ask.messages, self.tokenizer) if renderer.chat else ask.messages
         try:
             return renderer.prompt_with_images(messages, ask.tools), tool_format
@@ -315,28 +320,29 @@ class Served:
         """Read the sampling settings of a request, the last of its fields; also returns its seed. `field`: the one that
         the prompt was in."""
         room = self.check_room(len(prompt), max_tokens, field)
-        temperature, top_p, top_k = (
-            body.number("temperature", 0.0, 100.0),
-            body.number("top_p", 0.0, 1.0),
-            body.take("top_k"),
-        )
-        penalty, seed = body.number("repetition_penalty", 0.0, 100.0), body.whole("seed", -(2**63), 2**63 - 1)
-        if top_k is not None and (type(top_k) is not int or top_k < -1):
-            raise wrong("top_k", f"{top_k!r} must be a whole number; -1 and 0 are off")
+        temperature = body.number("temperature", 0.0, 100.0)
+        top_p = body.number("top_p", 0.0, 1.0)
+        top_k = body.whole("top_k", -1)
+        penalty = body.number("repetition_penalty", 0.0, 100.0)
+        seed = body.whole("seed", -(2**63), 2**63 - 1)
         ignore_eos = body.flag("ignore_eos")
         fields: dict[str, Any] = {
             "max_tokens": max_tokens or room,
             "temperature": 1.0 if temperature is None else temperature,
             "top_p": 1.0 if top_p is None else top_p,
-            "top_k": max(top_k or 0, 0),
+            # -1 and 0 are off, and more than there are tokens is all of them.
+            "top_k": min(max(top_k or 0, 0), self.vocab_size),
             "min_p": body.number("min_p", 0.0, 1.0) or 0.0,
             "repetition_penalty": 1.0 if penalty is None else penalty,
             "presence_penalty": body.number("presence_penalty", -2.0, 2.0) or 0.0,
             "frequency_penalty": body.number("frequency_penalty", -2.0, 2.0) or 0.0,
             "logit_bias": body.biases("logit_bias"),
-            "allowed_token_ids": body.ids("allowed_token_ids"),
+            "allowed_token_ids": body.ids("allowed_token_ids", self.vocab_size),
             "skip_special_tokens": body.flag("skip_special_tokens", True),
-            "stop_token_ids": (*(() if ignore_eos else self.tokenizer.stop_ids), *(body.ids("stop_token_ids") or ())),
+            "stop_token_ids": (
+                *(() if ignore_eos else self.tokenizer.stop_ids),
+                *(body.ids("stop_token_ids", self.vocab_size, MAX_STOPS) or ()),
+            ),
         }
         body.finish()
         try:
@@ -381,28 +387,41 @@ class Served:
 
     async def _deltas(
         self, samples: Samples, turns: Sequence[TurnStream], params: SamplingParams, logprobs: bool
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncIterator[Sequence[Delta]]:
         prompt = samples.calls[0].prompt
         histories = [[*prompt[-64:]] for _ in turns]
         counts = [0] * len(turns)
-        async for index, part in samples:
-            turn = turns[index]
-            if isinstance(part, NewTokens):
+
+        def read(parts: Sequence[tuple[int, NewTokens | Completion]]) -> list[Delta]:
+            """Deltas of parts. A turn that is complete takes no more of them."""
+            deltas = []
+            for index, part in parts:
+                turn = turns[index]
                 if turn.is_complete():
+                    continue
+                if isinstance(part, Completion):
+                    content, calls, thought = turn.end()
+                    finish = finish_reason(part.stop, turn.calls)
+                    end = Delta(index, content, (), calls, thought, finish, len(part.tokens), part.num_cached)
+                    deltas.append(end)
                     continue
                 entries = logprob_entries(self.tokenizer, histories[index], part, params.ends) if logprobs else ()
                 content, calls, thought = turn.add(part.tokens)
                 counts[index] += len(part.tokens)
                 if content or calls or thought or entries:
-                    yield Delta(index, content, entries, calls, thought)
+                    deltas.append(Delta(index, content, entries, calls, thought))
                 if turn.is_complete():
-                    samples.stop(index)
                     content, calls, thought = turn.end()
-                    yield Delta(index, content, (), calls, thought, "tool_calls", counts[index], part.num_cached)
-            elif not turn.is_complete():
-                content, calls, thought = turn.end()
-                finish = finish_reason(part.stop, turn.calls)
-                yield Delta(index, content, (), calls, thought, finish, len(part.tokens), part.num_cached)
+                    end = Delta(index, content, (), calls, thought, "tool_calls", counts[index], part.num_cached)
+                    deltas.append(end)
+            return deltas
+
+        async for parts in samples:
+            deltas = await written(read, parts)
+            for delta in deltas:
+                if delta.finish is not None:
+                    samples.stop(delta.index)
+            yield deltas
 
     def _gauges(self) -> dict[str, tuple[float, str]]:
         engine = self.engine
@@ -432,22 +451,6 @@ def with_options(error: Exception) -> str:
     return text
 
 
-def check_text(texts: Sequence[str], tokenizer: Tokenizer, max_tokens: int, field: str) -> None:
-    """Refuse texts that are longer than a context of `max_tokens` can be, before any of them is encoded."""
-    most = max_tokens * tokenizer.max_token_bytes
-    count = sum(map(len, texts))
-    if count <= most:
-        count = sum(len(text.encode(errors="replace")) for text in texts)
-    if count > most:
-        raise Refused(
-            400,
-            "context_length_exceeded",
-            f"this model's maximum context length is {max_tokens} tokens, at most {most} bytes of text; {field} has "
-            f"{count}",
-            field,
-        )
-
-
 def logprob_entries(
     tokenizer: Tokenizer, history: list[int], part: NewTokens, ends: Sequence[int]
 ) -> list[dict[str, Any]]:
@@ -465,6 +468,13 @@ def logprob_entries(
         history.append(token)
         del history[:-64]
     return entries
+
+
+def _failure(error: Exception) -> Refused:
+    """Refusal of a request whose sample has failed in the engine."""
+    if isinstance(error, ValueError):
+        return Refused(400, "invalid_value", with_options(error))
+    return Refused(500, "engine_error", f"{type(error).__name__}: {error}")
 
 
 class Samples:
@@ -512,24 +522,34 @@ class Samples:
         self._left.discard(index)
         self._tasks[index].cancel()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, NewTokens | Completion]]:
-        """Parts by index. Refused at the time limit, and where the engine fails or is closed."""
+    async def __aiter__(self) -> AsyncIterator[Sequence[tuple[int, NewTokens | Completion]]]:
+        """Parts by index, as many at once as have come. Refused at the time limit, and where the engine fails or is
+        closed."""
         while self._left:
             try:
                 async with asyncio.timeout_at(self._end):
-                    index, part = await self._parts.get()
+                    come = [await self._parts.get()]
             except TimeoutError as error:
                 limit = self._served.limits.timeout_s
                 raise Refused(504, "timeout", f"the answer takes longer than {limit:g} s") from error
-            if isinstance(part, ValueError):
-                raise Refused(400, "invalid_value", with_options(part)) from part
-            if isinstance(part, Exception):
-                raise Refused(500, "engine_error", f"{type(part).__name__}: {part}") from part
-            if isinstance(part, Completion):
-                self._left.discard(index)
-                if part.stop == "abort":
-                    raise Refused(503, "shutting_down", "the server is shutting down")
-            yield index, part
+            while not self._parts.empty():
+                come.append(self._parts.get_nowait())
+            parts: list[tuple[int, NewTokens | Completion]] = []
+            failure: Refused | None = None
+            for index, part in come:
+                if isinstance(part, Exception):
+                    failure = _failure(part)
+                elif isinstance(part, Completion):
+                    self._left.discard(index)
+                    if part.stop == "abort":
+                        failure = Refused(503, "shutting_down", "the server is shutting down")
+                if failure is not None or isinstance(part, Exception):
+                    break
+                parts.append((index, part))
+            if parts:
+                yield parts
+            if failure is not None:
+                raise failure
 
     async def close(self) -> None:
         """Cancel what still runs. The engine has its slots and blocks back on return."""

@@ -70,9 +70,15 @@ def held_back(text: str, marks: Sequence[str]) -> int:
     >>> held_back("one <to", ("<tool_call>", "\\n\\n")), held_back("one <to ", ("<tool_call>",))
     (3, 0)
     """
-    longest = max(map(len, marks), default=1)
-    ends = range(min(longest - 1, len(text)), 0, -1)
-    return next((size for size in ends if any(mark.startswith(text[-size:]) for mark in marks)), 0)
+    return max((_begun(text, mark) for mark in marks if mark), default=0)
+
+
+def _begun(text: str, mark: str) -> int:
+    """Length of the longest end of a text with which a mark begins, but for the whole mark."""
+    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while place >= 0 and not mark.startswith(text[place:]):
+        place = text.find(mark[0], place + 1)
+    return len(text) - place if place >= 0 else 0
 
 
 class TurnPiece(NamedTuple):

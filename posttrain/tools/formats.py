@@ -341,10 +341,41 @@ class Format:
 def make_format(name: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> Format:
     """Make the format of that name, `auto` for the one of the tokenizer's chat template. `tools`: schemas of the tools.
 
-    ConfigError for an unknown name, and for a template whose format is not known.
+    ConfigError for an unknown name, for a template whose format is not known, and for parameters that are no schema.
     """
     functions = [tool["function"] for tool in tools]
-    return Format(format_name(name, tokenizer), {f["name"]: f.get("parameters", {}) for f in functions})
+    schemas = {f["name"]: _checked_schema(f.get("parameters"), f"tools: parameters of {f['name']}") for f in functions}
+    return Format(format_name(name, tokenizer), schemas)
+
+
+def _checked_schema(schema: Any, at: str) -> Any:
+    """Schema, `{}` for none. ConfigError where what readers and grammars look into is of another type."""
+    if schema is None:
+        return {}
+    if not isinstance(schema, Mapping):
+        raise ConfigError(f"{at} is {str(schema)[:60]!r}; it must be a JSON schema, an object")
+
+    def check(key: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ConfigError(f"{at}.{key} is {str(schema[key])[:60]!r}; it must be {rule}")
+
+    def of_texts(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+    check("type", isinstance(schema.get("type", ""), str) or of_texts(schema["type"]), "a text or a list of texts")
+    check("required", of_texts(schema.get("required", [])), "a list of texts")
+    for key in ("enum", "anyOf", "oneOf", "allOf"):
+        check(key, isinstance(schema.get(key, []), list), "a list")
+    for key in ("properties", "$defs", "definitions"):
+        check(key, isinstance(schema.get(key, {}), Mapping), "an object")
+    # A schema may be true or false as well, which allow all and nothing.
+    inner = [(key, one) for name in ("properties", "$defs", "definitions") for key, one in schema.get(name, {}).items()]
+    inner += [(key, one) for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, [])]
+    inner += [("items", schema["items"])] if isinstance(schema.get("items"), Mapping) else []
+    for key, one in inner:
+        if not isinstance(one, bool):
+            _checked_schema(one, f"{at}.{key}")
+    return schema
 
 
 def format_name(name: str, tokenizer: Tokenizer) -> str:

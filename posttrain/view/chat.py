@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import socket
 import threading
 import traceback
@@ -16,7 +15,7 @@ from posttrain.data.messages import Message
 from posttrain.data.pictures import Picture
 from posttrain.errors import ConfigError, RunError
 from posttrain.serve.app import check_installed, listen
-from posttrain.serve.body import Refused
+from posttrain.serve.body import Refused, parse_json
 from posttrain.view.serve import HOST, serve
 
 SHOWN_SIDE = 1024
@@ -83,11 +82,8 @@ class ChatPage:
 
     def ask(self, given: Mapping[str, str], body: bytes) -> Any:
         """Answer a message, `{"text": ..., "images": [data: URLs]}`."""
-        try:
-            asked = json.loads(body)
-            text, images = asked["text"], asked.get("images", [])
-        except (ValueError, TypeError, KeyError, AttributeError):
-            text = images = None
+        asked = parse_json(body)
+        text, images = (asked.get("text"), asked.get("images", [])) if isinstance(asked, dict) else (None, None)
         if not isinstance(text, str) or not isinstance(images, list):
             raise ConfigError('a message is {"text": "...", "images": ["data:image/png;base64,..."]}')
         if not all(isinstance(one, str) and one.startswith("data:") for one in images):

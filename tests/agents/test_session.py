@@ -17,7 +17,7 @@ from posttrain.data.messages import Message, from_wire, to_wire
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import Completion, SamplingParams
-from posttrain.serve.body import Refused, SentPictures
+from posttrain.serve.body import Body, ChatAsk, Refused, SentPictures
 from posttrain.tools.formats import make_format
 from posttrain.tools.grammar import tool_grammar
 from posttrain.tools.prompts import ToolText
@@ -60,19 +60,27 @@ def session(tokenizer: Tokenizer, engine: Counting, **changes: Any) -> Session:
     return Session(generate=engine, **plain | changes)
 
 
-def ask(one: Session, *messages: Message, max_tokens: int | None = None) -> Message:
-    return asyncio.run(one.complete(list(messages), None, max_tokens, ())).message
+def asked(*messages: Message, **fields: Any) -> ChatAsk:
+    """Request of a session."""
+    plain: dict[str, Any] = {"tools": None, "forced": None, "max_tokens": None, "stop": (), "n": 1}
+    unused: dict[str, Any] = {"model": None, "field": "messages", "strict": False, "parallel": True, "body": Body({})}
+    return ChatAsk(messages=list(messages), logprobs=False, top_logprobs=0, **unused, **plain | fields)
+
+
+def ask(one: Session, *messages: Message, **fields: Any) -> Message:
+    (turn,) = asyncio.run(one.complete(asked(*messages, **fields)))
+    return turn.message
 
 
 def test_stops_of_a_request(tokenizer: Tokenizer) -> None:
     """A special token in `stop` is a stop token; a string with one inside is refused before anything is sampled."""
     engine = Counting(tokenizer)
     one = session(tokenizer, engine)
-    asyncio.run(one.complete([USER], None, None, ("<|im_start|>", "x")))
+    ask(one, USER, stop=("<|im_start|>", "x"))
     params = engine.asked[0][1]
     assert (params.stop, params.stop_token_ids[-1:]) == (("x",), tuple(tokenizer.encode("<|im_start|>")))
     with pytest.raises(Refused, match=r"^stop='a<eos>': contains the special token <eos>"):
-        asyncio.run(one.complete([USER], None, None, ("a<eos>",)))
+        ask(one, USER, stop=("a<eos>",))
     assert len(one.branches) == 1
 
 
@@ -133,7 +141,7 @@ def test_requests_at_once(tokenizer: Tokenizer) -> None:
     first = ask(one, USER)
 
     async def both() -> None:
-        await asyncio.gather(*(one.complete([USER, first, USER], None, None, ()) for _ in range(2)))
+        await asyncio.gather(*(one.complete(asked(USER, first, USER)) for _ in range(2)))
 
     asyncio.run(both())
     assert [sum(branch.transcript.sampled) for branch in one.branches] == [4, 2]
@@ -146,7 +154,7 @@ def test_a_request_that_is_cancelled_is_no_turn(tokenizer: Tokenizer) -> None:
     first = ask(one, USER)
 
     async def hang_up(*messages: Message) -> None:
-        task = asyncio.create_task(one.complete(list(messages), None, None, ()))
+        task = asyncio.create_task(one.complete(asked(*messages)))
         await asyncio.sleep(0.005)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -224,7 +232,7 @@ def test_calls_of_tools_are_parsed(tokenizer: Tokenizer) -> None:
         told = Renderer(tokenizer, True, ToolText(tokenizer, tool_format))
         parse = partial(make_format, tool_format, tokenizer)
         made = session(tokenizer, say, tool_format=parse, renderer=told, row_tokens=999)  # type: ignore[arg-type]
-        return asyncio.run(made.complete([USER], [tool], None, ())).message
+        return ask(made, USER, tools=[tool])
 
     add = {"type": "function", "function": {"name": "add"}}
     (call,) = request("hermes", add)["tool_calls"]
@@ -247,7 +255,7 @@ def test_forced_calls_are_sampled_in_their_grammar(tokenizer: Tokenizer) -> None
     }
 
     def request(one: Session, forced: str | None) -> Grammar | None:
-        asyncio.run(one.complete([USER], [tool], None, (), forced))
+        ask(one, USER, tools=[tool], forced=forced)
         return engine.asked[-1][1].grammar
 
     forcing = session(tokenizer, engine, forces_calls=True, **parts)

@@ -61,7 +61,13 @@ def test_hosts(bound: str, names: tuple[str, ...], allowed: tuple[str, ...], ref
     assert [one for one in allowed if one not in hosts] == [] == [one for one in refused if one in hosts]
 
 
-def ask(method: str = "POST", headers: Any = (), body: list[bytes] | None = None, origins: Any = ()) -> tuple[int, Any]:
+def ask(
+    method: str = "POST",
+    headers: Any = (),
+    body: list[bytes] | None = None,
+    origins: Any = (),
+    max_body: int = middleware.MAX_BODY,
+) -> tuple[int, Any]:
     """Status and headers of an answer of an application that reads its body, and answers 200 or fails."""
     sent: list[Any] = []
     waiting = [*(body or [b"{}"])]
@@ -80,7 +86,7 @@ def ask(method: str = "POST", headers: Any = (), body: list[bytes] | None = None
     async def send(message: Any) -> None:
         sent.append(message)
 
-    guard = RequestGuard(app, hosts=AllowedHosts("127.0.0.1"), origins=origins)
+    guard = RequestGuard(app, hosts=AllowedHosts("127.0.0.1"), origins=origins, max_body=max_body)
     given = {"Host": "localhost:8000", **dict(headers)}
     pairs = [(name.lower().encode(), value.encode()) for name, value in given.items()]
     asyncio.run(guard({"type": "http", "method": method, "headers": pairs}, receive, send))
@@ -118,11 +124,15 @@ def test_cors() -> None:
     assert ask(headers={"Origin": "https://app.example.org.evil.org"}, origins=[SITE])[0] == 403
 
 
-def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Declared and counted; at the limit a body is still read."""
-    monkeypatch.setattr(middleware, "MAX_BODY", 1 << 20)
-    assert ask(body=[b" " * (1 << 19)] * 2)[0] == 200 and ask(body=[b" " * (1 << 19)] * 2 + [b" "])[0] == 413
-    assert ask(headers={"Content-Length": str((1 << 20) + 1)})[0] == 413
+def test_sizes() -> None:
+    """Declared and counted; at the limit a body is still read. A client that goes on sending is cut off."""
+    most, half = 1 << 20, b" " * (1 << 19)
+    assert ask(body=[half] * 2, max_body=most)[0] == 200
+    status, headers = ask(body=[half] * 2 + [b" "], max_body=most)
+    assert status == 413 and "connection" not in headers
+    assert ask(headers={"Content-Length": str(most + 1)}, max_body=most)[0] == 413
+    status, headers = ask(body=[half] * 20, max_body=most)
+    assert (status, headers["connection"]) == (413, "close")
     with pytest.raises(Refused, match="commas and brackets") as many:
         Body.of(b'{"a": [' + b"[]," * (1 << 20) + b"0]}")
     assert many.value.status == 413
