@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import UInt32
@@ -22,6 +23,9 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.tokenizer_files import byte_characters
 from posttrain.errors import ConfigError
 
+T = TypeVar("T")
+STACK_SIZE = threading.Lock()
+"""Held while the stack of new threads is another, which is a setting of the process."""
 WORD = 32
 HEADER = '%llguidance {"no_forcing": true}\n'
 """Without it the only text that fits would be allowed in one tokenization alone."""
@@ -31,6 +35,9 @@ MAX_COMPILED = 256
 """Grammars that stay compiled; each takes up to some megabytes with what it has met."""
 MAX_CHARACTERS = 1 << 20
 """Longest grammar."""
+STACK_BYTES = 256 << 20
+"""Stack of the thread that compiles a grammar, of which only what is used takes memory: llguidance goes down along all
+references of a schema, and a process whose stack is full is ended by the system."""
 
 
 class GrammarError(ValueError):
@@ -136,8 +143,29 @@ def import_llguidance() -> Any:
 @lru_cache(maxsize=MAX_COMPILED)
 def _fault(lark: str) -> str:
     """Fault of a grammar in one line; empty without any."""
-    failed, messages = import_llguidance().LLMatcher.validate_grammar_with_warnings(lark)
+    validate = import_llguidance().LLMatcher.validate_grammar_with_warnings
+    failed, messages = _on_deep_stack(lambda: validate(lark))
     return _one_line(messages[0]) if failed else ""
+
+
+def _on_deep_stack(work: Callable[[], T]) -> T:
+    """Result of some work in a thread with a stack of `STACK_BYTES`."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with STACK_SIZE:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
 
 
 def _one_line(message: str) -> str:
@@ -172,7 +200,8 @@ class GrammarCompiler:
         with self._lock:
             matcher = self._compiled.get(known)
             if matcher is None:
-                matcher = import_llguidance().LLMatcher(self._vocabulary, grammar.lark(place), log_level=0)
+                make = partial(import_llguidance().LLMatcher, self._vocabulary, grammar.lark(place), log_level=0)
+                matcher = _on_deep_stack(make)
                 if matcher.is_error():
                     raise GrammarError(f"sampling.grammar: {grammar.kind}: {_one_line(matcher.get_error())}")
                 self._compiled[known] = matcher
@@ -260,7 +289,8 @@ class Constraint:
                 return
             self._tokens.append(token)
             if self._matcher.try_consume_tokens([token]) != 1:
-                raise GrammarError(f"{self._where()}: token {token} is not allowed there")
+                fault = _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+                raise GrammarError(f"{self._where()}: {fault or f'token {token} is not allowed there'}")
         self.allowed = self._next()
 
     def _next(self) -> UInt32[np.ndarray, " W"]:

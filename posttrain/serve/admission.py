@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from posttrain.data.messages import THINKING, pictures_in, strings_in
+from posttrain.data.messages import THINKING, pictures_in, strings_in, text_of
 from posttrain.data.pictures import Picture
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
@@ -53,8 +52,9 @@ def admit(ask: ChatAsk, tokenizer: Tokenizer, max_tokens: int, limits: RequestLi
 def _written(ask: ChatAsk) -> list[str]:
     """Texts that a template writes into the prompt: those of messages, but for thoughts, of which it drops some, and of
     tools."""
-    said: list[Any] = [[item for key, item in message.items() if key not in THINKING] for message in ask.messages]
-    return [*strings_in(said), *strings_in(ask.tools)]
+    apart = ("role", "content", *THINKING)
+    others = [[item for key, item in message.items() if key not in apart] for message in ask.messages]
+    return [*map(text_of, ask.messages), *strings_in(others), *strings_in(ask.tools)]
 
 
 def check_text(texts: Sequence[str], tokenizer: Tokenizer, max_tokens: int, field: str) -> None:

@@ -25,7 +25,9 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 """Maximum length of a stop string: so much text is read again at every token."""
 MAX_GRAMMAR_BYTES = 256 << 10
-"""Maximum bytes of a schema, a regular expression or choices."""
+"""Maximum bytes of a schema or choices, and of all tools whose calls are in a grammar."""
+MAX_PATTERN = 8 << 10
+"""Maximum characters of a regular expression, whose compilation may take the square of them."""
 MAX_TEMPLATE_BYTES = 16 << 10
 """Maximum bytes of `chat_template_kwargs`."""
 MAX_TOKEN_IDS = 1 << 18
@@ -344,16 +346,18 @@ def asked_grammar(body: Body) -> Grammar | None:
     name = "response_format" if outputs is None else "structured_outputs"
     if given is not None and outputs is not None:
         raise wrong(name, "is not supported together with response_format; leave one out")
-    size = len(json.dumps(given if outputs is None else outputs))
-    if size > MAX_GRAMMAR_BYTES:
-        raise wrong(name, f"{size} bytes; at most {MAX_GRAMMAR_BYTES}")
+    _check_size(given if outputs is None else outputs, name)
     try:
         match outputs:
             case {"json": dict() as schema} if len(outputs) == 1:
                 return Grammar.json_schema(schema)
             case {"json": str() as text} if len(outputs) == 1:
-                return Grammar.json_schema(parse_json(text.encode()))
+                schema = json.loads(text)
+                check_depth([schema], name)
+                _check_size(schema, name)
+                return Grammar.json_schema(schema)
             case {"regex": str() as pattern} if len(outputs) == 1:
+                _check_size({"pattern": pattern}, name)
                 return Grammar.regex(pattern)
             case {"choice": list() as texts} if len(outputs) == 1:
                 return Grammar.choice(texts)
@@ -372,9 +376,27 @@ def asked_grammar(body: Body) -> Grammar | None:
                 return Grammar.json_schema(schema)
             case {"type": "regex", "pattern": str() as pattern} if len(given) == 2:
                 return Grammar.regex(pattern)
-    except (ValueError, ConfigError) as error:
+    except (ValueError, ConfigError, RecursionError) as error:
         raise wrong(name, str(error).removeprefix("sampling.grammar: ")) from error
     raise wrong(name, f"{_shown(given)} must be of type {FORMATS}")
+
+
+def _check_size(grammar: Any, name: str) -> None:
+    """Refuse a grammar that takes long to compile, by the bytes of all and the characters of each pattern."""
+    size = len(json.dumps(grammar))
+    if size > MAX_GRAMMAR_BYTES:
+        raise wrong(name, f"{size} bytes; at most {MAX_GRAMMAR_BYTES}")
+    left = [grammar]
+    while left:
+        one = left.pop()
+        left += one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        patterns: Any = []
+        if isinstance(one, Mapping):
+            named = one.get("patternProperties")
+            patterns = [one.get("pattern"), *(named if isinstance(named, Mapping) else ())]
+        longest = max((len(pattern) for pattern in patterns if isinstance(pattern, str)), default=0)
+        if longest > MAX_PATTERN:
+            raise wrong(name, f"a pattern of {longest} characters; at most {MAX_PATTERN}")
 
 
 def chosen_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]] | None, str | None, bool]:
@@ -387,6 +409,8 @@ def chosen_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]] | None, 
     except (ConfigError, ValueError) as error:
         raise Refused(400, "invalid_value", str(error), "tools") from error
     checked, strict = None if checked is None else [_lax(tool) for tool in checked], _are_strict(checked or ())
+    if strict or choice not in (None, "auto", "none"):
+        _check_size(tools, "tools")
     match choice:
         case None | "auto":
             return checked, None, strict

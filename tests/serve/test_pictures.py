@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def test_a_text_model_takes_none() -> None:
         Body({"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": PICTURE}]}]})
     )
     with pytest.raises(Refused, match="takes no pictures"):
-        served._prompt(served.renderer("{}"), ask)
+        asyncio.run(served.chat(ask))
 
 
 @pytest.mark.thorough
