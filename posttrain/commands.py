@@ -201,7 +201,7 @@ def serve(
     max_pixels: Annotated[float, typer.Option(min=0.01, help="Million pixels of a request's pictures.")] = 128.0,
     max_logprobs: Annotated[
         int, typer.Option(min=1, help="Log-probabilities of an answer: tokens times alternatives.")
-    ] = 1 << 22,
+    ] = 1 << 20,
     chat_template: Annotated[str | None, typer.Option(help="A file or a name, as model.chat_template.")] = None,
     tool_format: Annotated[str, typer.Option(help="Format of tool calls, as tool_format of RL.")] = "auto",
     warm_up: Annotated[bool, typer.Option(help="Compile all programs first, not each when it is needed.")] = True,

@@ -90,7 +90,7 @@ class SessionBackend:
         return Delta(
             index,
             message.get("content") or "",
-            logprob_entries(self.session.renderer.tokenizer, [], part, ends) if logprobs else (),
+            logprob_entries(self.session.renderer.tokenizer, [], part, ends) if logprobs else "",
             calls,
             finish=finish_reason(done.stop, calls),
             num_tokens=len(done.tokens),

@@ -33,8 +33,8 @@ class RequestLimits:
 
     pixels: int = 128_000_000
     """Pixels of its pictures before they are resized, by their headers."""
-    logprobs: int = 1 << 22
-    """Log-probabilities of its answer: tokens, times one more than alternatives. Each takes some 200 bytes until it is
+    logprobs: int = 1 << 20
+    """Log-probabilities of its answer: tokens, times one more than alternatives. Each takes some 300 bytes until it is
     sent."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import socket
 import time
@@ -15,11 +16,11 @@ from posttrain.errors import ConfigError
 from posttrain.serve.admission import ConnectionLimits
 from posttrain.serve.body import Body, Refused
 from posttrain.serve.chat import ChatRequest, ResponseRequest
-from posttrain.serve.completions import Answer, CompletionRequest, event
+from posttrain.serve.completions import Answer, CompletionRequest
 from posttrain.serve.metrics import Metrics
 from posttrain.serve.middleware import MAX_BODY, AllowedHosts, RequestGuard
 from posttrain.serve.model import Backend, Served
-from posttrain.serve.writing import encoded, written
+from posttrain.serve.writing import encoded, event, written
 
 T = TypeVar("T")
 HUNG_UP = 499
@@ -27,6 +28,8 @@ HUNG_UP = 499
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open: longer than clients keep theirs (httpx 5 s), which else lose the request
 that they send while it is closed."""
+PIECE = 1 << 20
+"""Bytes of an answer that are sent at once."""
 GRACE_S = 2
 """Seconds that answers have to end when the server is stopped."""
 
@@ -170,14 +173,12 @@ async def _read(request: Any, make: Callable[[Body], T]) -> T:
 
 async def _answer(request: Any, asked: Any, backend: Any) -> Any:
     """Response to a request: whole, or as a stream of events. What is refused before it begins has a status."""
-    from starlette.responses import Response
-
     answer: Answer = await until_gone(request.receive, asked.begin(backend))
     if asked.streaming.wanted:
         return _Events(answer)
     try:
         value = await until_gone(request.receive, answer.whole())
-        return Response(await written(encoded, value), media_type="application/json")
+        return _Whole(await written(lambda: encoded(value).encode()))
     finally:
         await answer.close()
 
@@ -199,6 +200,22 @@ async def until_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) 
         for task in (running, leaving):
             task.cancel()
         await asyncio.gather(running, leaving, return_exceptions=True)
+
+
+class _Whole:
+    """Response of JSON, sent in pieces as fast as its client reads them."""
+
+    def __init__(self, body: bytes):
+        self._body = body
+        self.status_code = 200
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        length = len(self._body)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for start in range(0, length, PIECE):
+            piece, end = self._body[start : start + PIECE], start + PIECE
+            await send({"type": "http.response.body", "body": piece, "more_body": end < length})
 
 
 class _Events:
@@ -341,6 +358,9 @@ def serve(
     print(f"{', '.join(served.names)}: {url} ({engine.slots} slots of {engine.max_length} tokens)", flush=True)
     if note := served.form_note:
         print(note, flush=True)
+    # What is there now stays: otherwise all threads wait while Python looks through it for garbage, again and again.
+    gc.collect()
+    gc.freeze()
     try:
         server.run(sockets=[listener])
     finally:

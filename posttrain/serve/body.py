@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,9 +195,10 @@ def parse_json(text: bytes) -> Any:
         value = json.loads(
             decoded, parse_constant=_no_number, parse_float=_finite_number, object_pairs_hook=_without_repeats
         )
-        if SURROGATE.search(decoded) is not None:
-            json.dumps(value, ensure_ascii=False).encode()
         check_depth(value, "the body")
+        if SURROGATE.search(decoded) is not None:
+            for text in _texts_in(value):
+                text.encode()
     except UnicodeEncodeError as error:
         raise Refused(400, "invalid_json", "the body has a lone surrogate, which is no text") from error
     except UnicodeDecodeError as error:
@@ -225,10 +227,23 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Object of its pairs. ValueError for a key that is there twice, of which each reader takes another."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the body has the key {_shown(twice)} twice in one object")
     return fields
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Texts of a value, keys too."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            yield from one
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
 
 
 def check_depth(value: Any, name: str) -> None:

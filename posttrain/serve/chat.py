@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from posttrain.serve.body import Body, ChatAsk, chat_ask, chosen_tools, read_messages, wrong
-from posttrain.serve.completions import DONE, Streaming, event
+from posttrain.serve.completions import DONE, Streaming
 from posttrain.serve.model import Backend, Delta, Turns
-from posttrain.serve.writing import written
+from posttrain.serve.writing import Json, event, written
 from posttrain.tools.types import ToolCall
 
 
@@ -88,7 +88,7 @@ class ChatAnswer:
             message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = wire_calls(calls)
-        entries = [entry for part in parts for entry in part.logprobs]
+        entries = Json(f"[{','.join(part.logprobs for part in parts if part.logprobs)}]")
         logprobs = {"content": entries, "refusal": None} if self._ask.logprobs else None
         end = parts[-1]
         return {"index": end.index, "message": message, "logprobs": logprobs, "finish_reason": end.finish}
@@ -125,10 +125,8 @@ class ChatAnswer:
                 chunks.append(self._chunk(delta.index, {}, finish=delta.finish))
         return "".join(chunks)
 
-    def _chunk(
-        self, index: int, piece: Mapping[str, Any], entries: Sequence[Any] = (), finish: str | None = None
-    ) -> str:
-        logprobs = {"content": list(entries), "refusal": None} if entries else None
+    def _chunk(self, index: int, piece: Mapping[str, Any], entries: str = "", finish: str | None = None) -> str:
+        logprobs = {"content": Json(f"[{entries}]"), "refusal": None} if entries else None
         choice = {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if self._usage else {}
         return event({**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage})
@@ -329,7 +327,7 @@ def _part(text: str) -> dict[str, Any]:
 
 def _event(value: Mapping[str, Any], number: int) -> str:
     numbered = {**value, "sequence_number": number}
-    return f"event: {value['type']}\ndata: {json.dumps(numbered, ensure_ascii=False)}\n\n"
+    return f"event: {value['type']}\n{event(numbered)}"
 
 
 def _chat_tools(tools: Any) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ answers have: streams of events."""
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from posttrain.serve.admission import check_logprobs, check_text
 from posttrain.serve.body import MAX_CHOICES, Body, asked_grammar, wrong
 from posttrain.serve.model import Samples, Served
 from posttrain.serve.text import TextStream, token_texts
-from posttrain.serve.writing import written
+from posttrain.serve.writing import event, written
 
 DEFAULT_TOKENS = 16
 """The API's default of `max_tokens`."""
@@ -47,11 +46,6 @@ class Streaming:
         self.usage = inner.flag("include_usage")
         inner.flag("include_obfuscation")
         inner.finish()
-
-
-def event(value: Any) -> str:
-    """Server-sent event of a JSON value."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 DONE = "data: [DONE]\n\n"

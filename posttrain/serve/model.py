@@ -59,8 +59,8 @@ class Delta:
 
     index: int
     content: str = ""
-    logprobs: Sequence[dict[str, Any]] = ()
-    """In the form of chat completions, where requested."""
+    logprobs: str = ""
+    """JSON of the new tokens' entries with commas between them, in the form of chat completions, where requested."""
     calls: Sequence[ToolCall] = ()
     thought: str = ""
     """Thought before a structured content."""
@@ -402,17 +402,17 @@ class Served:
                 if isinstance(part, Completion):
                     content, calls, thought = turn.end()
                     finish = finish_reason(part.stop, turn.calls)
-                    end = Delta(index, content, (), calls, thought, finish, len(part.tokens), part.num_cached)
+                    end = Delta(index, content, "", calls, thought, finish, len(part.tokens), part.num_cached)
                     deltas.append(end)
                     continue
-                entries = logprob_entries(self.tokenizer, histories[index], part, params.ends) if logprobs else ()
+                entries = logprob_entries(self.tokenizer, histories[index], part, params.ends) if logprobs else ""
                 content, calls, thought = turn.add(part.tokens)
                 counts[index] += len(part.tokens)
                 if content or calls or thought or entries:
                     deltas.append(Delta(index, content, entries, calls, thought))
                 if turn.is_complete():
                     content, calls, thought = turn.end()
-                    end = Delta(index, content, (), calls, thought, "tool_calls", counts[index], part.num_cached)
+                    end = Delta(index, content, "", calls, thought, "tool_calls", counts[index], part.num_cached)
                     deltas.append(end)
             return deltas
 
@@ -451,10 +451,8 @@ def with_options(error: Exception) -> str:
     return text
 
 
-def logprob_entries(
-    tokenizer: Tokenizer, history: list[int], part: NewTokens, ends: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Entries of new tokens but the stop token, in the form of chat completions; adds the tokens to `history`."""
+def logprob_entries(tokenizer: Tokenizer, history: list[int], part: NewTokens, ends: Sequence[int]) -> str:
+    """Entries of new tokens but the stop token, see `Delta.logprobs`; adds the tokens to `history`."""
     tokens = part.tokens[:-1] if part.tokens[-1] in ends else part.tokens
     tops = part.top_logps or ((),) * len(part.tokens)
     entries = []
@@ -464,10 +462,10 @@ def logprob_entries(
             {"token": text, "logprob": value, "bytes": raw}
             for (text, raw), value in zip(shown, (logp, *(value for _, value in top)), strict=True)
         ]
-        entries.append(first | {"top_logprobs": others})
+        entries.append(json.dumps(first | {"top_logprobs": others}, ensure_ascii=False))
         history.append(token)
         del history[:-64]
-    return entries
+    return ",".join(entries)
 
 
 def _failure(error: Exception) -> Refused:
