@@ -384,8 +384,10 @@ def first_completed(
     Only their tail is decoded again: at least as many complete characters as the longest stop string has.
     """
     old = len(tokens) - num_new
-    start, back = old, 1
     longest = max(map(len, params.stop))
+    start = old
+    # A token has some four characters; each try decodes all of them again.
+    back = max(1, longest // 4)
 
     def text(end: int) -> str:
         return decode(tokens[start:end], params.skip_special_tokens, after=tokens[:start])

@@ -18,7 +18,7 @@ from posttrain.serve.body import Body, Refused
 from posttrain.serve.chat import ChatRequest, ResponseRequest
 from posttrain.serve.completions import Answer, CompletionRequest
 from posttrain.serve.metrics import Metrics
-from posttrain.serve.middleware import MAX_BODY, AllowedHosts, RequestGuard
+from posttrain.serve.middleware import MAX_BODY, MAX_HEAD, AllowedHosts, RequestGuard
 from posttrain.serve.model import Backend, Served
 from posttrain.serve.writing import encoded, event, written
 
@@ -305,7 +305,7 @@ def server_of(app: Any, limits: ConnectionLimits | None = None) -> Any:
     """Server of an application, to be run with sockets that listen. `limits`: of its connections."""
     import uvicorn
 
-    from posttrain.serve.connections import MAX_HEAD, Connection
+    from posttrain.serve.connections import Connection
 
     config = uvicorn.Config(
         app,

@@ -11,9 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from posttrain.serve.admission import MIN_RATE, ConnectionLimits
 from posttrain.serve.body import Refused
-
-MAX_HEAD = 16 << 10
-"""Bytes of the first line and the headers of a request."""
+from posttrain.serve.middleware import MAX_HEAD
 
 
 class Connection(H11Protocol):

@@ -15,6 +15,8 @@ from posttrain.serve.body import Refused
 JSON = "application/json"
 MAX_BODY = 64 << 20
 """Maximum bytes of a request."""
+MAX_HEAD = 16 << 10
+"""Maximum bytes of the first line and the headers of a request."""
 PREFLIGHT_AGE_S = 600
 """Seconds for which a browser keeps the answer to a preflight request."""
 
@@ -103,6 +105,8 @@ class RequestGuard:
 
         try:
             headers = _headers_of(scope)
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD:
+                raise Refused(431, "headers_too_large", f"the headers must have at most {MAX_HEAD >> 10} KiB")
             self._check_host(headers)
             origin = self._checked_origin(scope, headers)
             if origin is not None:

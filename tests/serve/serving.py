@@ -31,11 +31,13 @@ def tiny_served(name: str, length: int, **changes: Any) -> Served:
 
 
 @contextmanager
-def listening(served: Served) -> Iterator[str]:
-    """Serve on a free port of this machine, with the address as the value."""
+def listening(served: Served, **changes: Any) -> Iterator[str]:
+    """Serve on a free port of this machine in the thread `server`, with the address as the value. `changes`: arguments
+    of the application."""
     listener = listen("127.0.0.1", 0, "test")
-    server = server_of(application(lambda request: served, hosts=AllowedHosts("127.0.0.1"), served=served, loads=True))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    app = application(lambda request: served, hosts=AllowedHosts("127.0.0.1"), served=served, loads=True, **changes)
+    server = server_of(app)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True, name="server")
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     server.should_exit = True

@@ -10,12 +10,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
-import uvicorn
 
 from posttrain.reward.types import Rewards
 from posttrain.rl.store import Recorded, file_of, write_record
 from posttrain.rollout.trajectory import Example, Trajectory, Turn
-from posttrain.serve.app import listen
+from posttrain.serve.app import listen, server_of
 from posttrain.view.folder import RunFolder
 from posttrain.view.indexer import Indexer, index_all
 from posttrain.view.serve import Api, Roster, Site, Viewed, application, viewed
@@ -113,8 +112,7 @@ def served(runs: Sequence[Viewed], places: Sequence[Path] = ()) -> AbstractConte
 def served_site(site: Site) -> Iterator[str]:
     """Address of a page, with its token."""
     listener = listen("127.0.0.1", 0, "view")
-    config = uvicorn.Config(application(site, TOKEN), log_config=None, lifespan="off", ws="none")
-    server = uvicorn.Server(config)
+    server = server_of(application(site, TOKEN))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started:
