@@ -161,7 +161,7 @@ def test_stopped_and_failed_answers_are_said(talk: Scripted, page: ChatPage, add
 @pytest.mark.parametrize(
     ("name", "body", "code", "said"),
     [
-        ("ask", b"no JSON", 400, "a message is"),
+        ("ask", b"no JSON", 400, "the body is not JSON"),
         ("ask", b"[]", 400, "a message is"),
         ("ask", b'{"text": 1}', 400, "a message is"),
         ("ask", b'{"text": "a", "images": ["/etc/passwd"]}', 400, "data: URLs alone"),
