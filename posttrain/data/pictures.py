@@ -23,6 +23,10 @@ MAX_PIXELS = 64 * 2**20
 """Most pixels of a picture by its header, before it is decoded: a file of kilobytes can hold gigabytes of them."""
 MAX_BYTES = 64 * 2**20
 """Most bytes of a picture's file."""
+MAX_SCANS = 256
+"""Most scans of a JPEG in memory, each of which goes through all pixels: cameras and tools write up to some twenty."""
+SCAN = b"\xff\xda"
+"""Marker before a scan."""
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are read, in Pillow's names. Others have parsers that start programs."""
 ORIENTATION = 0x0112
@@ -107,6 +111,7 @@ class Picture:
                 Image.init()
                 source = Image.open(file, formats=[one for one in FORMATS if one in Image.OPEN])
             self._check_size(*source.size)
+            self._check_scans(source)
             yield source
         except UnidentifiedImageError as error:
             raise PictureError(f"{self.name} is no picture; these are read: {', '.join(FORMATS)}") from error
@@ -127,6 +132,13 @@ class Picture:
     def _check_bytes(self, count: int) -> None:
         if count > MAX_BYTES:
             raise PictureError(f"{self.name} has {count:,} bytes, more than {MAX_BYTES:,}; make it smaller")
+
+    def _check_scans(self, image: Any) -> None:
+        """PictureError for a JPEG that was sent, and takes minutes to decode."""
+        if image.format in ("JPEG", "MPO") and isinstance(self.source, bytes):
+            count = self.source.count(SCAN)
+            if count > MAX_SCANS:
+                raise PictureError(f"{self.name} is a JPEG of {count} scans, more than {MAX_SCANS}; save it anew")
 
     def _check_size(self, width: int, height: int) -> None:
         if not width or not height:

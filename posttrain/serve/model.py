@@ -16,6 +16,7 @@ from posttrain.config import Drafts
 from posttrain.data.chat import Prompt, Renderer
 from posttrain.data.format import with_default_system
 from posttrain.data.grammar import Grammar
+from posttrain.data.pictures import MAX_NAME, is_path
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
@@ -218,6 +219,10 @@ class Served:
         if not name or not folder or name in self.names:
             taken = f"{name!r} is served already" if name in self.names else "needs lora_name and lora_path"
             raise wrong("lora_path" if name and not folder else "lora_name", taken)
+        if len(name) > MAX_NAME:
+            raise wrong("lora_name", f"{len(name)} characters; at most {MAX_NAME}")
+        if not is_path(folder):
+            raise wrong("lora_path", f"{folder[:40]!r}... of {len(folder)} characters is no path")
         try:
             read = await asyncio.to_thread(self.engine.read_adapter, name, folder)
             self.engine.load_adapter(name, read)

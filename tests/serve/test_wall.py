@@ -4,6 +4,7 @@ bounds of what one request may ask for, checked before its work; and work that i
 from __future__ import annotations
 
 import base64
+import io
 import json
 import struct
 import threading
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from PIL import Image
 
 from posttrain.agents import server as agents_server
 from posttrain.agents import session as agents_session
@@ -261,6 +263,19 @@ def test_a_long_chain_of_references_ends_no_process(served: Served) -> None:
     assert started.allowed[seven // 32] >> seven % 32 & 1
 
 
+def test_adapters_that_cannot_be(endpoints: dict[str, Endpoint]) -> None:
+    for field, name, path in (
+        ("lora_name", "x" * 256, "/nowhere"),
+        ("lora_path", "x", "a\0b"),
+        ("lora_path", "x", "/" + "y" * 256),
+        ("lora_path", "x", "y/" * 2048),
+        ("lora_path", "x", "/nowhere"),
+    ):
+        response = endpoints["load"].ask(json.dumps({"lora_name": name, "lora_path": path}).encode())
+        assert response.status_code == 400 and response.json()["error"]["param"] == field
+        assert len(error_of(response)) < 300
+
+
 def test_one_request_fails_alone(endpoints: dict[str, Endpoint]) -> None:
     """A number beyond the engine's integers ended all requests that ran beside it."""
     chat = endpoints["chat"]
@@ -392,6 +407,16 @@ def png(width: int, height: int) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
+def jpeg(scans: int) -> str:
+    """A progressive JPEG whose last scan stands there so many times more: each is some bytes, and takes all pixels."""
+    file = io.BytesIO()
+    Image.new("L", (64, 64), 200).save(file, "JPEG", progressive=True)
+    content = file.getvalue()
+    last = content.rindex(b"\xff\xda")
+    content += content[last:-2] * scans
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
+
+
 @pytest.mark.parametrize(
     ("pictures", "words"),
     [
@@ -400,6 +425,7 @@ def png(width: int, height: int) -> str:
         ([png(8000, 8000)] * 3, "more than 128,000,000 pixels in all"),
         ([png(10, 10)] * 401, "401 pictures; the context has 400 tokens"),
         (["data:image/png;base64,AAAA"], "is no picture"),
+        ([jpeg(300)], r"is a JPEG of 30\d scans, more than 256"),
     ],
 )
 def test_pictures_that_take_too_much_memory(
