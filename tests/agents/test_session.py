@@ -188,6 +188,29 @@ def test_limits(tokenizer: Tokenizer) -> None:
         ask(session(tokenizer, engine, max_turns=0), USER)
 
 
+def test_choices_are_sampled_all_or_none(tokenizer: Tokenizer) -> None:
+    """A request of several choices of which one is beyond a limit leaves neither a turn nor a row behind."""
+    engine = Counting(tokenizer)
+    one = session(tokenizer, engine, max_rows=2, max_turns=4)
+    for n, code in ((3, "max_rows"), (5, "invalid_value")):
+        with pytest.raises(Refused) as refused:
+            asyncio.run(one.complete(asked(USER, n=n)))
+        assert refused.value.code == code and (one.branches, one.num_turns, engine.asked) == ([], 0, [])
+    first, second = asyncio.run(one.complete(asked(USER, n=2)))
+    assert [first.message["content"], second.message["content"]] == ["1", "2"]
+    assert len({params.key for _, params in engine.asked}) == 2
+    before = [list(branch.transcript.tokens) for branch in one.branches]
+    with pytest.raises(Refused) as refused:
+        asyncio.run(one.complete(asked(USER, first.message, USER, n=2)))
+    assert refused.value.code == "max_rows"
+    assert [list(branch.transcript.tokens) for branch in one.branches] == before and one.num_turns == 2
+    assert not [branch for branch in one.branches if branch.busy]
+    with pytest.raises(Refused) as refused:
+        asyncio.run(one.complete(asked(USER, n=3)))
+    assert refused.value.code == "max_turns" and one.refused_last is not None
+    assert ask(one, USER, first.message, USER)["content"] == "3"
+
+
 def test_a_row_for_each_request(tokenizer: Tokenizer) -> None:
     engine = Counting(tokenizer)
     one = session(tokenizer, engine, split_turns=True)

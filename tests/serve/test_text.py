@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ def test_sentence_pieces_and_byte_fallback(shared: Path) -> None:
     for seed in range(6):
         shown, final = streamed(TextStream(tokenizer.decode, tokens[:3], params), cuts(tokens[3:], seed))
         assert final == whole and all(whole.startswith(text) for text in shown)
+
+
+def test_what_is_held_back_is_the_longest_beginning_of_a_mark() -> None:
+    """Of all ends of random texts of two letters, with marks that repeat themselves."""
+    draw = random.Random(0)
+    for _ in range(300):
+        text, *marks = ("".join(draw.choices("ab", k=draw.randrange(1, 9))) for _ in range(3))
+        sizes = [n for n in range(1, len(text) + 1) for m in marks if n < len(m) and m.startswith(text[-n:])]
+        assert held_back(text, marks) == max(sizes, default=0), (text, marks)
 
 
 def test_the_beginning_of_a_mark_is_held_back() -> None:
