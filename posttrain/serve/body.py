@@ -197,8 +197,8 @@ def parse_json(text: bytes) -> Any:
         )
         check_depth(value, "the body")
         if SURROGATE.search(decoded) is not None:
-            for text in _texts_in(value):
-                text.encode()
+            for one in _texts_in(value):
+                one.encode()
     except UnicodeEncodeError as error:
         raise Refused(400, "invalid_json", "the body has a lone surrogate, which is no text") from error
     except UnicodeDecodeError as error:
