@@ -42,10 +42,9 @@ from posttrain.runtime.files import check_writable
 from posttrain.stages.context import num_training_devices
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
 from posttrain.tracking.trackers import check_dashboards
-from posttrain.train.muon import BLOCK, parameters_of
 from posttrain.train.objective import used_once
-from posttrain.train.optimizers import state_bytes
-from posttrain.train.transformations import groups_of, make_optimizer
+from posttrain.train.optimizers import state_bytes, trained_parameters
+from posttrain.train.transformations import BLOCK, groups_of, make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, read_model_files, unreachable
 from posttrain.weights.lora import attach_lora, has_lora
@@ -169,10 +168,10 @@ def describe_groups(name: str, optimizer: AnyOptimizer, config: RunConfig, files
     model = ModelWeights(model_outline(config, files))
     if config.model.adapter is not None and not has_lora(model.model):
         return []
-    groups = groups_of(optimizer, model)
-    parameters, shapes, lines = parameters_of(model), model.structs(), []
-    made = make_optimizer(optimizer, 1, seed=0, model=model.model)
-    states = state_bytes(made, {path: shapes[path] for path in model.trainable()})
+    parameters, shapes, lines = trained_parameters(model), model.structs(), []
+    groups = groups_of(optimizer, parameters, files.config)
+    made = make_optimizer(optimizer, model.model, 1, seed=0)
+    states = state_bytes(made, {path: shapes[path] for path in parameters}, parameters)
     for group in groups:
         arrays = sum(math.prod(shapes[path].shape[: parameters[path].num_stacked]) for path in group.paths)
         numbers, held = (sum(sizes) for sizes in zip(*((shapes[p].size, states[p]) for p in group.paths), strict=True))
@@ -249,8 +248,8 @@ def training_size(
     weights = ModelWeights(outline)
     trainable, dims = weights.trainable(), weights.dims()
     parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
-    optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, 1, seed=0, model=outline)
-    states = state_bytes(optimizer, {path: arrays[path] for path in trainable})
+    optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, outline, 1, seed=0)
+    states = state_bytes(optimizer, {path: arrays[path] for path in trainable}, trained_parameters(weights))
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
     once, dtype = used_once(weights), jnp.dtype(config.model.compute_dtype or config.model.dtype)
     narrow = {path for path in once if arrays[path].dtype == dtype}

@@ -3,10 +3,10 @@ rounding."""
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from jaxtyping import Float
 
 from posttrain.config import MomentType
 from posttrain.errors import ConfigError
+from posttrain.train.layer_matching import Matching
 from posttrain.train.low_precision import (
     Blocks,
     Moment,
@@ -28,14 +29,10 @@ from posttrain.train.low_precision import (
     stored_moment,
     to_nearest,
 )
-from posttrain.tree import map_with_path, path_str
-from posttrain.weights.state import Weights
+from posttrain.tree import path_str
+from posttrain.weights.state import ModelWeights, Parameter, Weights
 
 Tree = TypeVar("Tree")
-
-DECAYED = ("kernel", "embedding")
-"""Roles of parameters with weight decay, and with moments in few bits; biases, norms, attention sinks and router
-corrections have none."""
 
 SIGNED: Mapping[str, bool] = {
     **dict.fromkeys(("ScaleByAdamState.mu", "ScaleByAmsgradState.mu", "ScaleByBeliefState.mu"), True),
@@ -60,28 +57,21 @@ Prepare = Callable[[Array], Array]
 """Function that makes an accumulated gradient the mean, clipped one in float32."""
 
 
-def decay_mask(params: Any, roles: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """True for parameters with weight decay: by role, since a stacked bias has as many dimensions as a matrix."""
-    return map_with_path(lambda path, _: decays(path, roles), params)
+class Trained(dict[str, Parameter]):
+    """Declarations of the parameters that an optimizer trains, by path. ConfigError for one that it lacks."""
+
+    def __missing__(self, path: str) -> Parameter:
+        raise ConfigError(
+            f"optimizer: it was made for other parameters, without {path}; make it of the model that is trained, after "
+            "its adapter, and with the layer matching of its trainer"
+        )
 
 
-def decays(path: str, roles: Mapping[str, str] = MappingProxyType({})) -> bool:
-    """Tell whether weight decay acts on a parameter of these roles; of what is no model's, the last part of its name
-    is the role. `check_roles` refuses names that say something else than a model's layers."""
-    last = re.split(r"[._]", path)[-1]
-    named = {"scale": "norm", "bias": "bias", "correction": "correction", "sinks": "sinks"}.get(last, "kernel")
-    return roles.get(path, named) in DECAYED
-
-
-def check_roles(optimizer: Optimizer, roles: Mapping[str, str]) -> None:
-    """ConfigError for an optimizer made without its model, where names of parameters do not say what they are."""
-    if optimizer.roles is None and (optimizer.moments != "float32" or optimizer.weight_decay):
-        wrong = sorted(path for path in roles if decays(path) != decays(path, roles))
-        if wrong:
-            raise ConfigError(
-                f"optimizer: weight decay and moments in few bits would act on {wrong[0]}, a {roles[wrong[0]]}; give "
-                "make_optimizer the model (or Optimizer the roles of its ModelWeights)"
-            )
+def trained_parameters(model: ModelWeights, matching: Matching | None = None) -> Trained:
+    """Declarations of what a trainer trains: the model's parameters and the projections of its layer matching."""
+    declared, trained = model.parameters(), model.trainable()
+    projections = {} if matching is None else matching.parameters()
+    return Trained({path: one for path, one in declared.items() if path in trained} | projections)
 
 
 class OptimizerState(NamedTuple):
@@ -137,10 +127,6 @@ class Optimizer:
     stochastic_rounding: bool = False
     seed: int | None = None
     average: Average | None = None
-    roles: Mapping[str, str] | None = field(default=None, compare=False)
-    """Role of each parameter, see `ModelWeights.roles`; None: it was made without a model."""
-    weight_decay: bool = field(default=False, compare=False)
-    """True if weight decay acts by `decay_mask`."""
     labels: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Group of each parameter, where norms of update and weights are metrics."""
 
@@ -152,14 +138,15 @@ class Optimizer:
     def rounds(self) -> bool:
         return self.moments != "float32" or self.stochastic_rounding
 
-    def init(self, params: Weights) -> OptimizerState:
-        """State before the first update. ConfigError for a state that is not `elementwise`, or cannot be saved."""
+    def init(self, params: Weights, declared: Mapping[str, Parameter]) -> OptimizerState:
+        """State before the first update of parameters with these declarations. ConfigError for a state that is not
+        `elementwise`, or cannot be saved."""
         full = {path: p.astype(jnp.float32) for path, p in params.items()}
         inner = jax.tree.map(jnp.asarray, self.transformation.init(full))
         self._check(inner, params)
         low = {} if self.stochastic_rounding else {path: full[path] for path, p in params.items() if is_low(p)}
         average = {} if self.average is None else full
-        return OptimizerState(jnp.zeros((), jnp.int32), self._empty(inner, params), low, average)
+        return OptimizerState(jnp.zeros((), jnp.int32), self._empty(inner, params, declared), low, average)
 
     def _check(self, inner: Any, params: Weights) -> None:
         for place in _places(inner, params):
@@ -178,12 +165,12 @@ class Optimizer:
                     f"{whose}, and not to single elements; remove elementwise"
                 )
 
-    def _empty(self, inner: Any, params: Weights) -> Any:
-        """State as it is stored: what has a matrix's shape in fewer bits."""
+    def _empty(self, inner: Any, params: Weights, declared: Mapping[str, Parameter]) -> Any:
+        """State as it is stored: what has the shape of a matrix or a table in fewer bits."""
 
         def stored(place: Place) -> Moment:
             param = params.get(place.path or "")
-            if param is None or not self._is_stored(place, param):
+            if param is None or place.path is None or not self._is_stored(place, param, declared[place.path]):
                 return place.leaf
             if self.moments == "int8" and place.field not in SIGNED:
                 raise ConfigError(
@@ -197,10 +184,10 @@ class Optimizer:
         leaves = [stored(place) for place in _places(inner, params)]
         return jax.tree.unflatten(jax.tree.structure(inner), leaves)
 
-    def _is_stored(self, place: Place, param: Array) -> bool:
-        assert place.path is not None
-        small = self.moments == "float32" or param.ndim < 2 or not decays(place.path, self.roles or {})
-        return not small and place.leaf.shape == param.shape and jnp.issubdtype(place.leaf.dtype, jnp.floating)
+    def _is_stored(self, place: Place, param: Array, declared: Parameter) -> bool:
+        if self.moments == "float32" or declared.role not in ("kernel", "embedding"):
+            return False
+        return place.leaf.shape == param.shape and jnp.issubdtype(place.leaf.dtype, jnp.floating)
 
     def update(
         self,
@@ -408,10 +395,10 @@ def parameter_of(keys: Sequence[Any], weights: Mapping[str, Any]) -> str | None:
     return named[-1] if named else None
 
 
-def state_bytes(optimizer: Optimizer, params: Mapping[str, Any]) -> dict[str, int]:
+def state_bytes(optimizer: Optimizer, params: Mapping[str, Any], declared: Mapping[str, Parameter]) -> dict[str, int]:
     """Bytes of the state and master weights of each parameter, given as shapes; counters are left out."""
-    total = dict.fromkeys(params, 0)
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, dict(params))):
+    total, init = dict.fromkeys(params, 0), partial(optimizer.init, declared=declared)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(init, dict(params))):
         if (path := parameter_of(keys, params)) is not None:
             total[path] += leaf.size * leaf.dtype.itemsize
     return total

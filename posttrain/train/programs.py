@@ -44,10 +44,10 @@ from posttrain.train.objective import Objective, TrainSettings
 from posttrain.train.optimizers import (
     Optimizer,
     Prepare,
-    check_roles,
     clipped,
     global_norm,
     parameter_of,
+    trained_parameters,
     update_metrics,
 )
 from posttrain.train.qk_clip import check_clip, clip_factors, clip_metrics
@@ -126,7 +126,7 @@ class TrainPrograms:
         self.settings = settings
         self.structure = on_mesh(model, mesh)
         self.trainable = self.structure.trainable()
-        check_roles(self.optimizer, self.structure.roles())
+        self.declared = trained_parameters(self.structure, settings.matching)
         self.objective = Objective(
             student=self.structure,
             teachers=[on_mesh(teacher, mesh) for teacher in teachers],
@@ -167,7 +167,7 @@ class TrainPrograms:
         self.evaluate = jax.jit(
             traced_for(self.mesh, self._evaluate_program), out_shardings=(read, None), compiler_options=options
         )
-        self.init = jax.jit(self.optimizer.init, out_shardings=outputs[1])
+        self.init = jax.jit(functools.partial(self.optimizer.init, declared=self.declared), out_shardings=outputs[1])
         self.stats = jax.jit(traced_for(self.mesh, self._stats_program), compiler_options=options)
         self.loss_of_all = jax.jit(self.objective.loss)
         self.encode = {
@@ -299,7 +299,8 @@ class TrainPrograms:
             sharding = _sharding_like(like, x.shape) if like is not None and same else replicated(self.mesh)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(self.optimizer.init, self.params))
+        init = functools.partial(self.optimizer.init, declared=self.declared)
+        return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(init, self.params))
 
     def _step_program(
         self,
@@ -442,8 +443,8 @@ def placed_shapes(weights: ModelWeights, mesh: Mesh) -> WeightShapes:
 
 
 def _projection_shapes(matching: Matching | None, mesh: Mesh) -> WeightShapes:
-    shapes = {} if matching is None else matching.shapes()
-    return {
-        path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=param_sharding(mesh, path, dims, shape))
-        for path, (dims, shape) in shapes.items()
-    }
+    if matching is None:
+        return {}
+    shapes, declared = matching.shapes(), matching.parameters()
+    places = {path: param_sharding(mesh, path, declared[path].dims, shape) for path, shape in shapes.items()}
+    return {path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=places[path]) for path, shape in shapes.items()}

@@ -83,7 +83,7 @@ class World:
         self.trainer = Trainer(
             model,
             self.algorithm.loss,
-            optimizer or sgd(0.0),
+            make_optimizer(optimizer, model, 100) if isinstance(optimizer, AdamW) else optimizer or sgd(0.0),
             TrainSettings(
                 temperature=settings.temperature or 1.0,
                 max_grad_norm=1.0,
@@ -175,7 +175,7 @@ def test_every_algorithm_moves_the_weights(tokenizer: Tokenizer, algorithm: str)
 @pytest.mark.thorough
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_the_reference_stays_while_the_actor_learns(tokenizer: Tokenizer, lora: bool) -> None:
-    optimizer = make_optimizer(AdamW(learning_rate=1e-2 if lora else 2e-2), 100)
+    optimizer = AdamW(learning_rate=1e-2 if lora else 2e-2)
     world = World(tokenizer, lora=lora, optimizer=optimizer)
     first = world.step()
     reference = world.cluster.reference.logps(first.batch)
@@ -329,7 +329,7 @@ def test_a_step_without_a_mixed_group(tokenizer: Tokenizer, policy: Any) -> None
     def reward(completions: Sequence[str]) -> list[float]:
         return [0.1] * len(completions) if alike[0] else even_share(completions)
 
-    optimizer = make_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), 100)
+    optimizer = AdamW(learning_rate=1e-2, weight_decay=0.1)
     world = World(tokenizer, optimizer=optimizer, reward=reward)
     world.settings = replace(world.settings, zero_advantage=policy)
     assert to_host(world.step().metrics)["advantages/abs_max"] > 0.1

@@ -22,13 +22,13 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import Optimizer, clipped, decay_mask, global_norm
+from posttrain.train.optimizers import Optimizer, Trained, clipped, global_norm
 from posttrain.train.trainer import Trainer
-from posttrain.train.transformations import make_optimizer, make_schedule
+from posttrain.train.transformations import make_optimizer, make_schedule, optimizer_of
 from posttrain.tree import map_with_path
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ModelWeights, Parameter
 from tests.often import often
-from tests.tiny import tiny_model
+from tests.tiny import tiny_config, tiny_model
 from tests.train.test_trainer import rows
 
 pytestmark = pytest.mark.fast
@@ -64,7 +64,7 @@ def test_the_schedule_reads_the_step_also_after_skipped_updates(kind, tmp_path):
     def made() -> Trainer:
         model = tiny_model(num_layers=1, windows=(None,))
         settings = TrainSettings(temperature=1.0, max_grad_norm=1e9)
-        return Trainer(model, SFTLoss(), make_optimizer(sections[kind], 5, seed=0, model=model), settings)
+        return Trainer(model, SFTLoss(), make_optimizer(sections[kind], model, 5, seed=0), settings)
 
     trainer, rates = made(), []
     for step, update in enumerate([True, False, False, True, True]):
@@ -103,24 +103,29 @@ def parameters(dtype=jnp.float32):
     return {n: jax.random.normal(k, s, dtype) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
 
 
+DECLARED = Trained(
+    {
+        "layers.q.kernel": Parameter("kernel", ("layers", "embed", "heads")),
+        "layers.q.bias": Parameter("bias", ("layers", "heads")),
+        "layers.norm.scale": Parameter("norm", ("layers", "embed")),
+        "embedding": Parameter("embedding", ("vocab", "embed")),
+    }
+)
+"""Declarations of `parameters`."""
+
+
+def made_of(section, num_steps):
+    return optimizer_of(section, DECLARED, tiny_config(), num_steps, seed=0)
+
+
+def decaying(params):
+    """Matrices and tables of `parameters` or of a tiny model."""
+    return {path: path.endswith(("kernel", "embedding")) for path in params}
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def apply(optimizer, grads, state, params):
     return optimizer.update(grads, state, params, lambda g: g.astype(jnp.float32), None)
-
-
-def test_only_matrices_and_embeddings_decay():
-    names = (
-        "a.kernel",
-        "embed.embedding",
-        "a.lora_a",
-        "a.lora_b",
-        "scale.kernel",
-        "a.bias",
-        "norm.scale",
-        "scale",
-        "a.sinks",
-    )
-    assert decay_mask({n: jnp.zeros((2, 2)) for n in names}) == {n: i < 5 for i, n in enumerate(names)}
 
 
 def test_adamw_is_torchs_over_20_steps():
@@ -137,8 +142,8 @@ def test_adamw_is_torchs_over_20_steps():
     ]
     torch_optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.95), eps=1e-6)
     schedule = make_schedule(section, 20)
-    tx = make_optimizer(section, 20)
-    state = tx.init(params)
+    tx = made_of(section, 20)
+    state = tx.init(params, DECLARED)
     for step, grad in enumerate(grads):
         params, state = apply(tx, grad, state, params)
         for group in torch_optimizer.param_groups:
@@ -154,11 +159,11 @@ def test_adamw_is_torchs_over_20_steps():
 def test_adamw_is_optaxs_with_a_skipped_update_between():
     section = AdamW(learning_rate=0.02, schedule="cosine", weight_decay=0.3, beta2=0.95, ema={"decay": 0.9})
     decayed = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps, "weight_decay": section.weight_decay}
-    twin = Optimizer(transformation=optax.adamw(make_schedule(section, 9), mask=decay_mask, **decayed))
+    twin = Optimizer(transformation=optax.adamw(make_schedule(section, 9), mask=decaying, **decayed))
     ends = []
-    for optimizer in (make_optimizer(section, 9), twin):
+    for optimizer in (made_of(section, 9), twin):
         params = parameters()
-        state = optimizer.init(params)
+        state = optimizer.init(params, DECLARED)
         for step in range(9):
             grads = jax.tree.map(lambda p, step=step: jnp.sin(p * (step + 1)), params)
             prepare, usable = (lambda g: 0.1 * g), jnp.bool_(step != 4)
@@ -172,9 +177,9 @@ def test_adamw_is_optaxs_with_a_skipped_update_between():
 
 def test_bfloat16_parameters_are_the_rounded_float32_run():
     section = AdamW(learning_rate=0.05, weight_decay=0.1)
-    tx = make_optimizer(section, 10)
+    tx = made_of(section, 10)
     low, full = parameters(jnp.bfloat16), jax.tree.map(lambda p: p.astype(jnp.float32), parameters(jnp.bfloat16))
-    low_state, full_state = tx.init(low), tx.init(full)
+    low_state, full_state = tx.init(low, DECLARED), tx.init(full, DECLARED)
     assert {x.dtype for x in jax.tree.leaves(low_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
     assert full_state.masters == {}
     for step in range(10):
@@ -209,9 +214,10 @@ def test_clipping_scales_the_whole_gradient():
 
 
 STEPS = 3
+KERNEL = Parameter("kernel", ("embed", "mlp"))
 ANY: dict[str, optax.GradientTransformation] = {
     "adam": optax.adam(1e-2),
-    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS), mask=decay_mask),
+    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS), mask=decaying),
     "lion": optax.lion(1e-3),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
     "momentum": optax.sgd(1e-1, momentum=0.9),
@@ -259,7 +265,7 @@ def test_any_optimizer_is_optaxs_by_hand(name, dtype):
     """Three steps of SFT; low-precision parameters are the rounded float32 ones, which are not rounded in between."""
     transformation, start = ANY[name], copies(gradient_trainer(dtype).params)
     optimizer, params = Optimizer(transformation=transformation), start
-    state = optimizer.init(params)
+    state = optimizer.init(params, ModelWeights(gradient_trainer(dtype).model).parameters())
     full = {path: p.astype(jnp.float32) for path, p in start.items()}
     expected = transformation.init(full)
 
@@ -321,7 +327,7 @@ def test_states_of_any_shape_are_sharded_and_resume_exactly(tmp_path):
 def test_states_that_contradict_are_refused(transformation, moments, words):
     optimizer = Optimizer(transformation=transformation, elementwise=True, moments=moments, seed=0)
     with pytest.raises(ValueError, match=words):
-        optimizer.init(parameters())
+        optimizer.init(parameters(), DECLARED)
 
 
 @pytest.mark.thorough
@@ -334,7 +340,7 @@ def test_an_elementwise_update_by_layers_is_that_of_the_tree():
             ends = []
             for elementwise in (False, True):
                 made = Optimizer(transformation=ANY[name], elementwise=elementwise, moments=moments, seed=1)
-                new, state = params, made.init(params)
+                new, state = params, made.init(params, DECLARED)
                 for step in range(STEPS):
                     gradients = jax.tree.map(lambda p, step=step: jnp.cos(p * (step + 1)), new)
                     new, state = apply(made, gradients, state, new)
@@ -360,7 +366,7 @@ def test_an_elementwise_update_by_layers_is_that_of_the_tree():
 )
 def test_a_state_that_is_no_known_moment_is_refused_in_8_bits(transformation, field):
     with pytest.raises(ConfigError, match=f"moments=int8.*{field}.*bfloat16"):
-        Optimizer(transformation=transformation, moments="int8", seed=0).init({"a.kernel": jnp.ones((64, 8))})
+        Optimizer(transformation=transformation, moments="int8", seed=0).init({"a": jnp.ones((64, 8))}, {"a": KERNEL})
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lion", "adafactor", "muon"])
@@ -370,16 +376,16 @@ def test_decay_of_a_group_acts_on_all_that_it_matches(kind):
     fields = {"kind": kind, "learning_rate": 0.1, "weight_decay": 0.2}
     section = KINDS[kind](**fields, groups=[{"match": "final_norm", "weight_decay": 0.5}])
     params = jax.tree.map(jnp.ones_like, ModelWeights(model).read())
-    optimizer = make_optimizer(section, 4, seed=0, model=model)
-    new, _ = apply(optimizer, jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    optimizer, declared = make_optimizer(section, model, 4, seed=0), ModelWeights(model).parameters()
+    new, _ = apply(optimizer, jax.tree.map(jnp.zeros_like, params), optimizer.init(params, declared), params)
     for path, x in new.items():
         plain = 1.0 if "norm" in path or path.endswith("bias") else 0.98
         np.testing.assert_allclose(x, 0.95 if path == "final_norm.scale" else plain, rtol=1e-6, err_msg=path)
 
 
 def test_codes_have_a_sign_but_for_what_is_never_negative():
-    params = {"a.kernel": jnp.ones((64, 8))}
+    params = {"a": jnp.ones((64, 8))}
     dtypes = {"adam": {"int8", "uint8"}, "rmsprop": {"uint8"}, "lion": {"int8"}, "momentum": {"int8"}}
     for name, expected in dtypes.items():
-        state = Optimizer(transformation=ANY[name], moments="int8", seed=0).init(params)
+        state = Optimizer(transformation=ANY[name], moments="int8", seed=0).init(params, {"a": KERNEL})
         assert {str(x.dtype) for x in jax.tree.leaves(state) if x.dtype.itemsize == 1} == expected
