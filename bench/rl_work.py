@@ -155,7 +155,7 @@ def build(work: Work, steps: int, model: Decoder, optimizer: AdamW, micro_batch_
     trainer = Trainer(
         model,
         algorithm.loss,
-        make_optimizer(optimizer, model, steps, seed=0),
+        make_optimizer(optimizer, steps, seed=0, model=model),
         TrainSettings(
             temperature=1.0,
             max_grad_norm=1.0,

@@ -191,7 +191,7 @@ def update(
     made = model(fields, mesh, remat)
     if lora is not None:
         made = nnx.eval_shape(lambda made: attached(made, lora), made)
-    optimizer = make_optimizer(AdamW(learning_rate=1e-5, **settings), made, 100, seed=0)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-5, **settings), 100, seed=0, model=made)
     programs = TrainPrograms(made, loss, optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh)
     found, seconds = compiled(lambda: programs.lower_update(batch_of(rows, length, arrays=arrays)), mesh.size)
     if isinstance(found, str):

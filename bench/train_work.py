@@ -162,7 +162,7 @@ def trainer_of(
     return Trainer(
         model,
         loss,
-        make_optimizer(AdamW(learning_rate=1e-4), model, num_steps=1000),
+        make_optimizer(AdamW(learning_rate=1e-4), num_steps=1000, model=model),
         TrainSettings(temperature=1.0, max_grad_norm=1.0, terms=terms),
         teachers=teachers,
     )

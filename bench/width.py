@@ -51,7 +51,7 @@ def losses(kind: str, width: int, base: int | None, steps: int, seed: int, rows:
     model = init_model(fields, dtype=jnp.float32, seed=seed)
     weights = ModelWeights(model)
     section = Muon(learning_rate=1.0) if kind == "muon" else AdamW(learning_rate=1.0, beta2=0.95, base_width=base)
-    rule = make_optimizer(section, model, steps).transformation
+    rule = make_optimizer(section, steps, model=model).transformation
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (ROWS, LENGTH))
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:

@@ -270,7 +270,7 @@ def train_programs(
 ) -> TrainPrograms:
     """Programs of a stage's model, with teachers in its step, as shapes."""
     steps, matching = section.num_steps or 1000, settings.matching
-    optimizer = make_optimizer(section.optimizer, model, steps, seed=0, matching=matching)
+    optimizer = make_optimizer(section.optimizer, steps, seed=0, model=model, matching=matching)
     return TrainPrograms(model, loss, optimizer, settings, mesh=mesh, teachers=teachers)
 
 
@@ -278,7 +278,7 @@ def critic_programs(section: RLSection, model: Decoder, mesh: Mesh) -> TrainProg
     """Programs of a critic as shapes."""
     algorithm = section.algorithm
     assert isinstance(algorithm, PPO)
-    optimizer = make_optimizer(algorithm.critic.optimizer, model, section.num_steps, seed=0)
+    optimizer = make_optimizer(algorithm.critic.optimizer, section.num_steps, seed=0, model=model)
     loss = ValueLoss(clip=algorithm.value_clip)
     return TrainPrograms(model, loss, optimizer, critic_settings(section, algorithm), mesh=mesh)
 
@@ -287,7 +287,7 @@ def drafter_programs(section: OnlineSection, model: Decoder, mesh: Mesh, gather_
     """Programs of a block drafter that learns beside its target, as shapes."""
     given = section.rollout.drafter_optimizer
     assert given is not None
-    optimizer = make_optimizer(given, model, section.steps, seed=0)
+    optimizer = make_optimizer(given, section.steps, seed=0, model=model)
     settings = drafter_settings(section, given, gather_once=gather_once)
     return TrainPrograms(model, BlockDraftLoss(), optimizer, settings, mesh=mesh)
 

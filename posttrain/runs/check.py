@@ -169,9 +169,9 @@ def describe_groups(name: str, optimizer: AnyOptimizer, config: RunConfig, files
     if config.model.adapter is not None and not has_lora(model.model):
         return []
     parameters, shapes, lines = trained_parameters(model), model.structs(), []
-    groups = groups_of(optimizer, parameters, files.config)
-    made = make_optimizer(optimizer, model.model, 1, seed=0)
-    states = state_bytes(made, {path: shapes[path] for path in parameters}, parameters)
+    groups = groups_of(optimizer, model)
+    made = make_optimizer(optimizer, 1, seed=0, model=model.model)
+    states = state_bytes(made, {path: shapes[path] for path in parameters})
     for group in groups:
         arrays = sum(math.prod(shapes[path].shape[: parameters[path].num_stacked]) for path in group.paths)
         numbers, held = (sum(sizes) for sizes in zip(*((shapes[p].size, states[p]) for p in group.paths), strict=True))
@@ -248,8 +248,8 @@ def training_size(
     weights = ModelWeights(outline)
     trainable, dims = weights.trainable(), weights.dims()
     parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
-    optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, outline, 1, seed=0)
-    states = state_bytes(optimizer, {path: arrays[path] for path in trainable}, trained_parameters(weights))
+    optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, 1, seed=0, model=outline)
+    states = state_bytes(optimizer, {path: arrays[path] for path in trainable})
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
     once, dtype = used_once(weights), jnp.dtype(config.model.compute_dtype or config.model.dtype)
     narrow = {path for path in once if arrays[path].dtype == dtype}

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,6 +126,8 @@ class Optimizer:
     stochastic_rounding: bool = False
     seed: int | None = None
     average: Average | None = None
+    parameters: Trained = field(default_factory=Trained, compare=False)
+    """Declarations of what it trains; a trainer gives its own to an optimizer without any."""
     labels: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Group of each parameter, where norms of update and weights are metrics."""
 
@@ -134,19 +135,26 @@ class Optimizer:
         if self.rounds and self.seed is None:
             raise ConfigError("optimizer: give seed: moments in 16 or 8 bits and stochastic_rounding draw random bits")
 
+    def of(self, trained: Trained) -> Optimizer:
+        """This optimizer for parameters of a trainer. ConfigError for one that was made for others."""
+        if not self.parameters:
+            return replace(self, parameters=trained)
+        for path in trained:
+            self.parameters[path]
+        return self
+
     @property
     def rounds(self) -> bool:
         return self.moments != "float32" or self.stochastic_rounding
 
-    def init(self, params: Weights, declared: Mapping[str, Parameter]) -> OptimizerState:
-        """State before the first update of parameters with these declarations. ConfigError for a state that is not
-        `elementwise`, or cannot be saved."""
+    def init(self, params: Weights) -> OptimizerState:
+        """State before the first update. ConfigError for a state that is not `elementwise`, or cannot be saved."""
         full = {path: p.astype(jnp.float32) for path, p in params.items()}
         inner = jax.tree.map(jnp.asarray, self.transformation.init(full))
         self._check(inner, params)
         low = {} if self.stochastic_rounding else {path: full[path] for path, p in params.items() if is_low(p)}
         average = {} if self.average is None else full
-        return OptimizerState(jnp.zeros((), jnp.int32), self._empty(inner, params, declared), low, average)
+        return OptimizerState(jnp.zeros((), jnp.int32), self._empty(inner, params), low, average)
 
     def _check(self, inner: Any, params: Weights) -> None:
         for place in _places(inner, params):
@@ -165,12 +173,12 @@ class Optimizer:
                     f"{whose}, and not to single elements; remove elementwise"
                 )
 
-    def _empty(self, inner: Any, params: Weights, declared: Mapping[str, Parameter]) -> Any:
+    def _empty(self, inner: Any, params: Weights) -> Any:
         """State as it is stored: what has the shape of a matrix or a table in fewer bits."""
 
         def stored(place: Place) -> Moment:
             param = params.get(place.path or "")
-            if param is None or place.path is None or not self._is_stored(place, param, declared[place.path]):
+            if param is None or not self._is_stored(place, param):
                 return place.leaf
             if self.moments == "int8" and place.field not in SIGNED:
                 raise ConfigError(
@@ -184,8 +192,9 @@ class Optimizer:
         leaves = [stored(place) for place in _places(inner, params)]
         return jax.tree.unflatten(jax.tree.structure(inner), leaves)
 
-    def _is_stored(self, place: Place, param: Array, declared: Parameter) -> bool:
-        if self.moments == "float32" or declared.role not in ("kernel", "embedding"):
+    def _is_stored(self, place: Place, param: Array) -> bool:
+        assert place.path is not None
+        if self.moments == "float32" or self.parameters[place.path].role not in ("kernel", "embedding"):
             return False
         return place.leaf.shape == param.shape and jnp.issubdtype(place.leaf.dtype, jnp.floating)
 
@@ -395,10 +404,10 @@ def parameter_of(keys: Sequence[Any], weights: Mapping[str, Any]) -> str | None:
     return named[-1] if named else None
 
 
-def state_bytes(optimizer: Optimizer, params: Mapping[str, Any], declared: Mapping[str, Parameter]) -> dict[str, int]:
+def state_bytes(optimizer: Optimizer, params: Mapping[str, Any]) -> dict[str, int]:
     """Bytes of the state and master weights of each parameter, given as shapes; counters are left out."""
-    total, init = dict.fromkeys(params, 0), partial(optimizer.init, declared=declared)
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(init, dict(params))):
+    total = dict.fromkeys(params, 0)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, dict(params))):
         if (path := parameter_of(keys, params)) is not None:
             total[path] += leaf.size * leaf.dtype.itemsize
     return total

@@ -120,13 +120,14 @@ class TrainPrograms:
         if is_quantized(model) and not has_lora(model):
             raise ValueError("Trainer: quantized weights cannot be trained; give the model an adapter (lora)")
         self.mesh = mesh
-        self.optimizer = optimizer if isinstance(optimizer, Optimizer) else Optimizer(transformation=optimizer)
         self.num_traced = 0
         """Number of programs traced for updates, evaluation and statistics: one each per batch shape."""
         self.settings = settings
         self.structure = on_mesh(model, mesh)
         self.trainable = self.structure.trainable()
-        self.declared = trained_parameters(self.structure, settings.matching)
+        rule = optimizer if isinstance(optimizer, Optimizer) else Optimizer(transformation=optimizer)
+        trained = trained_parameters(self.structure, settings.matching)
+        self.optimizer = rule.of(trained)
         self.objective = Objective(
             student=self.structure,
             teachers=[on_mesh(teacher, mesh) for teacher in teachers],
@@ -167,7 +168,7 @@ class TrainPrograms:
         self.evaluate = jax.jit(
             traced_for(self.mesh, self._evaluate_program), out_shardings=(read, None), compiler_options=options
         )
-        self.init = jax.jit(functools.partial(self.optimizer.init, declared=self.declared), out_shardings=outputs[1])
+        self.init = jax.jit(self.optimizer.init, out_shardings=outputs[1])
         self.stats = jax.jit(traced_for(self.mesh, self._stats_program), compiler_options=options)
         self.loss_of_all = jax.jit(self.objective.loss)
         self.encode = {
@@ -299,8 +300,7 @@ class TrainPrograms:
             sharding = _sharding_like(like, x.shape) if like is not None and same else replicated(self.mesh)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        init = functools.partial(self.optimizer.init, declared=self.declared)
-        return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(init, self.params))
+        return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(self.optimizer.init, self.params))
 
     def _step_program(
         self,

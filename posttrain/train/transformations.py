@@ -91,9 +91,10 @@ def _phase(kind: str, start: float, end: float, length: int) -> optax.Schedule:
 
 def make_optimizer(
     section: AnyOptimizer,
-    model: Decoder,
     num_steps: int,
     seed: int | None = None,
+    *,
+    model: Decoder,
     matching: Matching | None = None,
 ) -> Optimizer:
     """Optimiser of a model by the section, with its schedule: what decays and what Muon takes is decided by the roles
@@ -116,6 +117,7 @@ def optimizer_of(
         "stochastic_rounding": section.stochastic_rounding,
         "seed": seed,
         "average": None if section.ema is None else Average(section.ema.decay, section.ema.start),
+        "parameters": parameters,
     }
     whole = section.clip_adaptive is not None or section.layer_decay is not None
     matrixwise = frozenset(parameters if whole else ())
@@ -125,10 +127,11 @@ def optimizer_of(
         labels = dict.fromkeys(parameters, str(section.kind))
     else:
         stored |= {"recipe": (section, num_steps), "elementwise": True}
-        groups = groups_of(section, parameters, config)
+        grouping = Grouping.of(section, parameters, config)
+        groups = _groups(grouping)
         labels = {path: group.name for group in groups for path in group.paths}
         matrixwise |= {path for one in groups if isinstance(one.section, Adafactor | Muon) for path in one.paths}
-        plain = _of_groups(Grouping.of(section, parameters, config), groups, num_steps)
+        plain = _of_groups(grouping, groups, num_steps)
     made = _wrapped(section, plain, parameters, config)
     return Optimizer(
         transformation=made, matrixwise=matrixwise, labels=labels if section.update_norms else {}, **stored
@@ -199,10 +202,14 @@ class ParameterGroup(NamedTuple):
         return f"{kind} ({', '.join(told)})" if told else kind
 
 
-def groups_of(section: GroupedOptimizer, parameters: Trained, config: ModelConfig) -> list[ParameterGroup]:
-    """Groups of the trained parameters. ConfigError for a group that takes none, for a setting that is not its kind's,
-    for what is no matrix under `muon`, and for `muon` with nothing to take."""
-    grouping = Grouping.of(section, parameters, config)
+def groups_of(section: GroupedOptimizer, model: ModelWeights) -> list[ParameterGroup]:
+    """Groups of the trained parameters of a model. ConfigError for a group that takes none, for a setting that is not
+    its kind's, for what is no matrix under `muon`, and for `muon` with nothing to take."""
+    return _groups(Grouping.of(section, trained_parameters(model), model.model.config))
+
+
+def _groups(grouping: Grouping) -> list[ParameterGroup]:
+    section, parameters = grouping.section, grouping.parameters
     taken: dict[str, list[str]] = {}
     for path in sorted(parameters):
         taken.setdefault(grouping.name(path), []).append(path)

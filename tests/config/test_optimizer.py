@@ -34,7 +34,7 @@ def moved(optimizer: Any) -> Any:
     declared = Trained(w=Parameter("kernel", ("embed", "mlp")))
     made = optimizer_of(config(optimizer).stages[0].optimizer, declared, tiny_config(), 8, seed=0)
     params = {"w": jnp.zeros((2, 2))}
-    state = made.init(params, declared)
+    state = made.init(params)
     for _ in range(2):
         params, state = made.update({"w": jnp.ones((2, 2))}, state, params, lambda g: g, None)
     return float(params["w"][0, 0])

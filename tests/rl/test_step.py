@@ -83,7 +83,7 @@ class World:
         self.trainer = Trainer(
             model,
             self.algorithm.loss,
-            make_optimizer(optimizer, model, 100) if isinstance(optimizer, AdamW) else optimizer or sgd(0.0),
+            make_optimizer(optimizer, 100, model=model) if isinstance(optimizer, AdamW) else optimizer or sgd(0.0),
             TrainSettings(
                 temperature=settings.temperature or 1.0,
                 max_grad_norm=1.0,

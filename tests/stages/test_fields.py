@@ -446,7 +446,7 @@ def test_optimizer(folder: Path, change: dict[str, Any]) -> None:
         params = {"w": jnp.ones((16, 2), jnp.bfloat16 if "stochastic_rounding" in change else jnp.float32)}
         declared = Trained(w=Parameter("kernel", ("embed", "mlp")))
         optimizer = optimizer_of(section.model_copy(update=fields), declared, tiny_config(), 4, seed=0)
-        state = optimizer.init(params, declared)
+        state = optimizer.init(params)
         for gradient in (1.0, -0.3, 0.2):
             given = {"w": gradient * jnp.linspace(0.5, 1.0, 32).reshape(16, 2)}
             params, state = optimizer.update(given, state, params, lambda g: g.astype(jnp.float32), None)

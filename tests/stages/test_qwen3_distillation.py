@@ -22,7 +22,6 @@ from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding
 from posttrain.models.config import Compute, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
-from posttrain.train.optimizers import trained_parameters
 from posttrain.train.transformations import make_optimizer
 from posttrain.weights.load import outline_of, with_tokens
 from posttrain.weights.prune import Pruning, pruned_config
@@ -125,9 +124,8 @@ def test_training_holds_the_student_alone(mesh: Mesh, name: str) -> None:
     params = placed(outline(SMALL, mesh), mesh)
     assert sum(math.prod(p.shape) for p in params.values()) == 596_049_920
     model = outline(SMALL, mesh)
-    declared = trained_parameters(ModelWeights(model))
-    made = make_optimizer(section.optimizer, model, section.num_steps)
-    state = jax.eval_shape(lambda params: made.init(params, declared), params)
+    made = make_optimizer(section.optimizer, section.num_steps, model=model)
+    state = jax.eval_shape(made.init, params)
     gradient = {path: jax.ShapeDtypeStruct(p.shape, np.float32) for path, p in params.items()}
     held = [bytes_of_a_chip(tree, params) for tree in (params, state, gradient)]
     assert held[1] > 3 * held[0] and sum(held) < 0.1 * CHIP, held

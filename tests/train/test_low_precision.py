@@ -56,7 +56,7 @@ def trainer(optimizer: AdamW, *, lora: bool = False, mesh: Any = None) -> Traine
     model = tiny_model(num_layers=2, windows=(None,), dtype=jnp.bfloat16)
     if lora:
         attach_lora(model, LoRA(rank=8), seed=0)
-    made = make_optimizer(optimizer, model, STEPS, seed=3)
+    made = make_optimizer(optimizer, STEPS, seed=3, model=model)
     return Trainer(model, SFTLoss(), made, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh)
 
 
@@ -132,11 +132,11 @@ def test_what_has_no_blocks_is_kept_in_16_or_32_bits() -> None:
     declared = Trained(a=KERNEL, b=Parameter("bias", ("layers", "mlp")), c=Parameter("norm", ("embed",)))
     params = {"a": jnp.ones((2, 96, 5)), "b": jnp.ones((2, 64)), "c": jnp.ones(64)}
     made = optimizer_of(section(moments="int8"), declared, tiny_config(), 1, seed=0)
-    adam, *_ = made.init(params, declared).inner
+    adam, *_ = made.init(params).inner
     assert adam.mu["a"].scales.shape == (2, 3, 5) and adam.nu["a"].codes.dtype == jnp.uint8
     assert adam.mu["b"].dtype == adam.nu["c"].dtype == jnp.float32
     with pytest.raises(ValueError, match="give seed"):
-        make_optimizer(section(stochastic_rounding=True), tiny_model(), 1)
+        make_optimizer(section(stochastic_rounding=True), 1, model=tiny_model())
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_small_updates_stall_unless_they_are_rounded_stochastically() -> None:
         declared, fields = Trained(w=KERNEL), {"learning_rate": 1e-4, "weight_decay": 0.0, **changes}
         made = optimizer_of(section(**fields), declared, tiny_config(), 60, seed=0)
         return end(
-            lambda params: made.init(params, declared),
+            made.init,
             lambda g, params, state: made.update(g, state, params, lambda x: x.astype(jnp.float32), None),
         )
 
@@ -213,7 +213,7 @@ def test_resumed_is_never_stopped_and_another_seed_rounds_differently(tmp_path: 
     params, declared, ends = {"w": jnp.ones((64, 8), jnp.bfloat16)}, Trained(w=KERNEL), []
     for seed in (3, 4):
         made = optimizer_of(section(**KINDS["rounded_int8"]), declared, tiny_config(), STEPS, seed=seed)
-        state = made.init(params, declared)
+        state = made.init(params)
         ends.append(made.update(params, state, params, lambda g: g.astype(jnp.float32), None)[0]["w"])
     assert (ends[0] != ends[1]).any()
 

@@ -26,10 +26,9 @@ from posttrain.metrics import to_host
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.muon import orthogonalized
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import trained_parameters
 from posttrain.train.programs import placed_shapes
 from posttrain.train.trainer import Trainer
-from posttrain.train.transformations import ParameterGroup, groups_of, make_optimizer
+from posttrain.train.transformations import groups_of, make_optimizer
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
@@ -58,16 +57,12 @@ def gradients(params: dict[str, Any], step: int) -> dict[str, Any]:
     return {path: jnp.cos(jnp.float32(step + 1) * 9 * p.astype(jnp.float32)) * 0.1 for path, p in params.items()}
 
 
-def groups(section: GroupedOptimizer, model: ModelWeights) -> list[ParameterGroup]:
-    return groups_of(section, trained_parameters(model), model.model.config)
-
-
 def trained(section: GroupedOptimizer, paths: Sequence[str], kind: str = "dense", steps: int = 3) -> dict[str, Any]:
     """Parameters after updates with made-up gradients."""
     model = weights(kind)
-    optimizer = make_optimizer(section, model.model, steps, seed=0)
+    optimizer = make_optimizer(section, steps, seed=0, model=model.model)
     params = model.read(paths.__contains__)
-    state = optimizer.init(params, model.parameters())
+    state = optimizer.init(params)
     update = jax.jit(lambda g, s, p: optimizer.update(g, s, p, lambda x: x, None))
     for step in range(steps):
         params, state = update(gradients(params, step), state, params)
@@ -173,7 +168,7 @@ def test_adafactor_is_optaxs_of_each_matrix() -> None:
 def test_what_each_group_takes() -> None:
     """Embeddings, head, router, norms, biases and scalar heads are AdamW's; groups take theirs in order."""
     mixture = weights("mixture")
-    rest, hidden = groups(Muon(learning_rate=0.1, beta2=0.9), mixture)
+    rest, hidden = groups_of(Muon(learning_rate=0.1, beta2=0.9), mixture)
     assert (
         (rest.name, hidden.name) == ("adamw", "muon") and isinstance(rest.section, AdamW) and rest.section.beta2 == 0.9
     )
@@ -186,7 +181,7 @@ def test_what_each_group_takes() -> None:
         weight_decay=0.2,
         groups=[{"match": "norm", "learning_rate": 0.3}, {"match": "attention", "kind": "lion"}],
     )
-    found = {group.label: group for group in groups(section, weights())}
+    found = {group.label: group for group in groups_of(section, weights())}
     assert [*found] == ["adamw", "adamw (groups.0)", "lion (groups.1)"]
     first, second = found["adamw (groups.0)"].section, found["lion (groups.1)"].section
     assert isinstance(first, AdamW) and (first.learning_rate, first.beta1, first.weight_decay) == (0.3, 0.5, 0.2)
@@ -199,31 +194,31 @@ def test_rates_of_what_reads_hidden_states_fall_with_the_width() -> None:
     """Adam's first update is the rate itself: a quarter of it for the matrices of a model four times as wide."""
     model = weights()
     section = AdamW(learning_rate=0.1, base_width=8, groups=[{"match": "attention.q", "learning_rate": 0.2}])
-    assert {g.label: g.section.learning_rate for g in groups(section, model)} == {
+    assert {g.label: g.section.learning_rate for g in groups_of(section, model)} == {
         "adamw": 0.1,
         "adamw (base_width)": 0.025,
         "adamw (groups.0)": 0.2,
         "adamw (groups.0, base_width)": 0.05,
     }
-    optimizer, declared = make_optimizer(section, model.model, 10, seed=0), model.parameters()
+    optimizer = make_optimizer(section, 10, seed=0, model=model.model)
     params = jax.tree.map(jnp.zeros_like, model.read())
-    update = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p, declared), p, lambda x: x, None)[0])
+    update = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p, lambda x: x, None)[0])
     moved = update(gradients(params, 0), params)
     wide = {path for path in params if path.endswith("kernel") and "embed" not in path}
     assert {path.split(".")[-2] for path in wide} == {*"qkvo", "gate", "up", "down", "head"}
     for path, array in moved.items():
         rate = (0.2 if "attention.q" in path else 0.1) / (4 if path in wide else 1)
         assert_allclose(np.abs(array), rate, rtol=1e-4, err_msg=path)
-    lion = groups(Lion(learning_rate=0.1, base_width=64, groups=[{"match": "mlp.up", "kind": "muon"}]), model)
+    lion = groups_of(Lion(learning_rate=0.1, base_width=64, groups=[{"match": "mlp.up", "kind": "muon"}]), model)
     assert {g.label: g.section.learning_rate for g in lion} == {
         "lion": 0.1,
         "lion (base_width)": 0.2,
         "muon (groups.0)": 0.1,
     }
     with pytest.raises(ConfigError, match="a tied table of tokens would need one rate as input"):
-        groups(section, ModelWeights(tiny_model()))
+        groups_of(section, ModelWeights(tiny_model()))
     with pytest.raises(ConfigError, match="base_width is for training in full, not for adapters"):
-        groups(AdamW(learning_rate=0.1, base_width=8), weights("lora"))
+        groups_of(AdamW(learning_rate=0.1, base_width=8), weights("lora"))
 
 
 @pytest.mark.parametrize(
@@ -237,17 +232,17 @@ def test_rates_of_what_reads_hidden_states_fall_with_the_width() -> None:
 )
 def test_groups_that_cannot_be_are_refused(kind: str, section: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        groups(Muon(learning_rate=0.1, **section), weights(kind))
+        groups_of(Muon(learning_rate=0.1, **section), weights(kind))
 
 
 def on_devices(section: GroupedOptimizer, kind: str, axes: dict[str, int]) -> Any:
     """Masters, or parameters without, after two updates on the devices."""
     model, mesh = weights(kind), make_mesh(MeshSection(**axes), jax.devices()[: math.prod(axes.values())])
-    optimizer, shapes = make_optimizer(section, model.model, 3, seed=0), placed_shapes(model, mesh)
+    optimizer, shapes = make_optimizer(section, 3, seed=0, model=model.model), placed_shapes(model, mesh)
     paths = (Q, EXPERTS) if kind == "mixture" else (Q, UP)
     start = {path: p.astype(jnp.bfloat16) for path, p in model.read(paths.__contains__).items()}
     params = jax.device_put(start, {path: shapes[path].sharding for path in paths})
-    state = optimizer.init(params, model.parameters())
+    state = optimizer.init(params)
 
     @jax.jit
     def update(g: Any, s: Any, p: Any) -> Any:
@@ -280,7 +275,7 @@ def test_each_kind_trains_in_few_bits_and_resumes_exactly(section: Any, tmp_path
         stochastic_rounding=True,
         groups=[{"match": "norm", "kind": "adamw", "learning_rate": 1e-3}],
     )
-    optimizer = make_optimizer(made, model, 4, seed=1)
+    optimizer = make_optimizer(made, 4, seed=1, model=model)
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, offload_optimizer=True)
     trainer = Trainer(model, SFTLoss(), optimizer, settings, mesh=make_mesh(MeshSection(data=2, fsdp=2, tensor=2)))
     first = to_host(trainer.step(rows(0)))["loss"]
@@ -300,9 +295,9 @@ def test_each_kind_trains_in_few_bits_and_resumes_exactly(section: Any, tmp_path
 def changed(section: Any, model: Any, paths: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Parameters, gradients, and what one update with them takes away."""
     params = model.read(paths.__contains__)
-    made, declared = make_optimizer(section, model.model, 3, seed=0), model.parameters()
+    made = make_optimizer(section, 3, seed=0, model=model.model)
     given = gradients(params, 0)
-    new, _ = jax.jit(lambda g, p: made.update(g, made.init(p, declared), p, lambda x: x, None))(given, params)
+    new, _ = jax.jit(lambda g, p: made.update(g, made.init(p), p, lambda x: x, None))(given, params)
     return params, given, {path: np.asarray(params[path]) - np.asarray(new[path]) for path in params}
 
 
@@ -343,10 +338,10 @@ def test_norms_of_the_update_by_group_and_few_bits() -> None:
     section = Muon(learning_rate=3e-2, update_norms=True, **few)
     before = {path: np.asarray(x, np.float32) for path, x in ModelWeights(model).read().items()}
     settings = TrainSettings(temperature=1.0, max_grad_norm=1e-3)
-    trainer = Trainer(model, SFTLoss(), make_optimizer(section, model, 4, seed=1), settings)
+    trainer = Trainer(model, SFTLoss(), make_optimizer(section, 4, seed=1, model=model), settings)
     metrics = to_host(trainer.step(rows(0)))
     after = {path: np.asarray(x, np.float32) for path, x in trainer.params.items()}
-    muon = {path for group in groups(section, ModelWeights(model)) if group.name == "muon" for path in group.paths}
+    muon = {path for group in groups_of(section, ModelWeights(model)) if group.name == "muon" for path in group.paths}
     for label, paths in (("muon", muon), ("adamw", {*after} - muon)):
         for name, arrays in (("weight", after), ("update", {path: after[path] - before[path] for path in after})):
             norm = math.sqrt(sum(float(np.square(arrays[path]).sum()) for path in paths))

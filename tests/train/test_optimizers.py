@@ -64,7 +64,7 @@ def test_the_schedule_reads_the_step_also_after_skipped_updates(kind, tmp_path):
     def made() -> Trainer:
         model = tiny_model(num_layers=1, windows=(None,))
         settings = TrainSettings(temperature=1.0, max_grad_norm=1e9)
-        return Trainer(model, SFTLoss(), make_optimizer(sections[kind], model, 5, seed=0), settings)
+        return Trainer(model, SFTLoss(), make_optimizer(sections[kind], 5, seed=0, model=model), settings)
 
     trainer, rates = made(), []
     for step, update in enumerate([True, False, False, True, True]):
@@ -143,7 +143,7 @@ def test_adamw_is_torchs_over_20_steps():
     torch_optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.95), eps=1e-6)
     schedule = make_schedule(section, 20)
     tx = made_of(section, 20)
-    state = tx.init(params, DECLARED)
+    state = tx.init(params)
     for step, grad in enumerate(grads):
         params, state = apply(tx, grad, state, params)
         for group in torch_optimizer.param_groups:
@@ -163,7 +163,7 @@ def test_adamw_is_optaxs_with_a_skipped_update_between():
     ends = []
     for optimizer in (made_of(section, 9), twin):
         params = parameters()
-        state = optimizer.init(params, DECLARED)
+        state = optimizer.init(params)
         for step in range(9):
             grads = jax.tree.map(lambda p, step=step: jnp.sin(p * (step + 1)), params)
             prepare, usable = (lambda g: 0.1 * g), jnp.bool_(step != 4)
@@ -179,7 +179,7 @@ def test_bfloat16_parameters_are_the_rounded_float32_run():
     section = AdamW(learning_rate=0.05, weight_decay=0.1)
     tx = made_of(section, 10)
     low, full = parameters(jnp.bfloat16), jax.tree.map(lambda p: p.astype(jnp.float32), parameters(jnp.bfloat16))
-    low_state, full_state = tx.init(low, DECLARED), tx.init(full, DECLARED)
+    low_state, full_state = tx.init(low), tx.init(full)
     assert {x.dtype for x in jax.tree.leaves(low_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
     assert full_state.masters == {}
     for step in range(10):
@@ -265,7 +265,7 @@ def test_any_optimizer_is_optaxs_by_hand(name, dtype):
     """Three steps of SFT; low-precision parameters are the rounded float32 ones, which are not rounded in between."""
     transformation, start = ANY[name], copies(gradient_trainer(dtype).params)
     optimizer, params = Optimizer(transformation=transformation), start
-    state = optimizer.init(params, ModelWeights(gradient_trainer(dtype).model).parameters())
+    state = optimizer.init(params)
     full = {path: p.astype(jnp.float32) for path, p in start.items()}
     expected = transformation.init(full)
 
@@ -327,7 +327,7 @@ def test_states_of_any_shape_are_sharded_and_resume_exactly(tmp_path):
 def test_states_that_contradict_are_refused(transformation, moments, words):
     optimizer = Optimizer(transformation=transformation, elementwise=True, moments=moments, seed=0)
     with pytest.raises(ValueError, match=words):
-        optimizer.init(parameters(), DECLARED)
+        optimizer.init(parameters())
 
 
 @pytest.mark.thorough
@@ -339,8 +339,9 @@ def test_an_elementwise_update_by_layers_is_that_of_the_tree():
         for moments, atol in (("float32", 0.0), ("bfloat16", 4e-3), ("int8", 2e-2)):
             ends = []
             for elementwise in (False, True):
-                made = Optimizer(transformation=ANY[name], elementwise=elementwise, moments=moments, seed=1)
-                new, state = params, made.init(params, DECLARED)
+                few = {"moments": moments, "seed": 1, "parameters": DECLARED}
+                made = Optimizer(transformation=ANY[name], elementwise=elementwise, **few)
+                new, state = params, made.init(params)
                 for step in range(STEPS):
                     gradients = jax.tree.map(lambda p, step=step: jnp.cos(p * (step + 1)), new)
                     new, state = apply(made, gradients, state, new)
@@ -365,8 +366,9 @@ def test_an_elementwise_update_by_layers_is_that_of_the_tree():
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_state_that_is_no_known_moment_is_refused_in_8_bits(transformation, field):
+    few = {"moments": "int8", "seed": 0, "parameters": Trained(a=KERNEL)}
     with pytest.raises(ConfigError, match=f"moments=int8.*{field}.*bfloat16"):
-        Optimizer(transformation=transformation, moments="int8", seed=0).init({"a": jnp.ones((64, 8))}, {"a": KERNEL})
+        Optimizer(transformation=transformation, **few).init({"a": jnp.ones((64, 8))})
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lion", "adafactor", "muon"])
@@ -376,8 +378,8 @@ def test_decay_of_a_group_acts_on_all_that_it_matches(kind):
     fields = {"kind": kind, "learning_rate": 0.1, "weight_decay": 0.2}
     section = KINDS[kind](**fields, groups=[{"match": "final_norm", "weight_decay": 0.5}])
     params = jax.tree.map(jnp.ones_like, ModelWeights(model).read())
-    optimizer, declared = make_optimizer(section, model, 4, seed=0), ModelWeights(model).parameters()
-    new, _ = apply(optimizer, jax.tree.map(jnp.zeros_like, params), optimizer.init(params, declared), params)
+    optimizer = make_optimizer(section, 4, seed=0, model=model)
+    new, _ = apply(optimizer, jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     for path, x in new.items():
         plain = 1.0 if "norm" in path or path.endswith("bias") else 0.98
         np.testing.assert_allclose(x, 0.95 if path == "final_norm.scale" else plain, rtol=1e-6, err_msg=path)
@@ -387,5 +389,6 @@ def test_codes_have_a_sign_but_for_what_is_never_negative():
     params = {"a": jnp.ones((64, 8))}
     dtypes = {"adam": {"int8", "uint8"}, "rmsprop": {"uint8"}, "lion": {"int8"}, "momentum": {"int8"}}
     for name, expected in dtypes.items():
-        state = Optimizer(transformation=ANY[name], moments="int8", seed=0).init(params, {"a": KERNEL})
+        few = {"moments": "int8", "seed": 0, "parameters": Trained(a=KERNEL)}
+        state = Optimizer(transformation=ANY[name], **few).init(params)
         assert {str(x.dtype) for x in jax.tree.leaves(state) if x.dtype.itemsize == 1} == expected

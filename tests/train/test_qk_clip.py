@@ -175,7 +175,7 @@ def test_devices_and_micro_batches_give_the_step_of_one(axes: dict[str, int], mi
 def test_masters_and_rounded_parameters_are_scaled_too(rounding: bool) -> None:
     model = tiny_model(num_layers=2, windows=(None,), qk_norm=False, initializer_range=0.4, dtype=jnp.bfloat16)
     section = Muon(learning_rate=1e-9, stochastic_rounding=rounding, moments="int8" if rounding else "float32")
-    before, optimizer = jax.device_get(ModelWeights(model).read()), make_optimizer(section, model, 3, seed=1)
+    before, optimizer = jax.device_get(ModelWeights(model).read()), make_optimizer(section, 3, seed=1, model=model)
     state, _, _ = trained(rows(0), model=model, optimizer=optimizer, qk_clip=LIMIT / 3)
     for path in ("stages.0.blocks.0.attention.q.kernel", "stages.0.blocks.0.attention.k.kernel"):
         after = state["params"][path] if rounding else state["opt_state"].masters[path]
@@ -226,7 +226,7 @@ def stressed(kind: str, limit: float, seed: int, steps: int) -> dict[str, float]
     else:
         model = tiny_model(seed, num_layers=2, windows=(None,), qk_norm=False, initializer_range=0.1, vocab_size=64)
     groups = [{"match": r"attention\.(q|k|q_up|kv)\.", "learning_rate": 0.3}]
-    optimizer = make_optimizer(Muon(learning_rate=0.02, warmup_steps=10, groups=groups), model, 240, 0)
+    optimizer = make_optimizer(Muon(learning_rate=0.02, warmup_steps=10, groups=groups), 240, 0, model=model)
     trainer = Trainer(model, SFTLoss(), optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0, qk_clip=limit))
     metrics: dict[str, float] = {"loss": 9.0}
     for step in range(steps):

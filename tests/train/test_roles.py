@@ -28,7 +28,7 @@ from posttrain.models.vision.qwen2_5_vl import QwenVision
 from posttrain.models.vision.qwen3_vl import Qwen3Vision
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import Optimizer, trained_parameters
+from posttrain.train.optimizers import Optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.train.transformations import make_optimizer
 from posttrain.weights.drafter import attach_drafter
@@ -248,13 +248,13 @@ def case_of(name: str) -> tuple[Decoder, dict[str, str]]:
     return model, {path: kind for path, kind in kinds.items() if kind != BUFFER}
 
 
-def updated(optimizer: Optimizer, model: Decoder, gradients: dict[str, Any]) -> dict[str, np.ndarray]:
+def updated(optimizer: Optimizer, gradients: dict[str, Any]) -> dict[str, np.ndarray]:
     """Parameters after one update of ones."""
-    ones, declared = jax.tree.map(jnp.ones_like, gradients), ModelWeights(model).parameters()
+    ones = jax.tree.map(jnp.ones_like, gradients)
 
     @jax.jit
     def update(gradients: Any, params: Any) -> Any:
-        return optimizer.update(gradients, optimizer.init(params, declared), params, lambda x: x, None)[0]
+        return optimizer.update(gradients, optimizer.init(params), params, lambda x: x, None)[0]
 
     new: dict[str, np.ndarray] = jax.device_get(update(gradients, ones))
     return new
@@ -265,8 +265,8 @@ def test_weight_decay_acts_on_matrices_and_tables_alone(name: str) -> None:
     """Without gradients a matrix of ones becomes 1 - rate x decay."""
     model, kinds = case_of(name)
     shapes = ModelWeights(model).structs()
-    optimizer = make_optimizer(AdamW(learning_rate=0.1, weight_decay=0.5), model, 4)
-    new = updated(optimizer, model, {path: jnp.zeros(shapes[path].shape) for path in kinds})
+    optimizer = make_optimizer(AdamW(learning_rate=0.1, weight_decay=0.5), 4, model=model)
+    new = updated(optimizer, {path: jnp.zeros(shapes[path].shape) for path in kinds})
     for path, kind in kinds.items():
         assert_allclose(new[path], 1.0 if kind == VECTOR else 0.95, rtol=1e-6, err_msg=f"{path}, a {kind}")
 
@@ -276,9 +276,8 @@ def test_weight_decay_acts_on_matrices_and_tables_alone(name: str) -> None:
 def test_moments_of_matrices_and_tables_alone_have_few_bits(name: str, moments: Any) -> None:
     model, kinds = case_of(name)
     shapes = ModelWeights(model).structs()
-    optimizer = make_optimizer(AdamW(learning_rate=0.1, moments=moments), model, 4, seed=0)
-    declared = ModelWeights(model).parameters()
-    state = jax.eval_shape(lambda p: optimizer.init(p, declared), {path: shapes[path] for path in kinds})
+    optimizer = make_optimizer(AdamW(learning_rate=0.1, moments=moments), 4, seed=0, model=model)
+    state = jax.eval_shape(optimizer.init, {path: shapes[path] for path in kinds})
     for path, kind in kinds.items():
         for moment in (state.inner[0].mu[path], state.inner[0].nu[path]):
             few = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(moment))
@@ -292,7 +291,7 @@ def test_muon_takes_matrices_between_hidden_states_alone(name: str) -> None:
     shapes, draw = ModelWeights(model).structs(), np.random.default_rng(0)
     gradients = {path: jnp.asarray(draw.normal(size=shapes[path].shape), jnp.float32) for path in kinds}
     section = Muon(learning_rate=0.1, scale="original", num_iterations=14, weight_decay=0.0)
-    new = updated(make_optimizer(section, model, 4), model, gradients)
+    new = updated(make_optimizer(section, 4, model=model), gradients)
     for path, kind in kinds.items():
         change = 1.0 - new[path]
         if kind != MUON:
@@ -313,10 +312,9 @@ def test_projections_of_layer_matching_decay_and_are_in_groups() -> None:
         (Muon(learning_rate=0.1, weight_decay=0.5), 0.1),
         (AdamW(learning_rate=0.1, weight_decay=0.5, groups=groups), 0.4),
     ):
-        optimizer = make_optimizer(section, model, 4, matching=matching)
-        declared = trained_parameters(ModelWeights(model), matching)
+        optimizer = make_optimizer(section, 4, matching=matching, model=model)
         params = {path: jnp.ones((32, 48))}
-        state = optimizer.init(params, declared)
+        state = optimizer.init(params)
         new, _ = optimizer.update({path: jnp.zeros((32, 48))}, state, params, lambda x: x, None)
         assert_allclose(new[path], 1.0 - 0.5 * rate, rtol=1e-6)
 
@@ -324,7 +322,7 @@ def test_projections_of_layer_matching_decay_and_are_in_groups() -> None:
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     """Made before the adapter, or without the layer matching of its trainer."""
     model = tiny_model(num_layers=1, windows=(None,))
-    optimizer = make_optimizer(AdamW(learning_rate=0.1, weight_decay=0.1), model, 4)
+    optimizer = make_optimizer(AdamW(learning_rate=0.1, weight_decay=0.1), 4, model=model)
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0)
     matched = replace(settings, matching=Matching(hidden=((0, 0),), widths=(32, 32), seed=0))
     with pytest.raises(ConfigError, match=r"made for other parameters, without matching.0.projection"):
@@ -351,7 +349,7 @@ def test_what_is_never_trained_is_refused_where_it_is_named() -> None:
     ):
         section = AdamW(learning_rate=0.1, groups=[{"match": pattern, "weight_decay": 0.5}])
         with pytest.raises(ConfigError, match=r"matches no trained parameter|follows the load of the experts"):
-            make_optimizer(section, model, 4)
+            make_optimizer(section, 4, model=model)
         if module is not None:
             lora = LoRA(rank=2, targets=("attention",), modules_to_save=(module,))
             with pytest.raises(ConfigError, match=rf"{module}' matches .* alone, which no gradient trains; remove it"):
@@ -362,7 +360,7 @@ def test_rates_by_width_are_not_those_of_tables() -> None:
     """A drafter's tables of places are no matrices that read hidden states, though they have such dimensions."""
     model = drafted()
     kinds, shapes = BESIDE["drafter"][1], ModelWeights(model).structs()
-    optimizer = make_optimizer(AdamW(learning_rate=0.1, base_width=model.config.embed_dim // 4), model, 4)
-    new = updated(optimizer, model, {path: jnp.ones(shapes[path].shape) for path in kinds})
+    optimizer = make_optimizer(AdamW(learning_rate=0.1, base_width=model.config.embed_dim // 4), 4, model=model)
+    new = updated(optimizer, {path: jnp.ones(shapes[path].shape) for path in kinds})
     for path, kind in kinds.items():
         assert_allclose(new[path], 1.0 - (0.025 if kind == MATRIX else 0.1), rtol=1e-4, err_msg=path)
