@@ -180,6 +180,7 @@ def build(work: Work, steps: int, model: Decoder, optimizer: AdamW, micro_batch_
         source=Source(Places(), [example(n, one) for n, one in enumerate(tokens)]),
         group_size=work.group,
         groups_per_step=work.prompts,
+        steps_per_version=1,
     )
     settings = StepSettings(
         row_tokens=row,

@@ -233,12 +233,14 @@ def test_a_prompt_that_is_too_long_is_named(tokenizer: Tokenizer) -> None:
 def test_evaluation_repeats_itself_and_has_an_interval(tokenizer: Tokenizer) -> None:
     world = World(tokenizer)
     greedy = replace(world.sampler, sampling=world.sampler.sampling.model_copy(update={"temperature": 0.0}))
-    first, second = (run_async(evaluate_prompts(greedy, world.rubric, examples(["1", "22", "333"]))) for _ in range(2))
+    first, second = (
+        run_async(evaluate_prompts(greedy, world.rubric, examples(["1", "22", "333"]), step=0)) for _ in range(2)
+    )
     assert [g[0].text for g in first.groups_P] == [g[0].text for g in second.groups_P]
     assert first.interval.low <= first.interval.mean <= first.interval.high
     assert first.metrics()["eval/reward"] == first.interval.mean
     # As published sets do: each prompt in many rows, which say no more about prompts that are not there.
-    many = run_async(evaluate_prompts(greedy, world.rubric, [*examples(["1", "22", "333"] * 10)]))
+    many = run_async(evaluate_prompts(greedy, world.rubric, [*examples(["1", "22", "333"] * 10)], step=0))
     assert vars(many.interval) == pytest.approx(vars(first.interval), rel=1e-3) and many.interval.n == 3
     assert len(many.prompts) == 30 and len(set(many.prompts)) == 3
 
@@ -248,7 +250,7 @@ def test_evaluation_repeats_itself_and_has_an_interval(tokenizer: Tokenizer) -> 
     failing = Rubric([Reward(function=fails, weight=1.0, timeout_s=60.0)])
     why = "no sample of eval_dataset has a valid reward: reward fails: no value for 3 of 3 samples; .*of the user"
     with pytest.raises(ConfigError, match=why):
-        run_async(evaluate_prompts(greedy, failing, examples(["1", "22", "333"])))
+        run_async(evaluate_prompts(greedy, failing, examples(["1", "22", "333"]), step=0))
 
 
 def params_of(trainer: Trainer) -> dict[str, np.ndarray]:
