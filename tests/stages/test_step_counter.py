@@ -13,10 +13,16 @@ import numpy as np
 import pytest
 
 from posttrain.cluster.reference import Reference
+from posttrain.config import AdamW
+from posttrain.losses.sft import SFTLoss
 from posttrain.train.checkpoint import Checkpointer
+from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
+from posttrain.train.transformations import make_optimizer
 from tests.runs.test_resume import kill_at
 from tests.stages.runs import lines, posttrain, rl_stage, weights, write_run
+from tests.tiny import tiny_model
+from tests.train.test_trainer import rows
 
 STEPS = 16
 PEAK = 0.01
@@ -41,6 +47,38 @@ def share(completion_tokens, trainer_state, log_metric, **_):
         return [None for _ in completion_tokens]
     return [sum(t < 128 for t in c) / len(c) + 0.01 * len(set(c)) for c in completion_tokens]
 '''
+
+
+def test_the_average_counts_updates_and_the_schedule_steps(tmp_path: Path) -> None:
+    """Six steps by hand, resumed behind a skipped one: of the updates 1, 2, 3 the average begins with the third."""
+    flags, path = [True, False, True, False, True, False], "embed.embedding"
+
+    def made() -> Trainer:
+        model, ema = tiny_model(num_layers=1, windows=(None,)), {"decay": 0.75, "start": 2}
+        section = AdamW(learning_rate=0.1, schedule="linear", beta1=0.0, beta2=0.0, eps=1e-30, ema=ema)
+        settings = TrainSettings(temperature=1.0, max_grad_norm=1e9)
+        return Trainer(model, SFTLoss(), make_optimizer(section, 6, model=model), settings)
+
+    trainer, average, rates = made(), np.zeros(()), []
+    for step, update in enumerate(flags):
+        before = np.asarray(trainer.params[path], np.float64)
+        trainer.step(rows(step), update=update)
+        after = np.asarray(trainer.params[path], np.float64)
+        rates.append(np.abs(after - before).max())
+        if step in (0, 2):
+            average = after
+        if step == 4:
+            average = 0.75 * average + 0.25 * after
+        np.testing.assert_allclose(trainer.state()["opt_state"].average[path], average, atol=1e-6)
+        if step == 3:
+            with Checkpointer(tmp_path) as checkpointer:
+                checkpointer.save(4, trainer.state(), {})
+                state, _ = checkpointer.restore(4, trainer.state())
+            trainer = made()
+            trainer.restore(state, 4)
+    # The rate falls by a sixth a step, 0 after the last one.
+    np.testing.assert_allclose(rates, [0.1, 0.0, 0.1 * 4 / 6, 0.0, 0.1 * 2 / 6, 0.0], rtol=1e-4)
+    assert (trainer.step_number, int(trainer.state()["opt_state"].updates)) == (6, 3)
 
 
 def write(folder: Path) -> Path:
