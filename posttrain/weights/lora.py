@@ -182,14 +182,18 @@ def _plans(lora: LoRA, all_sites: Mapping[str, Site], num_layers: int) -> dict[s
             f"lora.dropout={lora.dropout} does not apply to {path}; remove it from targets, or set dropout to 0"
         )
     used, plans = set[str](), dict[str, AdapterPlan]()
+    reached, adapted = set[str](), set[int]()
     for path in sorted(chosen):
         site, ranks, scales = all_sites[path], [], []
         for index, modules in enumerate(site.modules):
             here = site.layers is None or lora.layers is None or site.layers[index] in lora.layers
-            if not here or not any(targeted(target, path, site, modules) for target in lora.targets):
+            targets = [target for target in lora.targets if here and targeted(target, path, site, modules)]
+            if not targets:
                 ranks.append(0)
                 scales.append(0.0)
                 continue
+            reached |= {*targets}
+            adapted |= set() if site.layers is None else {site.layers[index]}
             rank_key = next((key for key in lora.rank_pattern if _matches(key, path, modules)), None)
             alpha_key = next((key for key in lora.alpha_pattern if _matches(key, path, modules)), None)
             used |= {key for key in (rank_key, alpha_key) if key is not None}
@@ -199,6 +203,10 @@ def _plans(lora: LoRA, all_sites: Mapping[str, Site], num_layers: int) -> dict[s
             scales.append(2.0 if alpha is None else alpha / (math.sqrt(rank) if lora.rslora else rank))
         if any(scales):
             plans[path] = AdapterPlan(ranks=tuple(ranks), scales=tuple(scales))
+    if lora.layers is not None and (idle := [target for target in lora.targets if target not in reached]):
+        raise ConfigError(f"lora.layers={list(lora.layers)}: {idle[0]!r} of targets matches no matrix of these layers")
+    if idle_layers := [layer for layer in lora.layers or () if layer not in adapted]:
+        raise ConfigError(f"lora.layers: layer {idle_layers[0]} has no matrix that targets match; remove it")
     for name, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         if idle := [pattern for pattern in patterns if pattern not in used]:
             raise ConfigError(f"lora.{name}: {idle[0]!r} matches no adapter; available: {_site_names(plans)}")
