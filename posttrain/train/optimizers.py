@@ -135,7 +135,7 @@ class Optimizer:
         if self.rounds and self.seed is None:
             raise ConfigError("optimizer: give seed: moments in 16 or 8 bits and stochastic_rounding draw random bits")
 
-    def of(self, trained: Trained) -> Optimizer:
+    def with_parameters(self, trained: Trained) -> Optimizer:
         """This optimizer for parameters of a trainer. ConfigError for one that was made for others."""
         if not self.parameters:
             return replace(self, parameters=trained)

@@ -127,7 +127,7 @@ class TrainPrograms:
         self.trainable = self.structure.trainable()
         rule = optimizer if isinstance(optimizer, Optimizer) else Optimizer(transformation=optimizer)
         trained = trained_parameters(self.structure, settings.matching)
-        self.optimizer = rule.of(trained)
+        self.optimizer = rule.with_parameters(trained)
         self.objective = Objective(
             student=self.structure,
             teachers=[on_mesh(teacher, mesh) for teacher in teachers],

@@ -202,10 +202,10 @@ class ParameterGroup(NamedTuple):
         return f"{kind} ({', '.join(told)})" if told else kind
 
 
-def groups_of(section: GroupedOptimizer, model: ModelWeights) -> list[ParameterGroup]:
-    """Groups of the trained parameters of a model. ConfigError for a group that takes none, for a setting that is not
-    its kind's, for what is no matrix under `muon`, and for `muon` with nothing to take."""
-    return _groups(Grouping.of(section, trained_parameters(model), model.model.config))
+def groups_of(section: GroupedOptimizer, model: ModelWeights, matching: Matching | None = None) -> list[ParameterGroup]:
+    """Groups of the trained parameters of a model, and of its layer matching. ConfigError for a group that takes none,
+    for a setting that is not its kind's, for what is no matrix under `muon`, and for `muon` with nothing to take."""
+    return _groups(Grouping.of(section, trained_parameters(model, matching), model.model.config))
 
 
 def _groups(grouping: Grouping) -> list[ParameterGroup]:
