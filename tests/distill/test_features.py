@@ -128,7 +128,7 @@ def test_projections_are_in_the_groups_whose_patterns_match_them(folder: Path) -
         said = " ".join(checked.out.split())
         # Two of 16 x 24, of which each number has two moments.
         assert "(groups.0), learning rate 0.5, weight decay 0.25: 2 arrays, 768 parameters, state 6.0 KiB" in said, said
-        ended = posttrain("run", file)
+        ended = posttrain("run", file, devices=2)
     assert ended.code == 0, ended.err
 
 
