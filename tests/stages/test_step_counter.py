@@ -5,7 +5,7 @@ the first two batches, and the fifth has no reward."""
 
 from __future__ import annotations
 
-import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.train.transformations import make_optimizer
-from tests.runs.test_resume import kill_at
-from tests.stages.runs import lines, posttrain, rl_stage, weights, write_run
+from tests.stages.runs import fork, lines, posttrain, rl_stage, steps, weights, write_run
 from tests.tiny import tiny_model
 from tests.train.test_trainer import rows
 
@@ -40,8 +39,28 @@ EVALUATED = (0, 4, 6, 10, 12, 16)
 """Before the first step, ends of batches in which a multiple of 3 lies, and the last."""
 
 REWARD = '''
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def kill_once(step):
+    """Kill the run whose process the test has noted, at this step, once its checkpoint of step 10 is written."""
+    folder = Path(__file__).parent
+    if step != 12 or not (folder / "victim").exists():
+        return
+    while not (folder / "out" / "0-rl" / "checkpoints" / "10").is_dir():
+        time.sleep(0.01)
+    victim = int((folder / "victim").read_text())
+    (folder / "victim").unlink()
+    os.kill(victim, signal.SIGKILL)
+    time.sleep(60)
+
+
 def share(completion_tokens, trainer_state, log_metric, **_):
     """Share of tokens below 128, of which about a half are at random; none after 8 steps."""
+    kill_once(trainer_state.global_step)
     log_metric("global_step", trainer_state.global_step)
     if trainer_state.global_step == 8:
         return [None for _ in completion_tokens]
@@ -156,12 +175,15 @@ def test_one_counter_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert recorded.refreshed == [*REFRESHED]
     assert recorded.saved == [*SAVED]
     check_lines(tmp_path / "whole" / "out")
-    # Killed in the middle, where a checkpoint before or after the batch without a reward is the newest.
+    # Killed after step 12, of which nothing is in a checkpoint.
     file, output = write(tmp_path / "killed"), tmp_path / "killed" / "out"
-    kill_at(file, output, "0-rl", 10)
+    process = fork("run", file)
+    (tmp_path / "killed" / "victim").write_text(str(process.pid))
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    assert steps(output, "0-rl")[-1] == 12
     resumed = posttrain("run", file)
-    assert resumed.code == 0, resumed.err
-    assert re.search(r"resuming after step (6|10) of 16", resumed.out), resumed.out
+    assert resumed.code == 0 and "resuming after step 10 of 16" in resumed.out, resumed.out + resumed.err
     check_lines(output)
     assert weights(output, "0-rl") == weights(tmp_path / "whole" / "out", "0-rl")
     kept = {int(folder.name) for folder in (output / "0-rl" / "checkpoints").iterdir() if folder.name.isdigit()}
