@@ -219,7 +219,7 @@ def train(work: Train) -> dict[str, float]:
     trainer = Trainer(
         model,
         SFTLoss(),
-        make_optimizer(optimizer, num_steps=1000, seed=0),
+        make_optimizer(optimizer, num_steps=1000, seed=0, model=model),
         TrainSettings(temperature=1.0, max_grad_norm=1.0),
     )
     batch = rows_of([[work.tokens]] * work.rows, np.random.default_rng(0), work.tokens, vocab=config["vocab_size"])

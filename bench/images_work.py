@@ -63,7 +63,7 @@ def sft(work: str, folder: Path, steps: int) -> dict[str, Any]:
     fields = json.loads((folder / "config.json").read_text())
     tokenizer = load_tokenizer(folder).for_images(fields, folder, ImageSection())
     model = load_model(folder, dtype=jnp.float32, vision="tower")
-    optimizer = make_optimizer(AdamW(learning_rate=1e-4, weight_decay=0.0), steps, seed=0)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-4, weight_decay=0.0), steps, seed=0, model=model)
     trainer = Trainer(model, SFTLoss(), optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0))
     batches, stamps, counts, losses = batches_of(work, tokenizer, steps), [now()], [], []
     for _ in range(steps):
@@ -80,7 +80,7 @@ def epochs(work: str, folder: Path) -> dict[str, Any]:
     fields = json.loads((folder / "config.json").read_text())
     tokenizer = load_tokenizer(folder).for_images(fields, folder, ImageSection())
     model = load_model(folder, dtype=jnp.float32, vision="frozen")
-    optimizer = make_optimizer(AdamW(learning_rate=1e-4, weight_decay=0.0), EPOCHS * EPOCH_STEPS, seed=0)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-4, weight_decay=0.0), EPOCHS * EPOCH_STEPS, seed=0, model=model)
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, image_cache_bytes=2**30 if work == "kept" else 0)
     trainer = Trainer(model, SFTLoss(), optimizer, settings)
     rows = rows_of("sft", EPOCH_STEPS)

@@ -74,7 +74,7 @@ def losses(kind: str, rate: float, seed: int, arguments: argparse.Namespace) -> 
     """Held-out loss at each tenth of the run, with the largest attention logit where it is known."""
     model = init_model({"vocab_size": 512, **FIELDS}, dtype=np.float32, seed=seed)
     section = section_of(kind, rate, arguments.limit, constant=arguments.constant)
-    optimizer = make_optimizer(section, arguments.steps, 0, model)
+    optimizer = make_optimizer(section, arguments.steps, 0, model=model)
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, qk_clip=section.qk_clip)
     trainer = pt.Trainer(model, SFTLoss(), optimizer, settings)
     order = np.random.default_rng(seed).permutation(len(tokens()) - HELD_OUT) + HELD_OUT

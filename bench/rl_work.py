@@ -155,7 +155,7 @@ def build(work: Work, steps: int, model: Decoder, optimizer: AdamW, micro_batch_
     trainer = Trainer(
         model,
         algorithm.loss,
-        make_optimizer(optimizer, steps, seed=0),
+        make_optimizer(optimizer, steps, seed=0, model=model),
         TrainSettings(
             temperature=1.0,
             max_grad_norm=1.0,
@@ -180,6 +180,7 @@ def build(work: Work, steps: int, model: Decoder, optimizer: AdamW, micro_batch_
         source=Source(Places(), [example(n, one) for n, one in enumerate(tokens)]),
         group_size=work.group,
         groups_per_step=work.prompts,
+        steps_per_version=1,
     )
     settings = StepSettings(
         row_tokens=row,

@@ -35,7 +35,7 @@ def measured(chips: int, sizes: dict[str, int], layers: int) -> np.ndarray:
     """GiB of a chip: peak, and wire of a step."""
     mesh = make_mesh(MeshSection(**sizes), topology_devices("v5e", SLICES[chips]))
     model = model_of(SMALL | {"num_hidden_layers": layers}, Compute(dtype=DTYPE, mesh=mesh, remat="full"), DTYPE)
-    optimizer = make_optimizer(AdamW(learning_rate=1e-5), 100)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-5), 100, model=model)
     programs = TrainPrograms(model, SFTLoss(), optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh)
     found = compile_program(programs.lower_update(batch_of(chips, LENGTH)), mesh.size)
     trips = vocabulary_trips(mesh, chips, LENGTH, SMALL["vocab_size"])

@@ -191,7 +191,7 @@ def update(
     made = model(fields, mesh, remat)
     if lora is not None:
         made = nnx.eval_shape(lambda made: attached(made, lora), made)
-    optimizer = make_optimizer(AdamW(learning_rate=1e-5, **settings), 100, seed=0)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-5, **settings), 100, seed=0, model=made)
     programs = TrainPrograms(made, loss, optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0), mesh=mesh)
     found, seconds = compiled(lambda: programs.lower_update(batch_of(rows, length, arrays=arrays)), mesh.size)
     if isinstance(found, str):
@@ -345,7 +345,7 @@ def write_drafter(folder: Path, target: ModelConfig, tokens: int) -> None:
     """Write a block drafter of zeros."""
     config = DrafterConfig(embed_dim=target.embed_dim, vocab_size=target.vocab_size, tokens=tokens, window=8, layers=1)
     (folder / CONFIG).write_text(json.dumps({"target": described(target), **dataclasses.asdict(config)}))
-    arrays = {name: np.zeros([size for _, size in dims], np.float32) for name, dims in config.shapes.items()}
+    arrays = {name: np.zeros(tensor.shape, np.float32) for name, tensor in config.parameters.items()}
     write_tensors(folder / WEIGHTS, [Outline(name, x.dtype, x.shape) for name, x in arrays.items()], arrays.values())
 
 

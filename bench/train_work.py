@@ -158,10 +158,11 @@ def with_prompts_once(batch: Batch) -> Batch:
 def trainer_of(
     loss: Any, *, lora: LoRA | None = None, terms: Terms = PLAIN, teachers: tuple[Decoder, ...] = ()
 ) -> Trainer:
+    model = init_model(STUDENT, dtype=jnp.float32, lora=lora, seed=0)
     return Trainer(
-        init_model(STUDENT, dtype=jnp.float32, lora=lora, seed=0),
+        model,
         loss,
-        make_optimizer(AdamW(learning_rate=1e-4), num_steps=1000),
+        make_optimizer(AdamW(learning_rate=1e-4), num_steps=1000, model=model),
         TrainSettings(temperature=1.0, max_grad_norm=1.0, terms=terms),
         teachers=teachers,
     )

@@ -75,9 +75,9 @@ class OptimizerSection(Section):
     """Exponential moving average of the weights, 4 bytes per parameter: evaluations and the saved model are its, and
     training goes on with the weights themselves. For stages that do not sample."""
     moments: MomentType = "float32"
-    """Storage of moments, of what the optimiser keeps in the shape of a matrix: with `adamw` 8, 4 or 2.1 bytes per
-    parameter, with `muon` and `lion` half. `bfloat16` and `int8` (codes with a scale per block of 64) are rounded
-    stochastically; those of biases and norms stay float32."""
+    """Storage of moments, of what the optimiser keeps in the shape of matrices and tables: with `adamw` 8, 4 or 2.1
+    bytes per parameter, with `muon` and `lion` half. `bfloat16` and `int8` (codes with a scale per block of 64) are
+    rounded stochastically; those of biases and norms stay float32."""
     stochastic_rounding: Flag = False
     """Round updated bfloat16 parameters stochastically, without float32 master weights: 4 bytes per parameter less.
     Needs `model.dtype: bfloat16`."""
@@ -196,7 +196,7 @@ class Adafactor(GroupedOptimizer):
 class Muon(GroupedOptimizer):
     """Muon: momentum of each matrix, orthogonalised. It takes the matrices of attention, MLPs and experts in the
     layers, each of a stack and each expert by itself; AdamW with the same rate and decay takes all else: embeddings,
-    head, routers, scalar heads, adapters, norms and biases."""
+    head, routers, scalar heads, adapters, the vision tower, norms and biases."""
 
     kind: Literal["muon"] = "muon"
     momentum: Beta = 0.95

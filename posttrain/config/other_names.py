@@ -96,8 +96,8 @@ OTHER_NAMES = (
     # TRL's arguments of trainers, and widespread words
     OtherName("args", "num_steps", "settings are keywords, such as num_steps or optimizer"),
     OtherName("ref_model", "reference.path", "by default the model at the start"),
-    OtherName("sync_ref_model", "reference.refresh_every", "steps between updates of the reference"),
-    OtherName("ref_model_sync_steps", "reference.refresh_every"),
+    OtherName("sync_ref_model", "reference.refresh_every", "batches of rollouts between updates of the reference"),
+    OtherName("ref_model_sync_steps", "reference.refresh_every", "in batches of rollouts, each of several updates"),
     OtherName("ref_model_mixup_alpha", "reference.mixup"),
     OtherName("max_prompt_length", "row_tokens", "of prompt and answer; overlong says what to do", kinds=OFFLINE_PAIRS),
     OtherName("rpo_alpha", "loss", "write loss: {kind: [sigmoid, sft], weights: [1, 0.1]}", kinds=PAIRS),

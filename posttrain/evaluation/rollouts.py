@@ -84,18 +84,21 @@ async def evaluate_prompts(
     rubric: Rubric,
     examples: Sequence[Example],
     group_size: int = 1,
+    *,
+    step: int,
     distances: Callable[[Sequence[Group]], Float[np.ndarray, "P G"]] | None = None,
 ) -> RolloutEvaluation:
     """`group_size` samples of every example, scored. Samples without a valid reward are left out of the mean.
 
-    `distances`: of the samples from the teachers.
+    `step`: steps that the trainer has done, which rewards are told; 0 without one. `distances`: of the samples from the
+    teachers.
     """
     with progress_bar(f"evaluating {len(examples)} held-out prompts", len(examples) * group_size) as advance:
         # The same numbers in every evaluation of a run: it draws the same random numbers.
         groups = [IssuedGroup(number=n, example=example, version=0) for n, example in enumerate(examples)]
         own_P = await collect(replace(sampler, stream=EVALUATION), own_share(groups), group_size, advance)
     with progress_bar("scoring the held-out samples", len(rubric.rewards)) as advance:
-        own = await rubric.score(own_P, advance) if own_P else None
+        own = await rubric.score(own_P, advance, step) if own_P else None
     groups_P, rewards = exchanged(own_P, own, groups)
     distances_PG = None if distances is None else distances(groups_P)
     if not rubric.rewards:

@@ -43,10 +43,10 @@ class Adapter(nnx.Module):
         self.dropout = dropout
         self.lora_a = LoRAParam(arrays["lora_a"], dims=dims["lora_a"], role="kernel")
         self.lora_b = LoRAParam(arrays["lora_b"], dims=dims["lora_b"], role="kernel")
-        self.lora_scale = nnx.Param(arrays["lora_scale"], dims=dims["lora_scale"])
+        self.lora_scale = nnx.Param(arrays["lora_scale"], dims=dims["lora_scale"], role="buffer")
         self.lora_magnitude: Any = nnx.data(None)
         if "lora_magnitude" in arrays:
-            self.lora_magnitude = LoRAParam(arrays["lora_magnitude"], dims=dims["lora_magnitude"], role="kernel")
+            self.lora_magnitude = LoRAParam(arrays["lora_magnitude"], dims=dims["lora_magnitude"], role="magnitude")
         self.key: Any = nnx.data(None)
         self.fixed_gain: Any = nnx.data(None)
 

@@ -224,6 +224,12 @@ class Encoded(NamedTuple):
     deeper: tuple[Float[Array, "B N D"], ...] = ()
 
 
+Role = Literal["kernel", "embedding", "norm", "bias", "sinks", "magnitude", "correction", "buffer"]
+"""Role of a parameter, by which optimizers decide on weight decay, precision and orthogonalisation: a matrix of
+weights, a table of tokens or positions, a norm's scale, a bias, attention sinks, the magnitudes of DoRA, a router's
+correction, which follows the load of the experts, and numbers that are never trained."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TowerTensor:
     """Tensor of a tower or projector, stored as in the checkpoint, stacked over layers."""
@@ -231,8 +237,11 @@ class TowerTensor:
     name: str
     """Name in the checkpoint; `{layer}` if it is stacked."""
     shape: tuple[int, ...]
-    start: float | None = None
+    role: Role
+    start: float | None
     """Initial value; None: random."""
+    adaptable: bool = False
+    """Weight [out, in] of a linear layer, which may have an adapter."""
 
 
 class TowerWork(NamedTuple):

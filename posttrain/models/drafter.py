@@ -15,13 +15,30 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
 from posttrain.batch import Batch, DraftStats
-from posttrain.models.layers import Init, Role, normal, param, rms_normed
+from posttrain.models.config import Role
+from posttrain.models.layers import Init, normal, param, rms_normed
 
 NORM_EPS = 1e-6
 SHORTENED = 8
 """One of so many blocks is trained on fewer hidden states than the window has."""
 
 Logits = Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]]
+
+
+class DrafterTensor(NamedTuple):
+    """Declaration of a drafter's parameter."""
+
+    role: Role
+    sizes: tuple[tuple[str, int], ...]
+    """Name and size of each dimension."""
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        return tuple(dim for dim, _ in self.sizes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,34 +65,34 @@ class DrafterConfig:
         return min(32, max(8, self.embed_dim // 8))
 
     @property
-    def shapes(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Name and size of each parameter's dimensions."""
+    def parameters(self) -> Mapping[str, DrafterTensor]:
+        """Declarations by name."""
         embed, heads = ("embed", self.embed_dim), ("latent", math.prod(self.heads))
         inner, hidden = ("latent", self.embed_dim), ("latent", self.embed_dim)
         rank = ("latent", self.rank)
         of_layer = {
-            "attention_norm": (embed,),
-            **dict.fromkeys(("q", "k", "v"), (embed, heads)),
-            "o": (heads, embed),
-            "mlp_norm": (embed,),
-            **dict.fromkeys(("gate", "up"), (embed, hidden)),
-            "down": (hidden, embed),
+            "attention_norm": DrafterTensor("norm", (embed,)),
+            **dict.fromkeys(("q", "k", "v"), DrafterTensor("kernel", (embed, heads))),
+            "o": DrafterTensor("kernel", (heads, embed)),
+            "mlp_norm": DrafterTensor("norm", (embed,)),
+            **dict.fromkeys(("gate", "up"), DrafterTensor("kernel", (embed, hidden))),
+            "down": DrafterTensor("kernel", (hidden, embed)),
         }
-        layers = {f"{name}_{layer}": dims for layer in range(self.layers) for name, dims in of_layer.items()}
+        layers = {f"{name}_{layer}": tensor for layer in range(self.layers) for name, tensor in of_layer.items()}
         return {
-            "hidden": (embed, inner),
-            "token": (embed, inner),
-            "ages": (("latent", self.window), embed),
-            "places": (("latent", self.tokens + 1), embed),
+            "hidden": DrafterTensor("kernel", (embed, inner)),
+            "token": DrafterTensor("kernel", (embed, inner)),
+            "ages": DrafterTensor("embedding", (("latent", self.window), embed)),
+            "places": DrafterTensor("embedding", (("latent", self.tokens + 1), embed)),
             **layers,
-            "final_norm": (embed,),
-            "follows_in": (embed, rank),
-            "follows_out": (rank, ("vocab", self.vocab_size)),
+            "final_norm": DrafterTensor("norm", (embed,)),
+            "follows_in": DrafterTensor("kernel", (embed, rank)),
+            "follows_out": DrafterTensor("kernel", (rank, ("vocab", self.vocab_size))),
         }
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(size for _, size in dims) for dims in self.shapes.values())
+        return sum(math.prod(tensor.shape) for tensor in self.parameters.values())
 
 
 class BlockDrafter(nnx.Module):
@@ -84,13 +101,11 @@ class BlockDrafter(nnx.Module):
     def __init__(self, config: DrafterConfig, *, dtype: np.dtype, rngs: nnx.Rngs):
         self.config = config
         self.weights: nnx.Dict[Any] = nnx.Dict({})
-        for name, dims in config.shapes.items():
-            shape = tuple(size for _, size in dims)
-            init = Init(0.02 if name in ("ages", "places") else shape[0] ** -0.5, dtype, rngs)
-            role: Role = "norm" if len(shape) == 1 else "kernel"
-            value = jnp.ones(shape, dtype) if role == "norm" else normal(init, shape)
+        for name, tensor in config.parameters.items():
+            init = Init(0.02 if tensor.role == "embedding" else tensor.shape[0] ** -0.5, dtype, rngs)
+            value = jnp.ones(tensor.shape, dtype) if tensor.role == "norm" else normal(init, tensor.shape)
             value = jnp.zeros_like(value) if name == "follows_out" else value
-            self.weights[name] = param(value, tuple(dim for dim, _ in dims), role)
+            self.weights[name] = param(value, tensor.dims, tensor.role)
 
     def arrays(self) -> dict[str, Array]:
         return {name: weight[...] for name, weight in self.weights.items()}

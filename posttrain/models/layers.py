@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from posttrain.kernels.platform import matmul, platform_of, written, written_gra
 from posttrain.mesh import TOKEN_AXIS, row_axes, row_shards, split_axes
 from posttrain.models.activations import GATE, UP
 from posttrain.models.adapter import Adapter, AdapterStack
-from posttrain.models.config import Activation, LayerInputsConfig, MLPConfig, ModelConfig
+from posttrain.models.config import Activation, LayerInputsConfig, MLPConfig, ModelConfig, Role
 from posttrain.models.quant import Quantized
 
 SWIGLU_OAI_ALPHA = 1.702
@@ -49,10 +49,6 @@ class Init(NamedTuple):
     stddev: float
     dtype: np.dtype
     rngs: nnx.Rngs
-
-
-Role = Literal["kernel", "embedding", "norm", "bias", "sinks", "correction"]
-"""Role of a parameter, by which optimizers decide on weight decay and precision."""
 
 
 def param(value: Array, dims: tuple[str, ...], role: Role) -> Any:

@@ -269,7 +269,8 @@ def train_programs(
     teachers: Sequence[Decoder] = (),
 ) -> TrainPrograms:
     """Programs of a stage's model, with teachers in its step, as shapes."""
-    optimizer = make_optimizer(section.optimizer, section.num_steps or 1000, seed=0, model=model)
+    steps, matching = section.num_steps or 1000, settings.matching
+    optimizer = make_optimizer(section.optimizer, steps, seed=0, model=model, matching=matching)
     return TrainPrograms(model, loss, optimizer, settings, mesh=mesh, teachers=teachers)
 
 

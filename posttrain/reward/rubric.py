@@ -104,9 +104,9 @@ class Rubric:
             self._server.close()
 
     @contextlib.asynccontextmanager
-    async def scoring(self, step: int = 0) -> AsyncIterator[RubricScoring]:
+    async def scoring(self, step: int) -> AsyncIterator[RubricScoring]:
         """Score groups as they end: `add` each one, then await `result`. On exit running calls are cancelled. `step`:
-        number that functions written for TRL find in `trainer_state`."""
+        steps that the trainer has done, which functions written for TRL find in `trainer_state`."""
         scoring = self._new_scoring(step)
         try:
             yield scoring

@@ -87,6 +87,8 @@ class RolloutCollector:
     source: Source
     group_size: int
     groups_per_step: int
+    steps_per_version: int
+    """Steps of the trainer between two versions of the weights: rewards are told the number of steps before them."""
     refill: Refill | None = None
     pass_above: float | None = None
     """Reward above which a sample passes; None: no metrics of passing groups."""
@@ -134,7 +136,7 @@ class RolloutCollector:
     async def _wave(self, count: int, version: int, title: str, timer: Timer) -> Wave:
         """Sample and score `count` groups, each process its share; groups are scored as they end."""
         begun = self.source.take(count, version)
-        async with self.rubric.scoring(version) as scoring:
+        async with self.rubric.scoring(version * self.steps_per_version) as scoring:
             with timer("rollout"):
                 own_P = await self._sample(own_share(begun), title, scoring.add)
             with (

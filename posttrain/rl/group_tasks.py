@@ -219,7 +219,7 @@ class GroupTasks:
         return group
 
     async def _score(self, step: int, sampling: Sequence[asyncio.Future[Group]], taken: asyncio.Event) -> Rewards:
-        async with self._rubric.scoring(step) as scoring:
+        async with self._rubric.scoring(step * self._collector.steps_per_version) as scoring:
             # Shielded: a failure to score must not cancel the sampling.
             for ended in asyncio.as_completed([asyncio.shield(task) for task in sampling]):
                 scoring.add(await ended)

@@ -27,6 +27,7 @@ from posttrain.config import (
     RewardModelSection,
     RLSection,
     RunConfig,
+    TrainSection,
     UserOptimizer,
     trains_on_samples,
 )
@@ -40,12 +41,13 @@ from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
 from posttrain.runtime.files import check_writable
 from posttrain.stages.context import num_training_devices
+from posttrain.stages.inputs import Inputs
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
 from posttrain.tracking.trackers import check_dashboards
-from posttrain.train.muon import BLOCK, parameters_of
+from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import used_once
-from posttrain.train.optimizers import state_bytes
-from posttrain.train.transformations import groups_of, make_optimizer
+from posttrain.train.optimizers import state_bytes, trained_parameters
+from posttrain.train.transformations import BLOCK, groups_of, make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, read_model_files, unreachable
 from posttrain.weights.lora import attach_lora, has_lora
@@ -93,7 +95,9 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
     lines = [f"output: {config.output}{' (exists)' if Path(config.output).exists() else ''}"]
     if (model := prepared.files.config) is not None:
         lines.append(f"model: {model.model_type}, {model.num_layers} layers, vocabulary {model.vocab_size:,}")
-        lines += describe_size(prepared.config, prepared.files, mesh)
+        inputs = next((i for i in prepared.stages if i.section is prepared.config.stages[0]), None)
+        matching = stage_matching(prepared.config.stages[0], inputs, prepared.files)
+        lines += describe_size(prepared.config, prepared.files, mesh, matching)
     named = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     where = f"{num_devices} devices" if num_devices is not None else "this machine; --devices N for another"
     lines.append(f"mesh: {named} ({where})")
@@ -101,7 +105,7 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
     for name, section in zip(stage_names(config), config.stages, strict=True):
         inputs = next((i for i in prepared.stages if i.section is section), None)
         lines.append(f"{name}: {stage_kind(section.kind).describe(section, inputs, shards)}")
-        lines += describe_groups(name, section.optimizer, prepared.config, prepared.files)
+        lines += describe_groups(name, section, inputs, prepared.config, prepared.files)
         if section.optimizer.qk_clip is not None and model is not None:
             heads = sum(block.attention.num_heads for block in model.blocks)
             lines.append(
@@ -138,11 +142,13 @@ def mesh_of_run(config: RunConfig, num_devices: int | None) -> dict[str, int]:
         raise ConfigError(f"{error}, of this machine; for another use check --devices N") from error
 
 
-def describe_size(config: RunConfig, files: ModelFiles, mesh: Mapping[str, int]) -> list[str]:
+def describe_size(
+    config: RunConfig, files: ModelFiles, mesh: Mapping[str, int], matching: Matching | None
+) -> list[str]:
     """Report parameters and bytes. ConfigError if the mesh does not divide the model."""
     outline = model_outline(config, files)
     check_mesh(outline, mesh)
-    size = training_size(config, outline, mesh)
+    size = training_size(config, outline, mesh, matching=matching)
     if config.model.adapter is not None and not has_lora(outline):
         return [f"parameters: {size.total:,} and those of the adapter"]
     trained = "all trained" if size.trained == size.total else f"{size.trained:,} trained ({_share(size)})"
@@ -156,9 +162,12 @@ def describe_size(config: RunConfig, files: ModelFiles, mesh: Mapping[str, int])
     ]
 
 
-def describe_groups(name: str, optimizer: AnyOptimizer, config: RunConfig, files: ModelFiles) -> list[str]:
+def describe_groups(
+    name: str, section: TrainSection, inputs: Inputs | None, config: RunConfig, files: ModelFiles
+) -> list[str]:
     """Report which parameters each part of an optimiser takes, where it has several, with the bytes of their state.
     ConfigError as in `groups_of`."""
+    optimizer = section.optimizer
     if isinstance(optimizer, UserOptimizer):
         return []
     wide = isinstance(optimizer, WidthScaled) and optimizer.base_width is not None
@@ -169,10 +178,13 @@ def describe_groups(name: str, optimizer: AnyOptimizer, config: RunConfig, files
     model = ModelWeights(model_outline(config, files))
     if config.model.adapter is not None and not has_lora(model.model):
         return []
-    groups = groups_of(optimizer, model)
-    parameters, shapes, lines = parameters_of(model), model.structs(), []
-    made = make_optimizer(optimizer, 1, seed=0, model=model.model)
-    states = state_bytes(made, {path: shapes[path] for path in model.trainable()})
+    matching = stage_matching(section, inputs, files)
+    parameters, shapes, lines = trained_parameters(model, matching), model.structs(), []
+    if matching is not None:
+        shapes |= {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in matching.shapes().items()}
+    groups = groups_of(optimizer, model, matching)
+    made = make_optimizer(optimizer, 1, seed=0, model=model.model, matching=matching)
+    states = state_bytes(made, {path: shapes[path] for path in parameters})
     for group in groups:
         arrays = sum(math.prod(shapes[path].shape[: parameters[path].num_stacked]) for path in group.paths)
         numbers, held = (sum(sizes) for sizes in zip(*((shapes[p].size, states[p]) for p in group.paths), strict=True))
@@ -183,6 +195,18 @@ def describe_groups(name: str, optimizer: AnyOptimizer, config: RunConfig, files
             f"{', '.join(names)}"
         )
     return lines
+
+
+def stage_matching(section: TrainSection, inputs: Inputs | None, files: ModelFiles) -> Matching | None:
+    """Layer matching of a stage, whose projections are trained beside the model; None without one, and where a model is
+    not known."""
+    if not isinstance(section, DistillSection) or section.features is None or files.config is None:
+        return None
+    from posttrain.distill.features import matching_of
+    from posttrain.stages.distill import DistillInputs
+
+    teacher = inputs.teachers[0].files.config if isinstance(inputs, DistillInputs) else None
+    return None if teacher is None else matching_of(section.features, files.config, teacher, seed=0)
 
 
 def check_sampler_mesh(section: OnlineSection | DistillSection, files: ModelFiles, mesh: Mapping[str, int]) -> None:
@@ -242,14 +266,20 @@ def critic_size(section: CriticSection, config: RunConfig, files: ModelFiles, me
 
 
 def training_size(
-    config: RunConfig, outline: Decoder, mesh: Mapping[str, int], optimizer_section: AnyOptimizer | None = None
+    config: RunConfig,
+    outline: Decoder,
+    mesh: Mapping[str, int],
+    optimizer_section: AnyOptimizer | None = None,
+    matching: Matching | None = None,
 ) -> TrainingSize:
-    """Count parameters and bytes of training for a model of shapes. `optimizer_section`: None: the first stage's."""
+    """Count parameters and bytes of training for a model of shapes. `optimizer_section`: None: the first stage's.
+    `matching`: the stage's layer matching, whose projections are not counted."""
     arrays = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(outline))}
     weights = ModelWeights(outline)
     trainable, dims = weights.trainable(), weights.dims()
     parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
-    optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, 1, seed=0, model=outline)
+    section = optimizer_section or config.stages[0].optimizer
+    optimizer = make_optimizer(section, 1, seed=0, model=outline, matching=matching)
     states = state_bytes(optimizer, {path: arrays[path] for path in trainable})
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
     once, dtype = used_once(weights), jnp.dtype(config.model.compute_dtype or config.model.dtype)

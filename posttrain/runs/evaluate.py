@@ -155,7 +155,7 @@ def evaluate(
             max_prompt_tokens=longest,
             seed=settings.seed,
         )
-        return _evaluation(run_async(evaluate_prompts(sampler, rubric, examples, settings.samples)))
+        return _evaluation(run_async(evaluate_prompts(sampler, rubric, examples, settings.samples, step=0)))
 
 
 def _evaluation(found: RolloutEvaluation) -> Evaluation:

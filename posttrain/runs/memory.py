@@ -37,6 +37,7 @@ from posttrain.config.locator import Locator
 from posttrain.config.model import GATHERED_AXES
 from posttrain.data.image_rows import largest_bucket
 from posttrain.data.images import takes_images
+from posttrain.distill.features import matching_of
 from posttrain.distill.teachers import own_devices, teacher_mesh
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.layout import VocabSharding, chunk_length
@@ -55,6 +56,7 @@ from posttrain.rollout.drafting import find_drafter
 from posttrain.runs.check import FLOAT32_BYTES, TrainingSize, model_outline, training_size, with_drafter
 from posttrain.stages.cluster import engine_mesh
 from posttrain.stages.context import RoleDevices, role_devices
+from posttrain.train.layer_matching import Matching
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, read_model_files
@@ -89,6 +91,13 @@ class StageSetup:
         roles = self.roles(remat)
         settings: dict[str, Any] = {"gather_once": gather_once, "image": self.config.model.image}
         return stage_plan(self.section, self.outline(remat), self.mesh, self.memory, roles, **settings)
+
+    def matching(self) -> Matching | None:
+        """Layer matching of the stage, whose projections are trained beside the model."""
+        if not isinstance(self.section, DistillSection) or self.section.features is None:
+            return None
+        teacher = self._teacher(self.section.teachers[0], self.mesh, "full")
+        return matching_of(self.section.features, self.outline().config, teacher.config, seed=0)
 
     def roles(self, remat: Remat) -> Roles:
         """Models and devices of the roles, as `make_cluster` has them."""
@@ -341,7 +350,8 @@ def choose_gather(setup: StageSetup, remat: RematChoice, *, platform: str) -> Ga
             )
         return None
     passes = -(-section.step_rows // setup.micro_rows())
-    choice = _gather_costs(training_size(config, outline, mesh.shape, section.optimizer), outline, mesh, passes)
+    size = training_size(config, outline, mesh.shape, section.optimizer, setup.matching())
+    choice = _gather_costs(size, outline, mesh, passes)
     if config.mesh.gather != "auto" or passes == 1:
         return GatherChoice(once=config.mesh.gather == "update", chosen=False, spare=None, **choice)
     try:
@@ -376,7 +386,7 @@ def _full_bytes(setup: StageSetup, held: float) -> float:
     """Bytes on a device of an update with `remat: full`, by estimate; `held`: bytes of all named activations."""
     section, config, mesh, micro, outline = setup.section, setup.config, setup.mesh, setup.micro_rows(), setup.outline()
     model, size = outline.config, outline.compute.dtype.itemsize
-    state = training_size(config, outline, mesh.shape, section.optimizer)
+    state = training_size(config, outline, mesh.shape, section.optimizer, setup.matching())
     sums = FLOAT32_BYTES * state.trained / mesh.size if micro < section.step_rows else 0.0
     inputs = model.num_layers * micro * section.row_tokens * model.embed_dim * size / mesh.size
     rows = micro / row_shards(mesh)

@@ -196,7 +196,7 @@ def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss, actor: Dec
     trainer = Trainer(
         model,
         loss,
-        make_optimizer(settings.optimizer, section.steps, stage.seed, model),
+        make_optimizer(settings.optimizer, section.steps, stage.seed, model=model),
         critic_settings(section, section.algorithm),
         mesh=mesh,
     )
@@ -224,7 +224,7 @@ def make_drafter(stage: StageRun, section: OnlineSection, actor: Trainer) -> Dra
     model = source.bind(source.read())
     attach_drafter(model, found.config, seed=stage.seed, mesh=actor.mesh, arrays=found.arrays)
     with placed("rollout.speculative."):
-        made = make_optimizer(optimizer, section.steps, stage.seed, model)
+        made = make_optimizer(optimizer, section.steps, stage.seed, model=model)
     settings = drafter_settings(section, optimizer, gather_once=stage.gather_once)
     return DrafterLearner(Trainer(model, BlockDraftLoss(), made, settings, mesh=actor.mesh), actor)
 

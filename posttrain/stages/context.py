@@ -151,7 +151,7 @@ class StageRun:
         teachers: Sequence[Decoder] = (),
     ) -> Trainer:
         """Make the trainer of `model` on the stage's mesh, with the section's optimizer."""
-        optimizer = make_optimizer(section.optimizer, section.steps, self.seed, model)
+        optimizer = make_optimizer(section.optimizer, section.steps, self.seed, model=model, matching=settings.matching)
         settings = replace(settings, gather_once=self.gather_once)
         return Trainer(model, loss, optimizer, settings, mesh=self.mesh, teachers=teachers)
 

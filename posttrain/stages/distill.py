@@ -376,7 +376,8 @@ class Samples:
                 return merged_distances(self._teachers[0], self._aligner, len(self._aligner.renderers) - 1, groups)
             return distances(self._teachers, groups, self._shares, length)
 
-        evaluation = run_async(evaluate_prompts(sampler, Rubric([]), self._inputs.eval_examples, distances=measured))
+        step, examples = self._trainer.step_number, self._inputs.eval_examples
+        evaluation = run_async(evaluate_prompts(sampler, Rubric([]), examples, step=step, distances=measured))
         self._release_cache()
         forget_prompts(self._engine)
         return {

@@ -115,7 +115,9 @@ def open_rollouts(
     return rollouts
 
 
-def make_collector(rollouts: Rollouts, *, curriculum: Curriculum | None = None) -> RolloutCollector:
+def make_collector(
+    rollouts: Rollouts, *, steps_per_version: int, curriculum: Curriculum | None = None
+) -> RolloutCollector:
     """Make the acting half of the stage's steps, from the first prompt on."""
     inputs, section = rollouts.inputs, rollouts.inputs.section
     indices = [example.index for example in inputs.examples]
@@ -127,6 +129,7 @@ def make_collector(rollouts: Rollouts, *, curriculum: Curriculum | None = None) 
         source=Source(prompts, inputs.examples, curriculum),
         group_size=section.group_size,
         groups_per_step=section.prompts_per_step,
+        steps_per_version=steps_per_version,
     )
 
 
@@ -342,7 +345,10 @@ def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Record:
     evaluations: dict[str | None, RolloutEvaluation] = {}
     for held_out in inputs.eval_sets:
         sampler, size = rollouts.eval_sampler(held_out), 1 if section is None else section.samples
-        one = run_async(evaluate_prompts(sampler, inputs.rubric, held_out.examples, size, distances))
+        step = rollouts.cluster.actor.step_number
+        one = run_async(
+            evaluate_prompts(sampler, inputs.rubric, held_out.examples, size, step=step, distances=distances)
+        )
         _print_errors("evaluation" if held_out.name is None else f"evaluation on {held_out.name}", one)
         evaluations[held_out.name] = one if section is None else with_at_k(one, section, inputs.section.pass_above)
     forget_prompts(rollouts.cluster.engine)

@@ -69,7 +69,7 @@ def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
         trainer = make_policy_trainer(stage, section, loss, Terms(squares=inputs.loss.needs.squares))
         rollouts = open_rollouts(stage, inputs, trainer, keep_reference=True)
         cluster = rollouts.cluster
-        collector = make_collector(rollouts)
+        collector = make_collector(rollouts, steps_per_version=1)
         settings = PairSettings(
             row_tokens=section.row_tokens,
             num_rows=section.step_rows,

@@ -110,7 +110,8 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
 
 def _collector(rollouts: Rollouts, section: RLSection) -> RolloutCollector:
     """Acting half of the steps."""
-    collector = make_collector(rollouts, curriculum=_curriculum(rollouts, section))
+    curriculum = _curriculum(rollouts, section)
+    collector = make_collector(rollouts, steps_per_version=section.updates_per_batch, curriculum=curriculum)
     return replace(collector, pass_above=section.pass_above)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from posttrain.kernels.logits.layout import ChunkPlan, chunk_plan, predicting, scatter_to_tokens, take_tokens
 from posttrain.kernels.logits.softmax import NO_LOGIT
 from posttrain.models.activations import HIDDEN, Features, Taps
+from posttrain.weights.state import Parameter
 
 
 class Relation(NamedTuple):
@@ -52,14 +53,18 @@ class Matching:
             layers[name] = frozenset((r.student, r.teacher)[side] for r in self.relations if r.name == name)
         return Taps(layers={name: layers_of_name for name, layers_of_name in layers.items() if layers_of_name})
 
-    def shapes(self) -> dict[str, tuple[tuple[str, str], tuple[int, int]]]:
-        """Dimension names and shape of each projection, by path."""
-        return {} if self.widths is None else {_path(own): (("embed", "latent"), self.widths) for own, _ in self.hidden}
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Shape of each projection, by path."""
+        return {} if self.widths is None else {_path(own): self.widths for own, _ in self.hidden}
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Declaration of each projection."""
+        return {path: Parameter("kernel", ("embed", "latent")) for path in self.shapes()}
 
     def projections(self) -> dict[str, Float[np.ndarray, "D E"]]:
         """Initial projections: the identity for equal widths, else random."""
         draw, result = np.random.default_rng(self.seed), {}
-        for path, (_, (own, other)) in self.shapes().items():
+        for path, (own, other) in self.shapes().items():
             matrix = np.eye(own) if own == other else draw.normal(0, own**-0.5, (own, other))
             result[path] = matrix.astype(np.float32)
         return result

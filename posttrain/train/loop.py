@@ -194,7 +194,7 @@ class TrainingLoop:
         self._trainer, self._data, self._origin, self._num_steps = trainer, data, origin, num_steps
         self._checkpointer, self._sink, self._schedule = checkpointer, sink, learning_rate
         self._every, self._evaluate, self._stop, self._recorder = every, evaluate, stop, recorder
-        self._votes, self._rate = processes.Votes(trainer.mesh), None
+        self._votes = processes.Votes(trainer.mesh)
         self._lines = _StepLines(sink, None if recorder is None else recorder.observe)
 
     def __enter__(self) -> TrainingLoop:
@@ -223,9 +223,6 @@ class TrainingLoop:
                 recorder.start_if_due(step, self._lines.flush)
             with step_span(step):
                 self._lines.start()
-                if self._schedule is not None:
-                    with span("schedule"):
-                        self._rate = self._schedule(trainer.step_number)
                 yield step
                 done = trainer.step_number
                 self._after(step - 1, done)
@@ -235,8 +232,12 @@ class TrainingLoop:
                 recorder.finish()
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Hand over the metrics of the step that was done."""
-        self._lines.add(self._trainer.step_number, metrics, self._rate)
+        """Hand over the metrics of the step that was done, or of several; the rate is that of the last one."""
+        step, rate = self._trainer.step_number, None
+        if self._schedule is not None:
+            with span("schedule"):
+                rate = self._schedule(step - 1)
+        self._lines.add(step, metrics, rate)
 
     def _after(self, before: int, done: int) -> None:
         """Evaluate, save and stop, where a step after `before`, up to `done`, is one for it."""

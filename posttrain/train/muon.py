@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, repeat
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ from jaxtyping import Float
 
 from posttrain.config import Muon
 from posttrain.mesh import param_spec
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import Parameter
 
 Polynomial = tuple[float, float, float]
 """Coefficients a, b, c of a s + b s^3 + c s^5, applied to singular values."""
@@ -72,53 +70,6 @@ def update_scale(scale: str, inputs: int, outputs: int) -> float:
     if scale == "rms":
         return 0.2 * math.sqrt(max(inputs, outputs))
     return math.sqrt(max(1.0, outputs / inputs))
-
-
-class Parameter(NamedTuple):
-    """Form of a parameter."""
-
-    dims: tuple[str, ...]
-    """Names of its dimensions."""
-    heads: Mapping[str, int] = MappingProxyType({})
-    """Number of heads in each dimension that holds several."""
-
-    @property
-    def num_stacked(self) -> int:
-        """Number of leading dimensions that count layers and experts."""
-        return sum(dim in STACKED for dim in self.dims)
-
-    @property
-    def is_matrix(self) -> bool:
-        return len(self.dims) - self.num_stacked == 2
-
-    @property
-    def is_hidden(self) -> bool:
-        """Tell whether it is a matrix of the layers between hidden states, not one of tokens, routes or scores."""
-        return self.dims[:1] == ("layers",) and self.is_matrix and {*self.dims[-2:]} <= HIDDEN
-
-    @property
-    def reads_hidden(self) -> bool:
-        """Tell whether it is a matrix whose inputs grow with the width of the model, and not a table of tokens."""
-        return self.is_matrix and self.dims[-2] in HIDDEN
-
-
-BLOCK = r"^stages\.(\d+)\.blocks\.(\d+)\."
-"""Start of the paths of parameters of layers."""
-STACKED = ("layers", "expert")
-HIDDEN = frozenset(("embed", "heads", "kv_heads", "mlp", "latent"))
-
-
-def parameters_of(model: ModelWeights) -> dict[str, Parameter]:
-    """Form of each parameter of a model, by path."""
-    pattern = re.compile(BLOCK + r"attention\.")
-
-    def heads(path: str) -> dict[str, int]:
-        if (found := pattern.match(path)) is None:
-            return {}
-        attention = model.model.config.stages[int(found[1])].blocks[int(found[2])].attention
-        return {"heads": attention.num_heads, "kv_heads": attention.num_kv_heads}
-
-    return {path: Parameter(dims, heads(path)) for path, dims in model.dims().items()}
 
 
 def scale_by_muon(section: Muon, parameters: Mapping[str, Parameter]) -> optax.GradientTransformation:

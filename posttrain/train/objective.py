@@ -39,7 +39,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.train.layer_matching import Matching
 from posttrain.train.qk_clip import LargestHeads, largest_of
 from posttrain.tree import Metric, Micro, added_over, flatten_micro, num_micro, replace, stack_over, sum_over
-from posttrain.weights.state import ADAPTER, ModelWeights, Weights
+from posttrain.weights.state import ModelWeights, Weights
 
 UNROLLED_LAYERS_ON_CPU = 8
 """Maximum depth up to which XLA:CPU gradients unroll the layers: faster than a scan, which stacks all residuals, and
@@ -48,9 +48,6 @@ still compiled in acceptable time."""
 UNROLLED_LAYERS_ON_GPU = 32
 """The same on one GPU, where a scan copies weights, residuals and gradients to and from their stacks. On several its
 scheduler might gather the weights of all layers at once."""
-
-EXPERTS = (".experts.gate", ".experts.up", ".experts.down")
-"""Endings of the paths of experts' matrices."""
 
 AnyLoss = Callable[[Any, Batch], LossOutput]
 """Loss on the model's statistics: a `TokenLoss`, a `ScoreLoss` or a `DraftLoss`."""
@@ -412,7 +409,7 @@ class Objective:
         """Specs of parameters as the mesh has them, projections included."""
         dims = structure.dims()
         if self.settings.matching is not None:
-            dims = {**{path: own for path, (own, _) in self.settings.matching.shapes().items()}, **dims}
+            dims = {**{path: one.dims for path, one in self.settings.matching.parameters().items()}, **dims}
         return {path: param_sharding(mesh, path, dims[path], w.shape).spec for path, w in weights.items()}
 
     def _gradient(self, arrays: Arrays, inputs: tuple[Batch, Keys], loss: AnyLoss) -> tuple[Weights, Passed]:
@@ -488,12 +485,7 @@ def _stats_without_logps(model: Decoder, batch: Batch, hidden: Float[Array, "B T
 def used_once(weights: ModelWeights) -> frozenset[str]:
     """Matrices of layers, which one product reads in the computation's type and gives a gradient of that type. Of those
     stored in it a float32 gradient of the whole stack would hold the same numbers in twice the memory."""
-    return frozenset(
-        path
-        for path, dims in weights.dims().items()
-        if path.startswith("stages.") and ADAPTER not in path and path.endswith((".kernel", *EXPERTS))
-        if "router" not in dims
-    )
+    return frozenset(path for path, parameter in weights.parameters().items() if parameter.is_hidden)
 
 
 def num_tokens(batch: Batch) -> Float[Array, ""]:

@@ -3,10 +3,9 @@ rounding."""
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +17,7 @@ from jaxtyping import Float
 
 from posttrain.config import MomentType
 from posttrain.errors import ConfigError
+from posttrain.train.layer_matching import Matching
 from posttrain.train.low_precision import (
     Blocks,
     Moment,
@@ -28,14 +28,10 @@ from posttrain.train.low_precision import (
     stored_moment,
     to_nearest,
 )
-from posttrain.tree import map_with_path, path_str
-from posttrain.weights.state import Weights
+from posttrain.tree import path_str
+from posttrain.weights.state import ModelWeights, Parameter, Weights
 
 Tree = TypeVar("Tree")
-
-DECAYED = ("kernel", "embedding")
-"""Roles of parameters with weight decay, and with moments in few bits; biases, norms, attention sinks and router
-corrections have none."""
 
 SIGNED: Mapping[str, bool] = {
     **dict.fromkeys(("ScaleByAdamState.mu", "ScaleByAmsgradState.mu", "ScaleByBeliefState.mu"), True),
@@ -60,28 +56,21 @@ Prepare = Callable[[Array], Array]
 """Function that makes an accumulated gradient the mean, clipped one in float32."""
 
 
-def decay_mask(params: Any, roles: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """True for parameters with weight decay: by role, since a stacked bias has as many dimensions as a matrix."""
-    return map_with_path(lambda path, _: decays(path, roles), params)
+class Trained(dict[str, Parameter]):
+    """Declarations of the parameters that an optimizer trains, by path. ConfigError for one that it lacks."""
+
+    def __missing__(self, path: str) -> Parameter:
+        raise ConfigError(
+            f"optimizer: it was made for other parameters, without {path}; make it of the model that is trained, after "
+            "its adapter, and with the layer matching of its trainer"
+        )
 
 
-def decays(path: str, roles: Mapping[str, str] = MappingProxyType({})) -> bool:
-    """Tell whether weight decay acts on a parameter of these roles; of what is no model's, the last part of its name
-    is the role. `check_roles` refuses names that say something else than a model's layers."""
-    last = re.split(r"[._]", path)[-1]
-    named = {"scale": "norm", "bias": "bias", "correction": "correction", "sinks": "sinks"}.get(last, "kernel")
-    return roles.get(path, named) in DECAYED
-
-
-def check_roles(optimizer: Optimizer, roles: Mapping[str, str]) -> None:
-    """ConfigError for an optimizer made without its model, where names of parameters do not say what they are."""
-    if optimizer.roles is None and (optimizer.moments != "float32" or optimizer.weight_decay):
-        wrong = sorted(path for path in roles if decays(path) != decays(path, roles))
-        if wrong:
-            raise ConfigError(
-                f"optimizer: weight decay and moments in few bits would act on {wrong[0]}, a {roles[wrong[0]]}; give "
-                "make_optimizer the model (or Optimizer the roles of its ModelWeights)"
-            )
+def trained_parameters(model: ModelWeights, matching: Matching | None = None) -> Trained:
+    """Declarations of what a trainer trains: the model's parameters and the projections of its layer matching."""
+    declared, trained = model.parameters(), model.trainable()
+    projections = {} if matching is None else matching.parameters()
+    return Trained({path: one for path, one in declared.items() if path in trained} | projections)
 
 
 class OptimizerState(NamedTuple):
@@ -137,16 +126,22 @@ class Optimizer:
     stochastic_rounding: bool = False
     seed: int | None = None
     average: Average | None = None
-    roles: Mapping[str, str] | None = field(default=None, compare=False)
-    """Role of each parameter, see `ModelWeights.roles`; None: it was made without a model."""
-    weight_decay: bool = field(default=False, compare=False)
-    """True if weight decay acts by `decay_mask`."""
+    parameters: Trained = field(default_factory=Trained, compare=False)
+    """Declarations of what it trains; a trainer gives its own to an optimizer without any."""
     labels: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Group of each parameter, where norms of update and weights are metrics."""
 
     def __post_init__(self) -> None:
         if self.rounds and self.seed is None:
             raise ConfigError("optimizer: give seed: moments in 16 or 8 bits and stochastic_rounding draw random bits")
+
+    def with_parameters(self, trained: Trained) -> Optimizer:
+        """This optimizer for parameters of a trainer. ConfigError for one that was made for others."""
+        if not self.parameters:
+            return replace(self, parameters=trained)
+        for path in trained:
+            self.parameters[path]
+        return self
 
     @property
     def rounds(self) -> bool:
@@ -179,7 +174,7 @@ class Optimizer:
                 )
 
     def _empty(self, inner: Any, params: Weights) -> Any:
-        """State as it is stored: what has a matrix's shape in fewer bits."""
+        """State as it is stored: what has the shape of a matrix or a table in fewer bits."""
 
         def stored(place: Place) -> Moment:
             param = params.get(place.path or "")
@@ -199,8 +194,9 @@ class Optimizer:
 
     def _is_stored(self, place: Place, param: Array) -> bool:
         assert place.path is not None
-        small = self.moments == "float32" or param.ndim < 2 or not decays(place.path, self.roles or {})
-        return not small and place.leaf.shape == param.shape and jnp.issubdtype(place.leaf.dtype, jnp.floating)
+        if self.moments == "float32" or self.parameters[place.path].role not in ("kernel", "embedding"):
+            return False
+        return place.leaf.shape == param.shape and jnp.issubdtype(place.leaf.dtype, jnp.floating)
 
     def update(
         self,

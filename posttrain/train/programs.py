@@ -44,10 +44,10 @@ from posttrain.train.objective import Objective, TrainSettings
 from posttrain.train.optimizers import (
     Optimizer,
     Prepare,
-    check_roles,
     clipped,
     global_norm,
     parameter_of,
+    trained_parameters,
     update_metrics,
 )
 from posttrain.train.qk_clip import check_clip, clip_factors, clip_metrics
@@ -120,13 +120,14 @@ class TrainPrograms:
         if is_quantized(model) and not has_lora(model):
             raise ValueError("Trainer: quantized weights cannot be trained; give the model an adapter (lora)")
         self.mesh = mesh
-        self.optimizer = optimizer if isinstance(optimizer, Optimizer) else Optimizer(transformation=optimizer)
         self.num_traced = 0
         """Number of programs traced for updates, evaluation and statistics: one each per batch shape."""
         self.settings = settings
         self.structure = on_mesh(model, mesh)
         self.trainable = self.structure.trainable()
-        check_roles(self.optimizer, self.structure.roles())
+        rule = optimizer if isinstance(optimizer, Optimizer) else Optimizer(transformation=optimizer)
+        trained = trained_parameters(self.structure, settings.matching)
+        self.optimizer = rule.with_parameters(trained)
         self.objective = Objective(
             student=self.structure,
             teachers=[on_mesh(teacher, mesh) for teacher in teachers],
@@ -442,8 +443,8 @@ def placed_shapes(weights: ModelWeights, mesh: Mesh) -> WeightShapes:
 
 
 def _projection_shapes(matching: Matching | None, mesh: Mesh) -> WeightShapes:
-    shapes = {} if matching is None else matching.shapes()
-    return {
-        path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=param_sharding(mesh, path, dims, shape))
-        for path, (dims, shape) in shapes.items()
-    }
+    if matching is None:
+        return {}
+    shapes, declared = matching.shapes(), matching.parameters()
+    places = {path: param_sharding(mesh, path, declared[path].dims, shape) for path, shape in shapes.items()}
+    return {path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=places[path]) for path, shape in shapes.items()}

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,14 +27,18 @@ from posttrain.config import (
 )
 from posttrain.config.optimizer import KINDS, PhaseSection, WidthScaled
 from posttrain.errors import ConfigError
-from posttrain.models.decoder import Decoder, first_layers
-from posttrain.train.muon import BLOCK, Parameter, is_array, parameters_of, scale_by_muon
-from posttrain.train.optimizers import Average, Optimizer, decay_mask
+from posttrain.models.config import ModelConfig
+from posttrain.models.decoder import Decoder
+from posttrain.train.layer_matching import Matching
+from posttrain.train.muon import is_array, scale_by_muon
+from posttrain.train.optimizers import Average, Optimizer, Trained, trained_parameters
 from posttrain.tree import map_with_path
-from posttrain.weights.state import ADAPTER, DRAFTER, ModelWeights
+from posttrain.weights.state import ADAPTER, DRAFTER, ModelWeights, Parameter
 
-BEFORE_LAYERS = ("embed.", "layer_inputs.", "tower.")
-"""Starts of the paths of parameters before the layers."""
+BEFORE_LAYERS, AFTER_LAYERS = ("embed", "layer_inputs", "tower"), ("final_norm", "head", "score", "drafter", "matching")
+"""Parts of a model, and of what is trained beside it, whose parameters are before and after the layers."""
+BLOCK = r"^stages\.\d+\.blocks\.\d+\."
+"""Start of the paths of parameters of layers, left out where names are printed."""
 WIDE = "@"
 """End of the names of groups whose learning rates fall with the width of the model."""
 SHARED = ("learning_rate", "schedule", "warmup_steps", "weight_decay")
@@ -87,9 +90,23 @@ def _phase(kind: str, start: float, end: float, length: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    section: AnyOptimizer, num_steps: int, seed: int | None = None, model: Decoder | None = None
+    section: AnyOptimizer,
+    num_steps: int,
+    seed: int | None = None,
+    *,
+    model: Decoder,
+    matching: Matching | None = None,
 ) -> Optimizer:
-    """Optimiser of the section, with its schedule. `model`: what it trains, for kinds and groups that depend on it.
+    """Optimiser of a model by the section, with its schedule: what decays and what Muon takes is decided by the roles
+    that the layers declare. `matching`: the trainer's layer matching, whose projections it trains too. ConfigError as
+    `optimizer_of`."""
+    return optimizer_of(section, trained_parameters(ModelWeights(model), matching), model.config, num_steps, seed)
+
+
+def optimizer_of(
+    section: AnyOptimizer, parameters: Trained, config: ModelConfig, num_steps: int, seed: int | None
+) -> Optimizer:
+    """Optimiser of parameters by their declarations. `config`: of their model.
 
     ConfigError without the `seed` that stochastic rounding needs, for a function of the user that returns no
     transformation, and for a group as in `groups_of`. Clipping is done by the trainer with `clipped`, since the
@@ -100,49 +117,30 @@ def make_optimizer(
         "stochastic_rounding": section.stochastic_rounding,
         "seed": seed,
         "average": None if section.ema is None else Average(section.ema.decay, section.ema.start),
+        "parameters": parameters,
     }
-    roles = None if model is None else ModelWeights(model).roles()
-    groups_decay = any(group.settings.get("weight_decay") for group in getattr(section, "groups", ()))
-    decaying = not isinstance(section, UserOptimizer) and bool(section.weight_decay or groups_decay)
-    stored |= {"roles": roles, "weight_decay": decaying}
     whole = section.clip_adaptive is not None or section.layer_decay is not None
+    matrixwise = frozenset(parameters if whole else ())
     if isinstance(section, UserOptimizer):
         stored |= {"elementwise": section.elementwise}
         plain = _of_user(section, num_steps)
+        labels = dict.fromkeys(parameters, str(section.kind))
     else:
         stored |= {"recipe": (section, num_steps), "elementwise": True}
-        alone = isinstance(section, AdamW | Lion) and not section.groups and section.base_width is None
-        plain = _of_kind(section, num_steps, {}, partial(decay_mask, roles=roles or {})) if alone else None
-    if plain is not None and not whole and not section.update_norms:
-        return Optimizer(transformation=_with_value_clipped(section, plain), **stored)
-    if model is None:
-        raise ConfigError(
-            f"optimizer: {section.kind}, groups, clip_adaptive, layer_decay and update_norms need the parameters of a "
-            "model; give `model`"
-        )
-    weights = ModelWeights(model)
-    parameters, matrixwise = parameters_of(weights), frozenset(weights.trainable() if whole else ())
-    if plain is not None:
-        labels = dict.fromkeys(weights.trainable(), str(section.kind))
-    else:
-        assert not isinstance(section, UserOptimizer)
-        groups = groups_of(section, weights)
+        grouping = Grouping.of(section, parameters, config)
+        groups = _groups(grouping)
         labels = {path: group.name for group in groups for path in group.paths}
         matrixwise |= {path for one in groups if isinstance(one.section, Adafactor | Muon) for path in one.paths}
-        plain = _of_groups(Grouping.of(section, weights), groups, num_steps, weights.roles())
-    made = _wrapped(section, plain, parameters, model)
+        plain = _of_groups(grouping, groups, num_steps)
+    made = _wrapped(section, plain, parameters, config)
     return Optimizer(
         transformation=made, matrixwise=matrixwise, labels=labels if section.update_norms else {}, **stored
     )
 
 
-def _of_groups(
-    grouping: Grouping, groups: Sequence[ParameterGroup], num_steps: int, roles: Mapping[str, str]
-) -> optax.GradientTransformation:
-    settings = {grouping.name(""): grouping.settings(grouping.name(""))} | {one.name: one.section for one in groups}
+def _of_groups(grouping: Grouping, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformation:
     parts = {
-        name: _of_kind(of_group, num_steps, grouping.parameters, grouping.decay_mask(name, roles))
-        for name, of_group in settings.items()
+        one.name: _of_kind(one.section, num_steps, grouping.parameters, grouping.decay_mask(one.name)) for one in groups
     }
     transformation = next(iter(parts.values()))
     if len(parts) > 1:
@@ -159,36 +157,31 @@ def _with_value_clipped(
 def _wrapped(
     section: OptimizerSection,
     transformation: optax.GradientTransformation,
-    parameters: Mapping[str, Parameter],
-    model: Decoder,
+    parameters: Trained,
+    config: ModelConfig,
 ) -> optax.GradientTransformation:
     """Transformation with gradients clipped before it, and its updates scaled by the depth of their layer."""
     if section.clip_adaptive is not None:
         clip = each_of_stack(optax.adaptive_grad_clip(section.clip_adaptive), parameters)
         transformation = optax.chain(clip, transformation)
     if section.layer_decay is not None:
-        factors = depth_factors(model, section.layer_decay)
+        factors = depth_factors(config, parameters, section.layer_decay)
 
         def scaled(updates: Any, _: Any) -> Any:
-            arrays = {path: x for path, x in updates.items() if is_array(x) and path in factors}
-            wide = {path: factors[path].reshape(-1, *[1] * (x.ndim - 1)) for path, x in arrays.items() if x.ndim}
-            return {**updates, **{path: arrays[path] * factor for path, factor in wide.items()}}
+            return {path: x * factors[path].reshape(-1, *[1] * (x.ndim - 1)) for path, x in updates.items()}
 
         transformation = optax.chain(transformation, optax.stateless(scaled))
     return _with_value_clipped(section, transformation)
 
 
-def depth_factors(model: Decoder, decay: float) -> dict[str, np.ndarray]:
+def depth_factors(config: ModelConfig, parameters: Trained, decay: float) -> dict[str, np.ndarray]:
     """Factors of the learning rate of each parameter: of all layers of a stack [R], or one number [1]."""
-    config, firsts = model.config, first_layers(model.config)
+    last = config.num_layers - 1
+    outside = dict.fromkeys(BEFORE_LAYERS, -1) | dict.fromkeys(AFTER_LAYERS, last)
     factors = {}
-    for path, dims in ModelWeights(model).dims().items():
-        depth = np.asarray([-1 if path.startswith(BEFORE_LAYERS) else config.num_layers - 1])
-        if (found := re.match(BLOCK, path)) is not None and dims[:1] == ("layers",):
-            stage, block = int(found[1]), int(found[2])
-            pattern = config.stages[stage]
-            depth = int(firsts[stage].layer) + np.arange(pattern.repeats) * len(pattern.blocks) + block
-        factors[path] = (decay ** (config.num_layers - 1 - depth)).astype(np.float32)
+    for path, parameter in parameters.items():
+        depth = np.asarray([outside[path.split(".")[0]]] if parameter.layers is None else parameter.layers)
+        factors[path] = (decay ** (last - depth)).astype(np.float32)
     return factors
 
 
@@ -209,36 +202,39 @@ class ParameterGroup(NamedTuple):
         return f"{kind} ({', '.join(told)})" if told else kind
 
 
-def groups_of(section: GroupedOptimizer, model: ModelWeights) -> list[ParameterGroup]:
-    """Groups of the trained parameters of a model. ConfigError for a group that takes none, for a setting that is not
-    its kind's, for what is no matrix under `muon`, and for `muon` with nothing to take."""
-    grouping = Grouping.of(section, model)
+def groups_of(section: GroupedOptimizer, model: ModelWeights, matching: Matching | None = None) -> list[ParameterGroup]:
+    """Groups of the trained parameters of a model, and of its layer matching. ConfigError for a group that takes none,
+    for a setting that is not its kind's, for what is no matrix under `muon`, and for `muon` with nothing to take."""
+    return _groups(Grouping.of(section, trained_parameters(model, matching), model.model.config))
+
+
+def _groups(grouping: Grouping) -> list[ParameterGroup]:
+    section, parameters = grouping.section, grouping.parameters
     taken: dict[str, list[str]] = {}
-    for path in sorted(model.trainable()):
+    for path in sorted(parameters):
         taken.setdefault(grouping.name(path), []).append(path)
     for number, one in enumerate(section.groups):
         if not any(name.partition(WIDE)[0].endswith(f"_{number}") for name in taken):
-            trained = sorted({re.sub(BLOCK, "", path) for path in model.trainable()})
+            trained = sorted({re.sub(BLOCK, "", path) for path in parameters})
             raise ConfigError(
                 f"optimizer.groups.{number}: {one.match!r} matches no trained parameter that no group before takes; "
                 f"trained: {', '.join(trained)}"
             )
     if isinstance(section, Muon) and not any(name.startswith("muon") for name in taken):
         own, why = ("lora_", "those of an adapter are factors of low rank")
-        if model.model.drafter is not None:
+        if any(path.startswith(DRAFTER) for path in parameters):
             own, why = DRAFTER, "a drafter has others"
         raise ConfigError(
             f"optimizer: muon takes the matrices between hidden states, and none of them is trained here: {why}; use "
             f"adamw, or name them: groups: [{{match: {own}, kind: muon}}]"
         )
     groups = [ParameterGroup(name, grouping.settings(name), tuple(paths)) for name, paths in taken.items()]
-    roles = model.roles()
     for group in groups:
-        if "_" in group.name and all(roles[path] == "correction" for path in group.paths):
+        if "_" in group.name and all(parameters[path].role == "correction" for path in group.paths):
             raise ConfigError(
                 f"optimizer.groups: {group.paths[0]} follows the load of the experts, and no optimizer; match others"
             )
-        vectors = [path for path in group.paths if not grouping.parameters[path].is_matrix]
+        vectors = [path for path in group.paths if not parameters[path].is_matrix]
         if isinstance(group.section, Muon) and vectors:
             raise ConfigError(f"optimizer.groups: muon takes matrices, and {vectors[0]} is none; match it elsewhere")
     return groups
@@ -248,50 +244,47 @@ class Grouping(NamedTuple):
     """Assignment of parameters to groups."""
 
     section: GroupedOptimizer
-    parameters: Mapping[str, Parameter]
+    parameters: Trained
     width: int
     """Width of the model."""
 
     @classmethod
-    def of(cls, section: GroupedOptimizer, model: ModelWeights) -> Grouping:
-        config = model.model.config
+    def of(cls, section: GroupedOptimizer, parameters: Trained, config: ModelConfig) -> Grouping:
         if isinstance(section, WidthScaled) and section.base_width is not None:
-            if config.tie_embeddings and not config.scalar_head:
+            tables = [path for path, one in parameters.items() if one.role == "embedding" and "vocab" in one.dims]
+            if tables and config.tie_embeddings and not config.scalar_head:
                 raise ConfigError(
                     "optimizer.base_width: a tied table of tokens would need one rate as input, which stays, and "
                     "another as output, which falls with the width; untie it (tie_word_embeddings), or remove this"
                 )
-            if any(ADAPTER in path for path in model.trainable()):
+            if any(ADAPTER in path for path in parameters):
                 raise ConfigError("optimizer.base_width is for training in full, not for adapters; remove it")
-        return cls(section, parameters_of(model), config.embed_dim)
+        return cls(section, parameters, config.embed_dim)
 
     def name(self, path: str) -> str:
         """Kind of the optimiser of a parameter, with the number of its group if it is in one, and `WIDE` if its rate
         falls with the width."""
         name = self._plain_name(path)
-        scaled = (
-            isinstance(self.section, WidthScaled) and self.section.base_width is not None and path in self.parameters
-        )
+        scaled = isinstance(self.section, WidthScaled) and self.section.base_width is not None
         wide = scaled and self.parameters[path].reads_hidden and issubclass(KINDS[name.partition("_")[0]], WidthScaled)
         return f"{name}{WIDE}" if wide else name
 
     def _plain_name(self, path: str) -> str:
         kind = type(self.section).model_fields["kind"].default
-        # Projections of layer matching are no parameters of the model, and in no group.
-        if kind == "muon" and not (path in self.parameters and self.parameters[path].is_hidden):
+        if kind == "muon" and not self.parameters[path].is_hidden:
             kind = "adamw"
-        for number, group in enumerate(self.section.groups if path in self.parameters else ()):
+        for number, group in enumerate(self.section.groups):
             if re.search(group.match, path):
                 return f"{group.kind or kind}_{number}"
         return str(kind)
 
-    def decay_mask(self, name: str, roles: Mapping[str, str]) -> Callable[[Any], Any]:
+    def decay_mask(self, name: str) -> Callable[[Any], Any]:
         """Parameters of the group of this name with weight decay: all of a group with a decay of its own, but for
         router corrections, which follow the load of the experts and not the optimizer."""
         number = name.partition(WIDE)[0].partition("_")[2]
         if not number or self.section.groups[int(number)].weight_decay is None:
-            return partial(decay_mask, roles=roles)
-        return lambda params: map_with_path(lambda path, _: roles[path] != "correction", params)
+            return lambda params: map_with_path(lambda path, _: self.parameters[path].decays, params)
+        return lambda params: map_with_path(lambda path, _: self.parameters[path].role != "correction", params)
 
     def settings(self, name: str) -> GroupedOptimizer:
         """Settings of the group of this name."""
@@ -368,7 +361,7 @@ def each_of_stack(
     """Transformation of each parameter by itself, and of each layer and expert of a stack."""
 
     def mapped(function: Callable[..., Any], path: str) -> Callable[..., Any]:
-        for _ in range(parameters[path].num_stacked if path in parameters else 0):
+        for _ in range(parameters[path].num_stacked):
             function = jax.vmap(function)
         return function
 

@@ -97,7 +97,7 @@ def read_drafter(path: str | Path) -> StoredDrafter:
         fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         target = fields.pop("target")
         config = DrafterConfig(**fields)
-        shapes = {name: tuple(size for _, size in dims) for name, dims in config.shapes.items()}
+        shapes = {name: tensor.shape for name, tensor in config.parameters.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{folder / CONFIG}: not the description of a drafter ({error}); copy it again") from error
     arrays: dict[str, np.ndarray] = {}

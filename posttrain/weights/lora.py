@@ -22,7 +22,7 @@ from posttrain.mesh import param_sharding
 from posttrain.models import hf
 from posttrain.models.adapter import Adapter
 from posttrain.models.decoder import Decoder, first_layers
-from posttrain.models.layers import Adaptable, Linear
+from posttrain.models.layers import Adaptable, Embedding, Linear
 from posttrain.models.names import TOWER, CheckpointTensor, tensors
 from posttrain.models.quant import Quantized, plain_shapes
 from posttrain.weights.state import ADAPTER, DRAFTER, ModelWeights
@@ -182,14 +182,18 @@ def _plans(lora: LoRA, all_sites: Mapping[str, Site], num_layers: int) -> dict[s
             f"lora.dropout={lora.dropout} does not apply to {path}; remove it from targets, or set dropout to 0"
         )
     used, plans = set[str](), dict[str, AdapterPlan]()
+    reached, adapted = set[str](), set[int]()
     for path in sorted(chosen):
         site, ranks, scales = all_sites[path], [], []
         for index, modules in enumerate(site.modules):
             here = site.layers is None or lora.layers is None or site.layers[index] in lora.layers
-            if not here or not any(targeted(target, path, site, modules) for target in lora.targets):
+            targets = [target for target in lora.targets if here and targeted(target, path, site, modules)]
+            if not targets:
                 ranks.append(0)
                 scales.append(0.0)
                 continue
+            reached |= {*targets}
+            adapted |= set() if site.layers is None else {site.layers[index]}
             rank_key = next((key for key in lora.rank_pattern if _matches(key, path, modules)), None)
             alpha_key = next((key for key in lora.alpha_pattern if _matches(key, path, modules)), None)
             used |= {key for key in (rank_key, alpha_key) if key is not None}
@@ -199,6 +203,10 @@ def _plans(lora: LoRA, all_sites: Mapping[str, Site], num_layers: int) -> dict[s
             scales.append(2.0 if alpha is None else alpha / (math.sqrt(rank) if lora.rslora else rank))
         if any(scales):
             plans[path] = AdapterPlan(ranks=tuple(ranks), scales=tuple(scales))
+    if lora.layers is not None and (idle := [target for target in lora.targets if target not in reached]):
+        raise ConfigError(f"lora.layers={list(lora.layers)}: {idle[0]!r} of targets matches no matrix of these layers")
+    if idle_layers := [layer for layer in lora.layers or () if layer not in adapted]:
+        raise ConfigError(f"lora.layers: layer {idle_layers[0]} has no matrix that targets match; remove it")
     for name, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         if idle := [pattern for pattern in patterns if pattern not in used]:
             raise ConfigError(f"lora.{name}: {idle[0]!r} matches no adapter; available: {_site_names(plans)}")
@@ -237,7 +245,8 @@ def _check_pattern(field: str, pattern: str) -> None:
 
 def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
     """Parameters of the `modules_to_save`."""
-    modules = _modules(model)
+    modules, declared = _modules(model), ModelWeights(model).parameters()
+    constant = {path for path, parameter in declared.items() if parameter.role in ("buffer", "correction")}
     quantized = {site.param for site in sites(model).values() if isinstance(site.matrix, Quantized)}
     saved: set[str] = set()
     for pattern in lora.modules_to_save:
@@ -251,6 +260,10 @@ def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
                 f"lora.modules_to_save: {pattern!r} matches {bare[0]}, which is no module but a parameter of one; set "
                 "model.vision to projector or tower, which trains it too"
             )
+        if not matched - constant:
+            raise ConfigError(
+                f"lora.modules_to_save: {pattern!r} matches {min(matched)} alone, which no gradient trains; remove it"
+            )
         if both := sorted(matched & set(adapted)):
             raise ConfigError(f"lora.modules_to_save: {pattern!r} matches {both[0]}, which has an adapter; choose one")
         if fixed := sorted(matched & quantized):
@@ -258,7 +271,7 @@ def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
                 f"lora.modules_to_save: {pattern!r} matches {fixed[0]}, which model.quantize freezes; "
                 "give it an adapter"
             )
-        saved |= matched
+        saved |= matched - constant
     return saved
 
 
@@ -317,7 +330,7 @@ def _draw_arrays(sites: Mapping[str, tuple[Array, Site, AdapterPlan]]) -> dict[s
     groups: dict[tuple[Any, ...], list[str]] = {}
     for path, (_, site, plan) in sites.items():
         *lead, before, after = site.matrix.shape
-        normal, rank = site.name == "embedding", max(plan.ranks)
+        normal, rank = isinstance(site.owner, Embedding), max(plan.ranks)
         groups.setdefault((normal, *lead, *((rank, after) if normal else (before, rank))), []).append(path)
     values_of: dict[str, Array] = {}
     for (normal, *shape), paths in groups.items():
@@ -338,7 +351,7 @@ def _init_arrays(drawn: Array, site: Site, plan: AdapterPlan, dtype: np.dtype) -
     rank, stacked = max(plan.ranks), tuple(lead[:1])
     used = np.arange(rank) < np.reshape(plan.ranks, (*stacked, *(1 for _ in lead[1:]), 1, 1))
     a, b = jnp.zeros((*lead, before, rank), dtype), jnp.zeros((*lead, rank, after), dtype)
-    if site.name == "embedding":
+    if isinstance(site.owner, Embedding):
         b = jnp.where(used.swapaxes(-1, -2), drawn, 0.0).astype(dtype)
     else:
         a = jnp.where(used, drawn, 0.0).astype(dtype)

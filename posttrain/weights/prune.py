@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from posttrain.models.config import AttentionConfig, MLPConfig, ModelConfig, MoE
 from posttrain.models.decoder import Decoder
 from posttrain.models.fields import Fields
 from posttrain.weights.load import outline_of
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ModelWeights, Parameter
 from posttrain.weights.upcycle import TARGETS, differences
 
 
@@ -87,9 +87,8 @@ def pruned(model: Decoder, plan: Pruning, load: Float[np.ndarray, "L E"] | None 
         model = dense(model, plan.experts, load)
     weights = ModelWeights(model)
     arrays = {path: np.asarray(w) for path, w in weights.read().items()}
-    dims = weights.dims()
     layers = list(range(model.config.num_layers)) if plan.layers is None else list(plan.layers)
-    embed = None if plan.embed_dim is None else _top_embed_dims(arrays, dims, plan.embed_dim)
+    embed = None if plan.embed_dim is None else _top_embed_dims(arrays, weights.parameters(), plan.embed_dim)
     neurons = None if plan.mlp_dim is None else _top_neurons(arrays, plan.mlp_dim)[layers]
     block = model.config.blocks[0].attention
     groups = None
@@ -130,16 +129,17 @@ def _check(name: str, given: int, maximum: int) -> None:
 
 
 def _top_embed_dims(
-    arrays: Mapping[str, np.ndarray], dims: Mapping[str, Sequence[str]], count: int
+    arrays: Mapping[str, np.ndarray], declared: Mapping[str, Parameter], count: int
 ) -> Int[np.ndarray, " D"]:
     total: np.ndarray | float = 0.0
     for path, array in arrays.items():
-        if "embed" in dims[path] and array.ndim > 1 and "norm" not in path:
-            axis = dims[path].index("embed")
+        dims = declared[path].dims
+        if "embed" in dims and declared[path].is_matrix:
+            axis = dims.index("embed")
             others = tuple(at for at in range(array.ndim) if at != axis)
             # Normalize each matrix so that it contributes by its distribution, not its magnitude.
             squares = np.square(array.astype(np.float64)).sum(axis=others)
-            total = total + squares / squares.sum()
+            total = total + squares / max(squares.sum(), np.finfo(np.float64).tiny)
     return np.sort(np.argsort(-np.asarray(total), kind="stable")[:count])
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -12,8 +13,10 @@ from jax import Array
 
 from posttrain.config import Vision
 from posttrain.models.adapter import LoRAParam
+from posttrain.models.attention import Attention, LatentAttention
+from posttrain.models.config import Role
 from posttrain.models.decoder import Decoder
-from posttrain.models.names import TOWER
+from posttrain.models.names import TOWER, layers_of
 from posttrain.models.quant import Quantized, QuantizedParam
 
 Weights = dict[str, Array]
@@ -29,6 +32,49 @@ ADAPTER = ".adapters."
 
 SAVED = "saved"
 """Metadata key of base parameters that are trained in full beside an adapter (PEFT's `modules_to_save`)."""
+
+
+STACKED = ("layers", "expert")
+"""Dimensions that count matrices."""
+HIDDEN = frozenset(("embed", "heads", "kv_heads", "mlp", "latent"))
+"""Dimensions of hidden states, which grow with the width of a model."""
+
+
+class Parameter(NamedTuple):
+    """Declaration of a parameter by its layer: what optimizers and adapters decide by."""
+
+    role: Role
+    dims: tuple[str, ...]
+    """Names of its dimensions."""
+    layers: range | None = None
+    """Layers of the decoder that it stacks; None: it is outside of them."""
+    heads: Mapping[str, int] = MappingProxyType({})
+    """Number of heads in each dimension that holds several."""
+
+    @property
+    def decays(self) -> bool:
+        """Tell whether weight decay acts on it: not on norms, biases, attention sinks and router corrections."""
+        return self.role in ("kernel", "embedding", "magnitude")
+
+    @property
+    def num_stacked(self) -> int:
+        """Number of leading dimensions that count layers and experts."""
+        return sum(dim in STACKED for dim in self.dims)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Tell whether it is a matrix of weights or a table, or a stack of them."""
+        return self.role in ("kernel", "embedding") and len(self.dims) - self.num_stacked == 2
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Tell whether it is a matrix whose inputs grow with the width of the model."""
+        return self.role == "kernel" and self.is_matrix and self.dims[-2] in HIDDEN
+
+    @property
+    def is_hidden(self) -> bool:
+        """Tell whether it is a matrix of the layers between hidden states, not one of tokens, routes or scores."""
+        return self.layers is not None and self.reads_hidden and self.dims[-1] in HIDDEN
 
 
 class ModelWeights:
@@ -67,11 +113,12 @@ class ModelWeights:
 
     def trainable(self) -> frozenset[str]:
         """Paths of trainable parameters: those of a block drafter if there is one; adapter and `modules_to_save` if
-        there is an adapter, else all unquantized ones; of the vision tower those that `VisionConfig.train` names."""
+        there is an adapter, else all unquantized ones; of the vision tower those that `VisionConfig.train` names.
+        Buffers are never trained."""
         if self.model.drafter is not None:
             return frozenset(path for path in self._variables if path.startswith(DRAFTER))
         adapter = frozenset(path for path, v in self._variables.items() if isinstance(v, LoRAParam))
-        plain = frozenset(path for path, v in self._variables.items() if not isinstance(v, QuantizedParam))
+        plain = frozenset(path for path, v in self._variables.items() if not _is_constant(v))
         tower = frozenset(path for path in plain if path.startswith(TOWER))
         vision = self.model.config.vision
         trained = frozenset(path for path in tower if vision is not None and path.startswith(vision.trained))
@@ -100,12 +147,24 @@ class ModelWeights:
         """Dimension names of each parameter."""
         return {path: v.get_metadata()["dims"] for path, v in self._variables.items()}
 
-    def roles(self) -> dict[str, str]:
-        """Role of each trainable parameter. ValueError for one that its layer does not declare."""
-        roles: dict[str, Any] = {path: self._variables[path].get_metadata().get("role") for path in self.trainable()}
-        if lacking := sorted(path for path, role in roles.items() if role is None):
-            raise ValueError(f"{lacking[0]} has no role; its layer declares one beside dims, see models.layers.param")
-        return roles
+    def parameters(self) -> dict[str, Parameter]:
+        """Declaration of each parameter that is not quantized. ValueError for one without a role."""
+        # Dimensions named by heads hold as many as their attention layer has.
+        heads: dict[str, Mapping[str, int]] = {}
+        for place, node in nnx.iter_graph(self.model):
+            if isinstance(node, Attention | LatentAttention):
+                counts = {"heads": node.config.num_heads, "kv_heads": node.config.num_kv_heads}
+                heads |= {_dotted((*place, *inner)): counts for inner, _ in nnx.iter_graph(node)}
+        declared = {}
+        for path, variable in self._variables.items():
+            if isinstance(variable, QuantizedParam):
+                continue
+            metadata = variable.get_metadata()
+            if (role := metadata.get("role")) is None:
+                raise ValueError(f"{path} has no role; its layer declares one beside dims, see models.layers.param")
+            prefix, _, layers = layers_of(self.model.config, path)
+            declared[path] = Parameter(role, metadata["dims"], layers if prefix else None, heads.get(path, {}))
+        return declared
 
     def shapes(self) -> list[tuple[str, tuple[str, ...], tuple[int, ...]]]:
         """Path, dimension names and shape of every parameter, abstract or not."""
@@ -114,6 +173,10 @@ class ModelWeights:
 
 def _dotted(path: tuple[object, ...]) -> str:
     return ".".join(map(str, path))
+
+
+def _is_constant(variable: nnx.Variable[Any]) -> bool:
+    return isinstance(variable, QuantizedParam) or variable.get_metadata().get("role") == "buffer"
 
 
 def without_adapter(weights: Weights) -> Weights:

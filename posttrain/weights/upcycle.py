@@ -203,21 +203,23 @@ def upcycled(model: Decoder, plan: Upcycling, *, seed: int) -> Decoder:
     outline, source = ModelWeights(outline_of(config, model.compute, dtype)), Layers(model)
     draw = np.random.default_rng(seed)
     arrays = {}
-    for path, _, shape in outline.shapes():
+    for path, like in outline.structs().items():
         prefix, name, layers = layers_of(config, path)
         part = name.removeprefix("mlp.")
         if not prefix:
             arrays[path] = source.weights[path]
         elif part.startswith("experts."):
             kernel = np.asarray(source.read(f"mlp.{part.removeprefix('experts.')}.kernel", layers), np.float32)
-            arrays[path] = jnp.asarray(_experts(kernel, plan, draw, part).astype(dtype))
+            arrays[path] = jnp.asarray(_experts(kernel, plan, draw, part).astype(like.dtype))
         elif part.startswith("shared.") and plan.shared:
             kernel = np.asarray(source.read(f"mlp.{part.removeprefix('shared.')}", layers), np.float32)
-            arrays[path] = jnp.asarray(_shared(kernel, plan, part).astype(dtype))
+            arrays[path] = jnp.asarray(_shared(kernel, plan, part).astype(like.dtype))
         elif (name, layers[0]) in source.places:
             arrays[path] = source.read(name, layers)
         else:
-            arrays[path] = jnp.asarray(_new(part, shape, config.initializer_range, plan, draw).astype(dtype))
+            # In its own type: a router's correction is float32 in a model of fewer bits.
+            new = _new(part, like.shape, config.initializer_range, plan, draw)
+            arrays[path] = jnp.asarray(new.astype(like.dtype))
     return outline.bind(arrays)
 
 

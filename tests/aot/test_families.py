@@ -49,7 +49,7 @@ def test_programs_lower_with_their_kernels(name: str) -> None:
     programs = TrainPrograms(
         made,
         SFTLoss(),
-        make_optimizer(AdamW(learning_rate=1e-5), 10),
+        make_optimizer(AdamW(learning_rate=1e-5), 10, model=made),
         TrainSettings(temperature=1.0, max_grad_norm=1.0),
         mesh=mesh,
     )

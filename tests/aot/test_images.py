@@ -66,7 +66,7 @@ def lowered(fields: Fields, train: Vision, length: int, patches: int, **axes: in
     mesh = mesh_of("v5e", "2x2", **axes)
     compute = Compute(dtype=BFLOAT16, mesh=mesh, remat="full")
     outline = outline_of(config_from_hf(fields, vision=train), compute, jnp.dtype(BFLOAT16))
-    optimizer = make_optimizer(AdamW(learning_rate=1e-5), 10, seed=0)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-5), 10, seed=0, model=outline)
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0)
     programs = TrainPrograms(outline, SFTLoss(), optimizer, settings, mesh=mesh)
     return programs.lower_update(pictured(batch_of(4, length), outline.config, patches, ImageSection()))

@@ -55,7 +55,7 @@ def test_update(name: str) -> None:
     programs = TrainPrograms(
         made,
         case.loss,
-        make_optimizer(section, 10, seed=0),
+        make_optimizer(section, 10, seed=0, model=made),
         TrainSettings(temperature=1.0, max_grad_norm=1.0),
         mesh=mesh,
     )
@@ -108,7 +108,7 @@ def test_gradients_are_reduced_once_an_update() -> None:
     mesh = mesh_of("v5e", "2x2", data=4)
     made: Any = model(SMALL | {"model_type": "qwen3", "num_hidden_layers": 1}, mesh, "full")
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=4)
-    optimizer = make_optimizer(AdamW(learning_rate=1e-5), 10, seed=0)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-5), 10, seed=0, model=made)
     programs = TrainPrograms(made, SFTLoss(), optimizer, settings, mesh=mesh)
     found = compile_program(programs.lower_update(batch_of(16, 512)), mesh.size)
     assert [str(c) for c in found.text.collectives if c.in_dynamic_loop] == []

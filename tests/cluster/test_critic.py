@@ -44,7 +44,7 @@ def value_model(tokenizer: Tokenizer, rate: float) -> Trainer:
     model = tiny_model(num_layers=2, windows=(WINDOW,), vocab_size=tokenizer.vocab_size, initializer_range=0.1)
     add_scalar_head(model, seed=1)
     loss = make_algorithm("ppo", max_tokens=NEW).critic.loss
-    optimizer = make_optimizer(AdamW(learning_rate=rate), 1000)
+    optimizer = make_optimizer(AdamW(learning_rate=rate), 1000, model=model)
     return Trainer(model, loss, optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=4))
 
 

@@ -64,7 +64,7 @@ class World:
         self.trainer = Trainer(
             model,
             self.algorithm.loss,
-            make_optimizer(AdamW(learning_rate=1e-2), 100),
+            make_optimizer(AdamW(learning_rate=1e-2), 100, model=model),
             TrainSettings(
                 temperature=temperature,
                 max_grad_norm=1.0,

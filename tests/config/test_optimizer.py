@@ -14,7 +14,10 @@ from posttrain.config import RunConfig, UserOptimizer
 from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import code_digests
-from posttrain.train.transformations import make_optimizer, make_schedule
+from posttrain.train.optimizers import Trained
+from posttrain.train.transformations import make_schedule, optimizer_of
+from posttrain.weights.state import Parameter
+from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.fast
 
@@ -28,7 +31,8 @@ def config(optimizer: Any, **model: Any) -> RunConfig:
 
 def moved(optimizer: Any) -> Any:
     """Parameter after two updates with gradients of 1."""
-    made = make_optimizer(config(optimizer).stages[0].optimizer, 8, seed=0)
+    declared = Trained(w=Parameter("kernel", ("embed", "mlp")))
+    made = optimizer_of(config(optimizer).stages[0].optimizer, declared, tiny_config(), 8, seed=0)
     params = {"w": jnp.zeros((2, 2))}
     state = made.init(params)
     for _ in range(2):

@@ -118,6 +118,20 @@ def test_what_check_says_and_refuses(folder: Path) -> None:
         assert "features.hidden.layers: the teacher has no layer 5; it has 5, from 0 on" in error
 
 
+def test_projections_are_in_the_groups_whose_patterns_match_them(folder: Path) -> None:
+    """`check` lists those that a run trains."""
+    groups = [{"match": "^matching", "learning_rate": 0.5, "weight_decay": 0.25}]
+    with inside(folder):
+        file = run_file(folder, {"hidden": {}}, optimizer={"learning_rate": 1e-2, "groups": groups}, num_steps=1)
+        checked = posttrain("check", file)
+        assert checked.code == 0, checked.err
+        said = " ".join(checked.out.split())
+        # Two of 16 x 24, of which each number has two moments.
+        assert "(groups.0), learning rate 0.5, weight decay 0.25: 2 arrays, 768 parameters, state 6.0 KiB" in said, said
+        ended = posttrain("run", file, devices=2)
+    assert ended.code == 0, ended.err
+
+
 @pytest.mark.parametrize(("features", "changes", "text"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_refused(folder: Path, features: Any, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:

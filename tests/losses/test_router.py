@@ -202,7 +202,7 @@ def test_no_correction_of_a_balanced_mixture() -> None:
 @pytest.mark.thorough
 def test_only_its_rate_changes_a_correction() -> None:
     """No gradient, no weight decay, whatever the optimiser does to the rest."""
-    optimizer = make_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.5), 10)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.5), 10, model=mixture_model(CONFIG))
     frozen, _ = moved(trainer(optimizer=optimizer), rows())
     assert_array_equal(frozen[CORRECTION], 0.0)
     assert np.abs(frozen["stages.0.blocks.0.mlp.experts.gate"]).max() > 1e-3
@@ -218,8 +218,8 @@ def test_corrections_even_out_the_load() -> None:
 
 
 def test_biases_of_experts_are_not_decayed() -> None:
-    optimizer = make_optimizer(AdamW(learning_rate=1.0, weight_decay=1.0), 10)
     model = mixture_model(CONFIG)
+    optimizer = make_optimizer(AdamW(learning_rate=1.0, weight_decay=1.0), 10, model=model)
     params = ModelWeights(model).read()
     zeros = jax.tree.map(jnp.zeros_like, params)
     after, _ = jax.jit(lambda p: optimizer.update(zeros, optimizer.init(p), p, lambda g: g, None))(params)

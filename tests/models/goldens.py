@@ -220,9 +220,13 @@ class GoldenChecks:
             pytest.skip("this golden has no gradients")
         assert_allclose(golden.outputs.nll, golden.meta["right_mean_nll"], rtol=1e-4)
         expected = golden.meta[GRADIENTS]
-        got = norms_and_sums(ModelWeights(golden.model).bind(golden.outputs.gradient))
-        # What transformers keeps as a buffer has no gradient.
-        assert all(got[name][0] == 0 for name in got.keys() - expected.keys())
+        weights = ModelWeights(golden.model)
+        got, trainable = norms_and_sums(weights.bind(golden.outputs.gradient)), weights.trainable()
+        marks = {path: np.full(x.shape, path in trainable, x.dtype) for path, x in golden.outputs.gradient.items()}
+        trained = norms_and_sums(weights.bind(jax.tree.map(jnp.asarray, marks)))
+        # What transformers keeps as a buffer is not trained, or has no gradient.
+        assert all(got[name][0] == 0 or trained[name][0] == 0 for name in got.keys() - expected.keys())
+        assert all(trained[name][0] > 0 for name in expected)
         assert expected.keys() <= got.keys()
         for name, (norm, total) in expected.items():
             assert_allclose(got[name][0], norm, rtol=1e-3, err_msg=name)

@@ -44,7 +44,7 @@ def streamed(rubric: Rubric, order: list[int], pause_s: float = 0.0) -> Rewards:
     made = groups(TEXTS)
 
     async def run() -> Rewards:
-        async with rubric.scoring() as scoring:
+        async with rubric.scoring(0) as scoring:
             for number in order:
                 scoring.add(made[number])
                 await asyncio.sleep(pause_s)
@@ -79,7 +79,7 @@ def test_the_first_group_is_scored_while_others_are_sampled() -> None:
     called, sampled = threading.Event(), threading.Event()
 
     async def run() -> None:
-        async with rubric.scoring() as scoring:
+        async with rubric.scoring(0) as scoring:
             scoring.add(made[0])
             assert await asyncio.to_thread(called.wait, 10)
             for group in made[1:]:
@@ -129,7 +129,7 @@ def test_calls_end_with_a_failed_step() -> None:
     rubric = Rubric([reward(waits)])
 
     async def run() -> None:
-        async with rubric.scoring() as scoring:
+        async with rubric.scoring(0) as scoring:
             scoring.add(groups(TEXTS)[0])
             await asyncio.sleep(0.05)
             raise RuntimeError("of the sampler")

@@ -45,6 +45,7 @@ def collector(
         source=source,
         group_size=group_size,
         groups_per_step=len(examples),
+        steps_per_version=1,
     )
 
 

@@ -159,6 +159,7 @@ def acting(sampler: Sampler, rubric: Rubric, issued: int = 0) -> RolloutCollecto
         source=source,
         group_size=GROUP,
         groups_per_step=PER_STEP,
+        steps_per_version=1,
     )
 
 

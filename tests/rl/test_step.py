@@ -83,7 +83,7 @@ class World:
         self.trainer = Trainer(
             model,
             self.algorithm.loss,
-            optimizer or sgd(0.0),
+            make_optimizer(optimizer, 100, model=model) if isinstance(optimizer, AdamW) else optimizer or sgd(0.0),
             TrainSettings(
                 temperature=settings.temperature or 1.0,
                 max_grad_norm=1.0,
@@ -175,7 +175,7 @@ def test_every_algorithm_moves_the_weights(tokenizer: Tokenizer, algorithm: str)
 @pytest.mark.thorough
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_the_reference_stays_while_the_actor_learns(tokenizer: Tokenizer, lora: bool) -> None:
-    optimizer = make_optimizer(AdamW(learning_rate=1e-2 if lora else 2e-2), 100)
+    optimizer = AdamW(learning_rate=1e-2 if lora else 2e-2)
     world = World(tokenizer, lora=lora, optimizer=optimizer)
     first = world.step()
     reference = world.cluster.reference.logps(first.batch)
@@ -233,12 +233,14 @@ def test_a_prompt_that_is_too_long_is_named(tokenizer: Tokenizer) -> None:
 def test_evaluation_repeats_itself_and_has_an_interval(tokenizer: Tokenizer) -> None:
     world = World(tokenizer)
     greedy = replace(world.sampler, sampling=world.sampler.sampling.model_copy(update={"temperature": 0.0}))
-    first, second = (run_async(evaluate_prompts(greedy, world.rubric, examples(["1", "22", "333"]))) for _ in range(2))
+    first, second = (
+        run_async(evaluate_prompts(greedy, world.rubric, examples(["1", "22", "333"]), step=0)) for _ in range(2)
+    )
     assert [g[0].text for g in first.groups_P] == [g[0].text for g in second.groups_P]
     assert first.interval.low <= first.interval.mean <= first.interval.high
     assert first.metrics()["eval/reward"] == first.interval.mean
     # As published sets do: each prompt in many rows, which say no more about prompts that are not there.
-    many = run_async(evaluate_prompts(greedy, world.rubric, [*examples(["1", "22", "333"] * 10)]))
+    many = run_async(evaluate_prompts(greedy, world.rubric, [*examples(["1", "22", "333"] * 10)], step=0))
     assert vars(many.interval) == pytest.approx(vars(first.interval), rel=1e-3) and many.interval.n == 3
     assert len(many.prompts) == 30 and len(set(many.prompts)) == 3
 
@@ -248,7 +250,7 @@ def test_evaluation_repeats_itself_and_has_an_interval(tokenizer: Tokenizer) -> 
     failing = Rubric([Reward(function=fails, weight=1.0, timeout_s=60.0)])
     why = "no sample of eval_dataset has a valid reward: reward fails: no value for 3 of 3 samples; .*of the user"
     with pytest.raises(ConfigError, match=why):
-        run_async(evaluate_prompts(greedy, failing, examples(["1", "22", "333"])))
+        run_async(evaluate_prompts(greedy, failing, examples(["1", "22", "333"]), step=0))
 
 
 def params_of(trainer: Trainer) -> dict[str, np.ndarray]:
@@ -329,7 +331,7 @@ def test_a_step_without_a_mixed_group(tokenizer: Tokenizer, policy: Any) -> None
     def reward(completions: Sequence[str]) -> list[float]:
         return [0.1] * len(completions) if alike[0] else even_share(completions)
 
-    optimizer = make_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), 100)
+    optimizer = AdamW(learning_rate=1e-2, weight_decay=0.1)
     world = World(tokenizer, optimizer=optimizer, reward=reward)
     world.settings = replace(world.settings, zero_advantage=policy)
     assert to_host(world.step().metrics)["advantages/abs_max"] > 0.1

@@ -58,9 +58,9 @@ def block(model: Decoder, tokens: int = 3, window: int = 4) -> Speculation:
     sizes, draw = {"embed_dim": model.config.embed_dim, "vocab_size": model.config.vocab_size}, np.random.default_rng(0)
     config = DrafterConfig(tokens=tokens, window=window, layers=1, **sizes)
     arrays: dict[str, np.ndarray] = {}
-    for name, dims in config.shapes.items():
-        shape = [size for _, size in dims]
-        arrays[name] = np.ones(shape) if "norm" in name else draw.normal(0, shape[0] ** -0.5, shape)
+    for name, tensor in config.parameters.items():
+        shape = tensor.shape
+        arrays[name] = np.ones(shape) if tensor.role == "norm" else draw.normal(0, shape[0] ** -0.5, shape)
     stored = {name: array.astype(np.float32) for name, array in arrays.items()}
     return Speculation(tokens=tokens, block=StoredDrafter(config=config, target=described(model.config), arrays=stored))
 

@@ -91,7 +91,7 @@ def test_bytes_are_those_of_the_trainer(tmp_path: Path, model: dict[str, Any]) -
         made = load_model(config.model.path, dtype=config.model.dtype, adapter=config.model.adapter)
     outline = model_outline(config, trained_model_files(config.model, load_tokenizer("bytes")))
     size = training_size(config, outline, ONE)
-    optimizer = make_optimizer(config.stages[0].optimizer, 4, seed=0)
+    optimizer = make_optimizer(config.stages[0].optimizer, 4, seed=0, model=made)
     trainer = Trainer(made, SFTLoss(), optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0))
     state = trainer.state()
     count = count_parameters(made)

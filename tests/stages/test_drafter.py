@@ -138,7 +138,7 @@ def test_statistics_are_those_of_a_naive_twin() -> None:
 def trainer_of(model: Decoder) -> Trainer:
     """Trainer of a drafter, whose program all tests share."""
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=2)
-    optimizer = make_optimizer(OnlineDrafterOptimizer(learning_rate=1e-2), 12, 0, model)
+    optimizer = make_optimizer(OnlineDrafterOptimizer(learning_rate=1e-2), 12, 0, model=model)
     return Trainer(model, BlockDraftLoss(), optimizer, settings)
 
 

@@ -36,11 +36,13 @@ from posttrain.stages.distill import DistillInputs, cache_folders, terms_of
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RLInputs
 from posttrain.stages.sft import SequenceInputs, SFTInputs
-from posttrain.train.transformations import make_optimizer
+from posttrain.train.optimizers import Trained
+from posttrain.train.transformations import optimizer_of
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ModelWeights, Parameter
 from tests.stages.runs import INIT, model_of, rl_stage, sft_stage, write_run
+from tests.tiny import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -442,7 +444,8 @@ def test_optimizer(folder: Path, change: dict[str, Any]) -> None:
 
     def moved(fields: dict[str, Any]) -> Any:
         params = {"w": jnp.ones((16, 2), jnp.bfloat16 if "stochastic_rounding" in change else jnp.float32)}
-        optimizer = make_optimizer(section.model_copy(update=fields), 4, seed=0)
+        declared = Trained(w=Parameter("kernel", ("embed", "mlp")))
+        optimizer = optimizer_of(section.model_copy(update=fields), declared, tiny_config(), 4, seed=0)
         state = optimizer.init(params)
         for gradient in (1.0, -0.3, 0.2):
             given = {"w": gradient * jnp.linspace(0.5, 1.0, 32).reshape(16, 2)}

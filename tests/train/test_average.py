@@ -37,7 +37,7 @@ def made(dtype: Any = jnp.float32, mesh: Any = None, **changes: Any) -> Trainer:
     model = tiny_model(num_layers=1, windows=(None,), dtype=dtype)
     section = SECTION.model_copy(update=changes)
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, offload_optimizer=mesh is not None)
-    return Trainer(model, SFTLoss(), make_optimizer(section, 4, 0, model), settings, mesh=mesh)
+    return Trainer(model, SFTLoss(), make_optimizer(section, 4, 0, model=model), settings, mesh=mesh)
 
 
 def test_the_average_is_that_of_a_loop_also_when_resumed(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_average_is_that_of_a_loop_also_when_resumed(tmp_path: Path) -> None
     nothing. In evaluations it takes the place of the weights."""
     model = tiny_model(num_layers=1, windows=(None,), qk_norm=False, initializer_range=0.4, dtype=jnp.bfloat16)
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, qk_clip=2.0)
-    trainer = Trainer(model, SFTLoss(), make_optimizer(SECTION, 4, 0, model), settings)
+    trainer = Trainer(model, SFTLoss(), make_optimizer(SECTION, 4, 0, model=model), settings)
     expected: dict[str, Any] = {}
     with Checkpointer(tmp_path) as checkpointer:
         for step in range(3):
@@ -105,7 +105,7 @@ def test_what_is_changed_beside_the_optimiser_is_refused() -> None:
     model = tiny_model(num_layers=1, windows=(None,))
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, correction_rate=0.1)
     with pytest.raises(ConfigError, match="optimizer.ema averages what the optimiser updates"):
-        Trainer(model, SFTLoss(), make_optimizer(SECTION, 4, 0, model), settings)
+        Trainer(model, SFTLoss(), make_optimizer(SECTION, 4, 0, model=model), settings)
 
 
 @pytest.mark.thorough

@@ -180,7 +180,7 @@ def test_kept_features_beside_other_features(case: VisionCase, shared: Path, way
             mesh = make_mesh(MeshSection(expert=4, fsdp=2)) if limit else None
         elif way == "average":
             model = load_model(case.folder, dtype=jnp.float32, vision="frozen")
-            optimizer = make_optimizer(AdamW(learning_rate=1e-2, ema={"decay": 0.5}), 10)
+            optimizer = make_optimizer(AdamW(learning_rate=1e-2, ema={"decay": 0.5}), 10, model=model)
         else:
             lora = LoRA(rank=2)
             model = load_model(case.folder, dtype=jnp.float32, vision="frozen", lora=lora, quantize="nf4", seed=0)

@@ -181,13 +181,13 @@ def test_what_each_group_takes() -> None:
         weight_decay=0.2,
         groups=[{"match": "norm", "learning_rate": 0.3}, {"match": "attention", "kind": "lion"}],
     )
-    groups = {group.label: group for group in groups_of(section, weights())}
-    assert [*groups] == ["adamw", "adamw (groups.0)", "lion (groups.1)"]
-    first, second = groups["adamw (groups.0)"].section, groups["lion (groups.1)"].section
+    found = {group.label: group for group in groups_of(section, weights())}
+    assert [*found] == ["adamw", "adamw (groups.0)", "lion (groups.1)"]
+    first, second = found["adamw (groups.0)"].section, found["lion (groups.1)"].section
     assert isinstance(first, AdamW) and (first.learning_rate, first.beta1, first.weight_decay) == (0.3, 0.5, 0.2)
     assert isinstance(second, Lion) and (second.learning_rate, second.beta1, second.weight_decay) == (0.1, 0.9, 0.2)
-    assert all("norm" in path for path in groups["adamw (groups.0)"].paths)
-    assert {path.split(".")[5] for path in groups["lion (groups.1)"].paths} == {"q", "k", "v", "o"}
+    assert all("norm" in path for path in found["adamw (groups.0)"].paths)
+    assert {path.split(".")[5] for path in found["lion (groups.1)"].paths} == {"q", "k", "v", "o"}
 
 
 def test_rates_of_what_reads_hidden_states_fall_with_the_width() -> None:

@@ -22,13 +22,13 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.objective import TrainSettings
-from posttrain.train.optimizers import Optimizer, clipped, decay_mask, global_norm
+from posttrain.train.optimizers import Optimizer, Trained, clipped, global_norm
 from posttrain.train.trainer import Trainer
-from posttrain.train.transformations import make_optimizer, make_schedule
+from posttrain.train.transformations import make_optimizer, make_schedule, optimizer_of
 from posttrain.tree import map_with_path
-from posttrain.weights.state import ModelWeights
+from posttrain.weights.state import ModelWeights, Parameter
 from tests.often import often
-from tests.tiny import tiny_model
+from tests.tiny import tiny_config, tiny_model
 from tests.train.test_trainer import rows
 
 pytestmark = pytest.mark.fast
@@ -103,24 +103,29 @@ def parameters(dtype=jnp.float32):
     return {n: jax.random.normal(k, s, dtype) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
 
 
+DECLARED = Trained(
+    {
+        "layers.q.kernel": Parameter("kernel", ("layers", "embed", "heads")),
+        "layers.q.bias": Parameter("bias", ("layers", "heads")),
+        "layers.norm.scale": Parameter("norm", ("layers", "embed")),
+        "embedding": Parameter("embedding", ("vocab", "embed")),
+    }
+)
+"""Declarations of `parameters`."""
+
+
+def made_of(section, num_steps):
+    return optimizer_of(section, DECLARED, tiny_config(), num_steps, seed=0)
+
+
+def decaying(params):
+    """Matrices and tables of `parameters` or of a tiny model."""
+    return {path: path.endswith(("kernel", "embedding")) for path in params}
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def apply(optimizer, grads, state, params):
     return optimizer.update(grads, state, params, lambda g: g.astype(jnp.float32), None)
-
-
-def test_only_matrices_and_embeddings_decay():
-    names = (
-        "a.kernel",
-        "embed.embedding",
-        "a.lora_a",
-        "a.lora_b",
-        "scale.kernel",
-        "a.bias",
-        "norm.scale",
-        "scale",
-        "a.sinks",
-    )
-    assert decay_mask({n: jnp.zeros((2, 2)) for n in names}) == {n: i < 5 for i, n in enumerate(names)}
 
 
 def test_adamw_is_torchs_over_20_steps():
@@ -137,7 +142,7 @@ def test_adamw_is_torchs_over_20_steps():
     ]
     torch_optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.95), eps=1e-6)
     schedule = make_schedule(section, 20)
-    tx = make_optimizer(section, 20)
+    tx = made_of(section, 20)
     state = tx.init(params)
     for step, grad in enumerate(grads):
         params, state = apply(tx, grad, state, params)
@@ -154,9 +159,9 @@ def test_adamw_is_torchs_over_20_steps():
 def test_adamw_is_optaxs_with_a_skipped_update_between():
     section = AdamW(learning_rate=0.02, schedule="cosine", weight_decay=0.3, beta2=0.95, ema={"decay": 0.9})
     decayed = {"b1": section.beta1, "b2": section.beta2, "eps": section.eps, "weight_decay": section.weight_decay}
-    twin = Optimizer(transformation=optax.adamw(make_schedule(section, 9), mask=decay_mask, **decayed))
+    twin = Optimizer(transformation=optax.adamw(make_schedule(section, 9), mask=decaying, **decayed))
     ends = []
-    for optimizer in (make_optimizer(section, 9), twin):
+    for optimizer in (made_of(section, 9), twin):
         params = parameters()
         state = optimizer.init(params)
         for step in range(9):
@@ -172,7 +177,7 @@ def test_adamw_is_optaxs_with_a_skipped_update_between():
 
 def test_bfloat16_parameters_are_the_rounded_float32_run():
     section = AdamW(learning_rate=0.05, weight_decay=0.1)
-    tx = make_optimizer(section, 10)
+    tx = made_of(section, 10)
     low, full = parameters(jnp.bfloat16), jax.tree.map(lambda p: p.astype(jnp.float32), parameters(jnp.bfloat16))
     low_state, full_state = tx.init(low), tx.init(full)
     assert {x.dtype for x in jax.tree.leaves(low_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
@@ -209,9 +214,10 @@ def test_clipping_scales_the_whole_gradient():
 
 
 STEPS = 3
+KERNEL = Parameter("kernel", ("embed", "mlp"))
 ANY: dict[str, optax.GradientTransformation] = {
     "adam": optax.adam(1e-2),
-    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS), mask=decay_mask),
+    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS), mask=decaying),
     "lion": optax.lion(1e-3),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
     "momentum": optax.sgd(1e-1, momentum=0.9),
@@ -333,7 +339,8 @@ def test_an_elementwise_update_by_layers_is_that_of_the_tree():
         for moments, atol in (("float32", 0.0), ("bfloat16", 4e-3), ("int8", 2e-2)):
             ends = []
             for elementwise in (False, True):
-                made = Optimizer(transformation=ANY[name], elementwise=elementwise, moments=moments, seed=1)
+                few = {"moments": moments, "seed": 1, "parameters": DECLARED}
+                made = Optimizer(transformation=ANY[name], elementwise=elementwise, **few)
                 new, state = params, made.init(params)
                 for step in range(STEPS):
                     gradients = jax.tree.map(lambda p, step=step: jnp.cos(p * (step + 1)), new)
@@ -359,8 +366,9 @@ def test_an_elementwise_update_by_layers_is_that_of_the_tree():
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_state_that_is_no_known_moment_is_refused_in_8_bits(transformation, field):
+    few = {"moments": "int8", "seed": 0, "parameters": Trained(a=KERNEL)}
     with pytest.raises(ConfigError, match=f"moments=int8.*{field}.*bfloat16"):
-        Optimizer(transformation=transformation, moments="int8", seed=0).init({"a.kernel": jnp.ones((64, 8))})
+        Optimizer(transformation=transformation, **few).init({"a": jnp.ones((64, 8))})
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lion", "adafactor", "muon"])
@@ -378,8 +386,9 @@ def test_decay_of_a_group_acts_on_all_that_it_matches(kind):
 
 
 def test_codes_have_a_sign_but_for_what_is_never_negative():
-    params = {"a.kernel": jnp.ones((64, 8))}
+    params = {"a": jnp.ones((64, 8))}
     dtypes = {"adam": {"int8", "uint8"}, "rmsprop": {"uint8"}, "lion": {"int8"}, "momentum": {"int8"}}
     for name, expected in dtypes.items():
-        state = Optimizer(transformation=ANY[name], moments="int8", seed=0).init(params)
+        few = {"moments": "int8", "seed": 0, "parameters": Trained(a=KERNEL)}
+        state = Optimizer(transformation=ANY[name], **few).init(params)
         assert {str(x.dtype) for x in jax.tree.leaves(state) if x.dtype.itemsize == 1} == expected

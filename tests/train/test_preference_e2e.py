@@ -229,7 +229,7 @@ def test_dpo_run(e2e: Golden) -> None:
     """Two micro-batches of two pairs: what TRL's trainer logs, at every step."""
     case = case_of(e2e, "run_dpo")
     model = load_model(MODELS / "llama")
-    optimizer = make_optimizer(AdamW(learning_rate=case["args"]["lr"]), case["args"]["max_steps"])
+    optimizer = make_optimizer(AdamW(learning_rate=case["args"]["lr"]), case["args"]["max_steps"], model=model)
     loss = PreferenceLoss(beta=case["args"]["beta"])
     trainer = Trainer(model, loss, optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0, micro_batch_rows=2))
     reference = Reference(trainer)

@@ -226,7 +226,7 @@ def stressed(kind: str, limit: float, seed: int, steps: int) -> dict[str, float]
     else:
         model = tiny_model(seed, num_layers=2, windows=(None,), qk_norm=False, initializer_range=0.1, vocab_size=64)
     groups = [{"match": r"attention\.(q|k|q_up|kv)\.", "learning_rate": 0.3}]
-    optimizer = make_optimizer(Muon(learning_rate=0.02, warmup_steps=10, groups=groups), 240, 0, model)
+    optimizer = make_optimizer(Muon(learning_rate=0.02, warmup_steps=10, groups=groups), 240, 0, model=model)
     trainer = Trainer(model, SFTLoss(), optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0, qk_clip=limit))
     metrics: dict[str, float] = {"loss": 9.0}
     for step in range(steps):

@@ -270,7 +270,7 @@ def test_a_batch_without_weight_or_with_a_broken_gradient_changes_nothing() -> N
 @pytest.mark.thorough
 def test_the_model_shows_the_new_weights_and_their_type_stays() -> None:
     model = small(dtype=jnp.bfloat16, compute_dtype=jnp.float32)
-    t = trainer(model=model, optimizer=make_optimizer(AdamW(learning_rate=1e-2), 10))
+    t = trainer(model=model, optimizer=make_optimizer(AdamW(learning_rate=1e-2), 10, model=model))
     before = np.asarray(model.final_norm.scale[...], np.float32)
     t.step(rows(0))
     assert model.final_norm.scale[...].dtype == jnp.bfloat16
@@ -293,7 +293,8 @@ def test_optimizers_of_a_library_keep_the_type_of_their_state(name: str) -> None
 
 @pytest.mark.thorough
 def test_twenty_steps_compile_once_per_row_length() -> None:
-    t = trainer(optimizer=make_optimizer(AdamW(learning_rate=1e-3), 20), micro_batch_rows=2)
+    model = small()
+    t = trainer(model=model, optimizer=make_optimizer(AdamW(learning_rate=1e-3), 20, model=model), micro_batch_rows=2)
     first, last = [], []
     for step in range(20):
         metrics = to_host(t.step(rows(0)))
@@ -308,11 +309,12 @@ def test_twenty_steps_compile_once_per_row_length() -> None:
 
 def test_an_equal_trainer_traces_nothing() -> None:
     """The next trainer's programs are those of the last; they hold no arrays of its model."""
-    adam, batch = {"optimizer": make_optimizer(AdamW(learning_rate=1e-2), 100)}, rows(0)
+    adam, batch = {"optimizer": make_optimizer(AdamW(learning_rate=1e-2), 100, model=small())}, rows(0)
     first = trainer(**adam)
     first.step(batch)
     found = dict(first.params)
-    other = trainer(model=small(seed=1), optimizer=make_optimizer(AdamW(learning_rate=1e-2), 100))
+    model = small(seed=1)
+    other = trainer(model=model, optimizer=make_optimizer(AdamW(learning_rate=1e-2), 100, model=model))
     other.step(batch)
     assert other._programs is first._programs and other.num_programs == 1
     assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.split(first._programs.structure.model)))
@@ -328,13 +330,16 @@ def test_an_equal_trainer_traces_nothing() -> None:
         {"temperature": 0.5},
         {"loss": DFTLoss()},
         {"loss": lambda stats, batch: SFTLoss()(stats, batch)},
-        {"optimizer": make_optimizer(AdamW(learning_rate=1e-3), 100)},
+        {"optimizer": make_optimizer(AdamW(learning_rate=1e-3), 100, model=small())},
         {"optimizer": optax.adam(1e-2)},
         {"model": small(dtype=jnp.bfloat16)},
         {"model": adapted},
         {"model": wider},
         {"mesh": make_mesh(MeshSection(fsdp=2), jax.devices()[:2])},
     ]
+    for one in changes:
+        if "model" in one:
+            one["optimizer"] = make_optimizer(AdamW(learning_rate=1e-2), 100, model=one["model"])
     programs = [trainer(**adam | one)._programs for one in changes]
     assert len({*map(id, programs), id(again._programs)}) == len(changes) + 1
     # What a function of the user does may have changed meanwhile.
@@ -361,7 +366,8 @@ def test_clipping_bounds_the_update() -> None:
 @pytest.mark.optimized
 def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary() -> None:
     vocab, length = 32768, 512
-    t = trainer(model=small(vocab_size=vocab), optimizer=make_optimizer(AdamW(learning_rate=1e-3), 10))
+    model = small(vocab_size=vocab)
+    t = trainer(model=model, optimizer=make_optimizer(AdamW(learning_rate=1e-3), 10, model=model))
     tokens = np.ones((4, length), np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy()
     batch = Batch(tokens=tokens, positions=positions, segments=tokens, loss_weight=np.ones(tokens.shape, np.float32))

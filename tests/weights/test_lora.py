@@ -205,6 +205,14 @@ def test_scales_by_rank_pattern_and_layer() -> None:
             "lora.targets: 'mlp(' is not a valid regular expression: missing ), unterminated subpattern",
         ),
         ({"layers": (0, 3)}, "lora.layers: 3 is not a layer of the model; use 0 to 2"),
+        (
+            {"targets": ("mlp", "layers.1.self_attn.q_proj"), "layers": (0, 2)},
+            "lora.layers=[0, 2]: 'layers.1.self_attn.q_proj' of targets matches no matrix of these layers",
+        ),
+        (
+            {"targets": ("layers.1.self_attn.q_proj",), "layers": (1, 2)},
+            "lora.layers: layer 2 has no matrix that targets match; remove it",
+        ),
         ({"rank_pattern": {"lm_head": 3}}, "lora.rank_pattern: 'lm_head' matches no adapter; available: attention.k, "),
         ({"alpha_pattern": {"q_prj": 3}}, "lora.alpha_pattern: 'q_prj' matches no adapter; available: attention.k, "),
         (

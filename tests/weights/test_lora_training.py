@@ -49,7 +49,7 @@ BATCH = batch_of(np.random.default_rng(1).integers(3, 96, (4, 12), dtype=np.int3
 
 
 def trainer_of(model: Decoder, *, seed: int | None = 0, rows: int | None = None, mesh: Mesh | None = None) -> Trainer:
-    optimizer = make_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), num_steps=10)
+    optimizer = make_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1), num_steps=10, model=model)
     settings = TrainSettings(temperature=1.0, max_grad_norm=1.0, dropout_seed=seed, micro_batch_rows=rows)
     return Trainer(model, SFTLoss(), optimizer, settings, mesh=mesh)
 

@@ -283,7 +283,7 @@ def losses(kind: Quantize | None) -> list[float]:
         quantize_model(model, kind)
     attach_lora(model, LoRA(rank=8), seed=0)
     frozen = {p: np.asarray(w) for p, w in ModelWeights(model).read().items() if p.endswith((".codes", ".scales"))}
-    optimizer = make_optimizer(AdamW(learning_rate=0.02), 12)
+    optimizer = make_optimizer(AdamW(learning_rate=0.02), 12, model=model)
     trainer = Trainer(model, SFTLoss(), optimizer, TrainSettings(temperature=1.0, max_grad_norm=1.0))
     found = [float(trainer.step(batch)["loss"].value()) for batch, _ in zip(batches(0), range(12), strict=False)]
     assert all(np.array_equal(np.asarray(ModelWeights(model).read()[path]), array) for path, array in frozen.items())
@@ -304,7 +304,7 @@ def test_refusals() -> None:
         Trainer(
             model,
             SFTLoss(),
-            make_optimizer(AdamW(learning_rate=0.1), 1),
+            make_optimizer(AdamW(learning_rate=0.1), 1, model=model),
             TrainSettings(temperature=1.0, max_grad_norm=1.0),
         )
     with pytest.raises(ConfigError, match="lora.modules_to_save: 'up_proj' matches .*up.kernel, which model.quantize"):

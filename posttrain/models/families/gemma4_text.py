@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -177,7 +176,7 @@ class Gemma4Block(Block):
         self.input_gate = Linear(repeats, *gate, init, bias=False) if size else None
         self.input_projection = Linear(repeats, *projection, init, bias=False) if size else None
         self.input_norm = _norm(model, repeats, init) if size else None
-        self.scale = param(jnp.ones((repeats, 1), init.dtype), ("layers", "latent"), "norm")
+        self.scale = param(jnp.ones((repeats, 1), init.dtype), ("layers", "latent"), "buffer")
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
@@ -189,8 +188,7 @@ class Gemma4Block(Block):
             )
             inputs = gated(self.activation, self.input_gate(x), context.layer_inputs[index.layer])
             x = x + self.input_norm(self.input_projection(inputs))
-        # A buffer in transformers: not trained.
-        return x * jax.lax.stop_gradient(self.scale[...][0]).astype(x.dtype)
+        return x * self.scale[...][0].astype(x.dtype)
 
 
 def _norm(model: ModelConfig, repeats: int, init: Init) -> RMSNorm:

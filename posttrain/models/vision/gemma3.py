@@ -34,6 +34,8 @@ from posttrain.models.vision.tower import (
     layer_norm,
     linear,
     matrices,
+    norm,
+    parameter,
     pixels,
     rms_norm,
     run_layers,
@@ -97,19 +99,19 @@ class Siglip(VisionConfig):
 
     def tensors(self) -> dict[str, TowerTensor]:
         tower, width, mlp = "vision_tower.vision_model.", self.width, self.mlp_dim
-        norms = {f"{norm}.{part}": (width,) for norm in ("layer_norm1", "layer_norm2") for part in ("weight", "bias")}
+        norms = norm("layer_norm1", width, bias=True) | norm("layer_norm2", width, bias=True)
         sizes = {f"self_attn.{part}_proj": (width, width) for part in ("q", "k", "v", "out")}
         sizes |= {"mlp.fc1": (mlp, width), "mlp.fc2": (width, mlp)}
-        patch: dict[str, tuple[int, ...]] = {"patch_embedding.weight": (width, 3, self.patch_size, self.patch_size)}
-        patch |= {"patch_embedding.bias": (width,), "position_embedding.weight": (self.side**2, width)}
-        last = {"post_layernorm.weight": (width,), "post_layernorm.bias": (width,)}
+        patch = parameter("patch_embedding.weight", (width, 3, self.patch_size, self.patch_size), "kernel")
+        patch |= parameter("patch_embedding.bias", (width,), "bias", start=0.0)
+        patch |= parameter("position_embedding.weight", (self.side**2, width), "embedding")
         found = table(f"{tower}embeddings.", patch)
         found |= table(f"{tower}encoder.layers.{{layer}}.", norms | matrices(sizes, bias=True), key="layers.")
-        found |= table(tower, last)
-        projector = {"mm_soft_emb_norm.weight": (width,), "mm_input_projection_weight": (width, self.embed_dim)}
-        found |= table("multi_modal_projector.", projector, key="projector.")
-        norm = found["projector.mm_soft_emb_norm.weight"]
-        return found | {"projector.mm_soft_emb_norm.weight": replace(norm, start=0.0)}
+        found |= table(tower, norm("post_layernorm", width, bias=True))
+        # The norm multiplies by 1 + its scale; the matrix is stored [in, out], which no adapter reads.
+        projector = norm("mm_soft_emb_norm", width, bias=False, start=0.0)
+        projector |= parameter("mm_input_projection_weight", (width, self.embed_dim), "kernel")
+        return found | table("multi_modal_projector.", projector, key="projector.")
 
     def picture_patches(self, limits: ImageSection) -> int:
         return self.side**2

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -24,6 +23,8 @@ from posttrain.models.vision.tower import (
     heads,
     linear,
     matrices,
+    norm,
+    parameter,
     pixels,
     rms_norm,
     run_layers,
@@ -69,20 +70,22 @@ class Gemma4Vision(VisionConfig):
             "pre_feedforward_layernorm",
             "post_feedforward_layernorm",
         )
-        layer: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm in norms}
-        layer |= {f"self_attn.{norm}_norm.weight": (self.head_dim,) for norm in "qk"}
+        layer = norm("self_attn.q_norm", self.head_dim, bias=False)
+        layer |= norm("self_attn.k_norm", self.head_dim, bias=False)
+        for name in norms:
+            layer |= norm(name, width, bias=False)
         sizes = {f"self_attn.{part}_proj.linear": (inner, width) for part in "qkv"}
         sizes |= {"self_attn.o_proj.linear": (width, inner), "mlp.gate_proj.linear": (mlp, width)}
         sizes |= {"mlp.up_proj.linear": (mlp, width), "mlp.down_proj.linear": (width, mlp)}
-        first = {
-            "input_proj.weight": (width, 3 * self.patch_size**2),
-            "position_embedding_table": (2, self.positions, width),
-        }
+        first = parameter("input_proj.weight", (width, 3 * self.patch_size**2), "kernel")
+        first |= parameter("position_embedding_table", (2, self.positions, width), "embedding")
         found = table(f"{tower}patch_embedder.", first)
         found |= table(f"{tower}encoder.layers.{{layer}}.", layer | matrices(sizes, bias=False), key="layers.")
         if self.standardize:
-            found |= table(tower, {"std_bias": (width,), "std_scale": (width,)})
-        last = {"embedding_projection.weight": (self.embed_dim, width)}
+            # Buffers in transformers: not trained.
+            buffers = parameter("std_bias", (width,), "buffer", start=0.0)
+            found |= table(tower, buffers | parameter("std_scale", (width,), "buffer", start=1.0))
+        last = matrices({"embedding_projection": (self.embed_dim, width)}, bias=False)
         return found | table("model.embed_vision.", last, key="projector.")
 
     def picture_patches(self, limits: ImageSection) -> int:
@@ -122,10 +125,7 @@ class Gemma4Vision(VisionConfig):
         x = run_layers(params, layer, x, compute, range(self.depth)).astype(jnp.float32)
         pooled: Float[Array, "B N D"] = jnp.mean(blocks(x, self.merge), axis=2) * self.width**0.5
         if self.standardize:
-            # Buffers in transformers: not trained.
-            bias, scale = (
-                jax.lax.stop_gradient(params[f"std_{name}"]).astype(jnp.float32) for name in ("bias", "scale")
-            )
+            bias, scale = (params[f"std_{name}"].astype(jnp.float32) for name in ("bias", "scale"))
             pooled = (pooled - bias[None, None]) * scale[None, None]
         normed = rms_normed(pooled, eps).astype(compute.dtype)
         return Encoded(linear(params, "projector.embedding_projection", normed))

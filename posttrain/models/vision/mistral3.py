@@ -24,6 +24,8 @@ from posttrain.models.vision.tower import (
     heads,
     linear,
     matrices,
+    norm,
+    parameter,
     pixels,
     place_tables,
     rms_norm,
@@ -66,14 +68,14 @@ class Pixtral(VisionConfig):
         sizes = {f"attention.{part}_proj": (inner, width) for part in "qkv"} | {"attention.o_proj": (width, inner)}
         sizes |= {"feed_forward.gate_proj": (mlp, width), "feed_forward.up_proj": (mlp, width)}
         sizes |= {"feed_forward.down_proj": (width, mlp)}
-        norms = {"attention_norm.weight": (width,), "ffn_norm.weight": (width,)}
-        first = {"patch_conv.weight": (width, 3, self.patch_size, self.patch_size), "ln_pre.weight": (width,)}
-        found = table("vision_tower.", first)
+        norms = norm("attention_norm", width, bias=False) | norm("ffn_norm", width, bias=False)
+        first = parameter("patch_conv.weight", (width, 3, self.patch_size, self.patch_size), "kernel")
+        found = table("vision_tower.", first | norm("ln_pre", width, bias=False))
         layer = norms | matrices(sizes, bias=False)
         found |= table("vision_tower.transformer.layers.{layer}.", layer, key="layers.")
         ends = {"linear_1": (self.embed_dim, width), "linear_2": (self.embed_dim, self.embed_dim)}
-        merged = {"patch_merger.merging_layer.weight": (width, width * self.merge**2)}
-        last = {"norm.weight": (width,)} | merged | matrices(ends, bias=self.bias)
+        merged = matrices({"patch_merger.merging_layer": (width, width * self.merge**2)}, bias=False)
+        last = norm("norm", width, bias=False) | merged | matrices(ends, bias=self.bias)
         return found | table("multi_modal_projector.", last, key="projector.")
 
     def attends(self, images: Any, places: Any) -> Sequence[tuple[Any, int]]:

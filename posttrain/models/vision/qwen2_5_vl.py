@@ -32,6 +32,8 @@ from posttrain.models.vision.tower import (
     gelu,
     linear,
     matrices,
+    norm,
+    parameter,
     pixels,
     place_tables,
     rms_norm,
@@ -129,11 +131,12 @@ class QwenVision(VisionConfig):
         width, mlp, joined = self.width, self.mlp_dim, self.width * self.merge**2
         sizes = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
         sizes |= {"mlp.gate_proj": (mlp, width), "mlp.up_proj": (mlp, width), "mlp.down_proj": (width, mlp)}
-        layer = {"norm1.weight": (width,), "norm2.weight": (width,)} | matrices(sizes, bias=True)
+        norms = norm("norm1", width, bias=False) | norm("norm2", width, bias=False)
         merger = {"mlp.0": (joined, joined), "mlp.2": (self.embed_dim, joined)}
-        found = table("visual.", {"patch_embed.proj.weight": (width, 3, 2, self.patch_size, self.patch_size)})
-        found |= table("visual.blocks.{layer}.", layer, key="layers.")
-        last = {"ln_q.weight": (width,)} | matrices(merger, bias=True)
+        patch = parameter("patch_embed.proj.weight", (width, 3, 2, self.patch_size, self.patch_size), "kernel")
+        found = table("visual.", patch)
+        found |= table("visual.blocks.{layer}.", norms | matrices(sizes, bias=True), key="layers.")
+        last = norm("ln_q", width, bias=False) | matrices(merger, bias=True)
         return found | table("visual.merger.", last, key="projector.")
 
     def attends(self, images: Any, places: Any) -> Sequence[tuple[Any, int]]:

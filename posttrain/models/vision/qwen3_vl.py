@@ -23,6 +23,8 @@ from posttrain.models.vision.tower import (
     layer_norm,
     linear,
     matrices,
+    norm,
+    parameter,
     pixels,
     place_tables,
     run_layers,
@@ -57,16 +59,17 @@ class Qwen3Vision(VisionConfig):
         width, joined = self.width, self.width * self.merge**2
         sizes = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
         sizes |= {"mlp.linear_fc1": (self.mlp_dim, width), "mlp.linear_fc2": (width, self.mlp_dim)}
-        norms = {f"{norm}.{part}": (width,) for norm in ("norm1", "norm2") for part in ("weight", "bias")}
-        first: dict[str, tuple[int, ...]] = {"patch_embed.proj.weight": (width, 3, 2, self.patch_size, self.patch_size)}
-        first |= {"patch_embed.proj.bias": (width,), "pos_embed.weight": (self.side**2, width)}
+        norms = norm("norm1", width, bias=True) | norm("norm2", width, bias=True)
+        first = parameter("patch_embed.proj.weight", (width, 3, 2, self.patch_size, self.patch_size), "kernel")
+        first |= parameter("patch_embed.proj.bias", (width,), "bias", start=0.0)
+        first |= parameter("pos_embed.weight", (self.side**2, width), "embedding")
         found = table("model.visual.", first)
         found |= table("model.visual.blocks.{layer}.", norms | matrices(sizes, bias=True), key="layers.")
         mergers = {"merger": width} | {f"deepstack_merger_list.{k}": joined for k in range(len(self.deepstack))}
         for name, normed in mergers.items():
             merger = {"linear_fc1": (joined, joined), "linear_fc2": (self.embed_dim, joined)}
-            shapes = {"norm.weight": (normed,), "norm.bias": (normed,)} | matrices(merger, bias=True)
-            found |= table(f"model.visual.{name}.", shapes, key=f"projector.{name}.")
+            merged = norm("norm", normed, bias=True) | matrices(merger, bias=True)
+            found |= table(f"model.visual.{name}.", merged, key=f"projector.{name}.")
         return found
 
     def encode(self, params: Params, images: Images, compute: Compute) -> Encoded:

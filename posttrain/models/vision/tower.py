@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.attention.dispatch import attention
 from posttrain.models.activations import rematerialized
 from posttrain.models.adapter import Adapter
-from posttrain.models.config import Compute, Encoded, Images, ModelConfig, TowerTensor, VisionConfig
-from posttrain.models.layers import Adaptable, Init, Role, normal, param, rms_normed
+from posttrain.models.config import Compute, Encoded, Images, ModelConfig, Role, TowerTensor, VisionConfig
+from posttrain.models.layers import Adaptable, Init, normal, param, rms_normed
 from posttrain.models.rope import Tables, apply_rope, default_frequencies
 from posttrain.tree import pytree
 
@@ -174,8 +175,7 @@ class Tower(Adaptable):
             value = normal(init, whole) if tensor.start is None else jnp.full(whole, tensor.start, init.dtype)
             # A matrix is split over devices where they divide its outputs.
             dims = ("tower", *["latent"] * (len(shape) - 1)) if len(shape) > 1 else ("latent",) * len(shape)
-            role: Role = "kernel" if len(shape) > 1 else "bias" if tensor.name.endswith("bias") else "norm"
-            setattr(self, key, param(value, (*layers, *dims), role))
+            setattr(self, key, param(value, (*layers, *dims), tensor.role))
 
     def __call__(self, images: ImageInputs, compute: Compute) -> PlacedImages | None:
         """Encode the images, unless they are, and prepare their placement; None without any."""
@@ -205,9 +205,7 @@ class Tower(Adaptable):
     def matrices(self) -> Mapping[str, Any]:
         """Matrices of linear layers; not those that embed patches and positions."""
         return {
-            key: StoredMatrix(getattr(self, key))
-            for key, tensor in self.config.tensors().items()
-            if key.startswith((LAYERS, PROJECTOR)) and key.endswith(".weight") and len(tensor.shape) == 2
+            key: StoredMatrix(getattr(self, key)) for key, tensor in self.config.tensors().items() if tensor.adaptable
         }
 
     def placed(
@@ -222,24 +220,35 @@ class Tower(Adaptable):
         return PlacedImages(features=jnp.asarray(encoded.features), added=added, rows=rows, images=images, fill=fill)
 
 
-def table(prefix: str, shapes: Mapping[str, tuple[int, ...]], *, key: str = "") -> dict[str, TowerTensor]:
-    """Tensors of a checkpoint by key and name; biases begin at 0, scales of norms at 1."""
+# Declarations of parameters, by their name in the checkpoint without a prefix.
 
-    def start(name: str, shape: tuple[int, ...]) -> float | None:
-        return None if len(shape) > 1 else 0.0 if name.endswith("bias") else 1.0
-
-    return {
-        f"{key}{name}": TowerTensor(name=f"{prefix}{name}", shape=shape, start=start(name, shape))
-        for name, shape in shapes.items()
-    }
+Declared = dict[str, TowerTensor]
 
 
-def matrices(shapes: Mapping[str, tuple[int, int]], *, bias: bool) -> dict[str, tuple[int, ...]]:
-    """Weights [out, in] of linear layers by name, with their biases."""
-    found: dict[str, tuple[int, ...]] = {}
+def table(prefix: str, declared: Declared, *, key: str = "") -> Declared:
+    """Declarations by key, with the prefix of their names in the checkpoint."""
+    return {f"{key}{name}": replace(tensor, name=f"{prefix}{name}") for name, tensor in declared.items()}
+
+
+def parameter(name: str, shape: tuple[int, ...], role: Role, *, start: float | None = None) -> Declared:
+    """Declaration of one parameter, which begins at `start`, by default with random numbers."""
+    return {name: TowerTensor(name=name, shape=shape, role=role, start=start)}
+
+
+def norm(name: str, width: int, *, bias: bool, start: float = 1.0) -> Declared:
+    """Declaration of a norm's scale, with its bias."""
+    scale = parameter(f"{name}.weight", (width,), "norm", start=start)
+    return scale | (parameter(f"{name}.bias", (width,), "bias", start=0.0) if bias else {})
+
+
+def matrices(shapes: Mapping[str, tuple[int, int]], *, bias: bool) -> Declared:
+    """Declarations of linear layers: weights [out, in] that may have an adapter, with their biases."""
+    declared: Declared = {}
     for name, shape in shapes.items():
-        found |= {f"{name}.weight": shape, **({f"{name}.bias": shape[:1]} if bias else {})}
-    return found
+        weight = f"{name}.weight"
+        declared[weight] = TowerTensor(name=weight, shape=shape, role="kernel", start=None, adaptable=True)
+        declared |= parameter(f"{name}.bias", shape[:1], "bias", start=0.0) if bias else {}
+    return declared
 
 
 def tower_name(vision: VisionConfig, name: str) -> str | None:
