@@ -114,7 +114,7 @@ def _staleness(samples: Sequence[Trajectory], version: int) -> dict[str, float]:
 
 
 def _kept_mass(samples: Sequence[Trajectory]) -> float:
-    kept = _sampled(samples, "kept_logps")
+    kept = _sampled(samples, "truncation_logps")
     return float(np.exp(kept).mean()) if kept.size else float("nan")
 
 

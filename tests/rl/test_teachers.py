@@ -82,6 +82,7 @@ def sample(number: int, length: int, **row: Any) -> Trajectory:
         sampled=[False] * 2 + [True] * length,
         logps=[0.0] * 2 + [-1.0 - number] * length,
         kept_logps=[0.0] * (2 + length),
+        truncation_logps=[0.0] * (2 + length),
         stop="stop",
         versions=[0] * (2 + length),
     )

@@ -91,6 +91,7 @@ def _sample(step: int, p: int, g: int, completion: str) -> Trajectory:
         sampled=sampled,
         logps=[-0.5 if own else 0.0 for own in sampled],
         kept_logps=[-0.25 if own else 0.0 for own in sampled],
+        truncation_logps=[-0.25 if own else 0.0 for own in sampled],
         stop="length" if g else "stop",
         versions=[max(step - 1 - g, 0) if own else -1 for own in sampled],
         turns=[Turn(start, len(tokens), 1.0)] if g else (),
