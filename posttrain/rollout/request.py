@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
