@@ -17,6 +17,9 @@ from posttrain.rollout.trajectory import LIMITS, Group, Trajectory
 from posttrain.statistics import prompt_numbers, standard_error
 from posttrain.tree import Mean
 
+ERRORS = {"error": "rewards/errors", "timeout": "rewards/timeouts"}
+"""Metrics of failed reward functions, by `RewardError.kind`."""
+
 
 def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, version: int) -> dict[str, Mean | float]:
     """Metrics of a step's samples and their rewards."""
@@ -56,15 +59,15 @@ def _image_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
 def _reward_metrics(groups_P: Sequence[Group], rewards: Rewards) -> dict[str, Mean | float]:
     total_PG = rewards.total_PG
     std_P = _std_of_groups(total_PG)
-    failed = {kind: sum(e.kind == kind for e in rewards.errors) for kind in ("error", "timeout")}
+    # Samples, each once: several functions may fail on one.
+    failed = {kind: len({(e.prompt, e.sample) for e in rewards.errors if e.kind == kind}) for kind in ERRORS}
     metrics: dict[str, Mean | float] = {
         "reward": _nanmean(total_PG),
         "reward_stderr": standard_error(total_PG, prompt_numbers([group[0].example.prompt_key for group in groups_P])),
         "reward_std": _nanmean(std_P),
         "frac_reward_zero_std": _nanmean(np.where(np.isnan(std_P), np.nan, std_P == 0.0)),
         "rewards/invalid": float(np.isnan(total_PG).mean()),
-        "rewards/errors": failed["error"] / total_PG.size,
-        "rewards/timeouts": failed["timeout"] / total_PG.size,
+        **{name: failed[kind] / total_PG.size for kind, name in ERRORS.items()},
     }
     for name, part in rewards.parts_PG.items():
         if not np.isnan(part).all():

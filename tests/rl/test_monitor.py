@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from posttrain.reward.types import Rewards
-from posttrain.rl.metrics import SignalWarnings
+from posttrain.reward.types import RewardError, Rewards
+from posttrain.rl.metrics import SignalWarnings, rollout_metrics
 from posttrain.rl.monitor import Alarm, Monitor
 from tests.rl.helpers import groups
 from tests.rl.streams import CLEAN, HACKS, NUM_GROUPS, Stream
@@ -71,6 +71,14 @@ def test_a_resumed_monitor_goes_on() -> None:
 def scored(values: list[list[float]]) -> Rewards:
     array = np.asarray(values, np.float32)
     return Rewards(total_PG=array, parts_PG={"correct": array}, errors=[], metrics={}, extras={})
+
+
+def test_a_sample_on_which_several_functions_fail_counts_once() -> None:
+    kinds = [("one", 0, 1, "error"), ("other", 0, 1, "error"), ("one", 1, 0, "timeout"), ("other", 1, 0, "error")]
+    errors = [RewardError(function=f, prompt=p, sample=s, kind=kind, error="x") for f, p, s, kind in kinds]  # type: ignore[arg-type]
+    rewards = replace(scored([[1.0, 0.0], [0.0, 1.0]]), errors=errors)
+    metrics = rollout_metrics(groups([["a", "b"], ["c", "d"]]), rewards, 0)
+    assert (metrics["rewards/errors"], metrics["rewards/timeouts"]) == (2 / 4, 1 / 4)
 
 
 def watched(values: list[list[float]], stop: str = "stop", steps: int = 5) -> list[list[str]]:

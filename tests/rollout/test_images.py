@@ -143,6 +143,9 @@ def test_sampled_logps_are_the_trainers(case: Case) -> None:
     case.engine.metrics()
     group = case.complete(prompt, n=3, temperature=1.0, max_tokens=6)
     assert case.engine.metrics()["rollout/images_encoded"] == 2
+    case.complete(case.prompt("one"), max_tokens=1)
+    case.engine.forget_prompts()
+    assert "rollout/images_encoded" not in case.engine.metrics(), "as after an evaluation, whose pictures do not count"
     assert [done.num_cached for done in group[1:]] == [len(prompt.tokens) - 1] * 2
     assert all(done.truncation_logps == (0.0,) * 6 for done in group), "tokens of images are no truncation"
     done = group[-1]
