@@ -32,6 +32,8 @@ def make_run(folder: Path, steps: Sequence[int], *, completion: str = "is 4") ->
     out = folder / "out"
     (out / STAGE / "trajectories").mkdir(parents=True)
     (out / "config.yaml").write_text((folder / "run.yaml").read_text())
+    calls = [{"posttrain": "0.0.9", "jax": "0.10.1"}, {"posttrain": "0.1.0", "jax": "0.10.2", "numpy": "2.4.0"}]
+    (out / "versions.json").write_text(json.dumps(calls))
     lines = []
     for step in steps:
         record(out, step, completion, right=step > max(steps) // 2)
