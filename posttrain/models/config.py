@@ -233,6 +233,8 @@ class TowerTensor:
     shape: tuple[int, ...]
     start: float | None = None
     """Initial value; None: random."""
+    buffer: bool = False
+    """True for what is a buffer in transformers: never trained."""
 
 
 class TowerWork(NamedTuple):

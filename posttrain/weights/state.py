@@ -67,14 +67,18 @@ class ModelWeights:
 
     def trainable(self) -> frozenset[str]:
         """Paths of trainable parameters: those of a block drafter if there is one; adapter and `modules_to_save` if
-        there is an adapter, else all unquantized ones; of the vision tower those that `VisionConfig.train` names."""
+        there is an adapter, else all unquantized ones; of the vision tower those that `VisionConfig.train` names, but
+        for buffers."""
         if self.model.drafter is not None:
             return frozenset(path for path in self._variables if path.startswith(DRAFTER))
         adapter = frozenset(path for path, v in self._variables.items() if isinstance(v, LoRAParam))
         plain = frozenset(path for path, v in self._variables.items() if not isinstance(v, QuantizedParam))
         tower = frozenset(path for path in plain if path.startswith(TOWER))
         vision = self.model.config.vision
-        trained = frozenset(path for path in tower if vision is not None and path.startswith(vision.trained))
+        trained = frozenset[str]()
+        if vision is not None:
+            buffers = {f"{TOWER}{key}" for key, tensor in vision.tensors().items() if tensor.buffer}
+            trained = frozenset(path for path in tower - buffers if path.startswith(vision.trained))
         return (adapter | self.saved() if adapter else plain - tower) | trained
 
     @property

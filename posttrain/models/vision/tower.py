@@ -169,7 +169,8 @@ class Tower(Adaptable):
         self.config = config
         self.adapters = nnx.Dict({})
         for key, tensor in config.tensors().items():
-            shape, layers = tensor.shape, ("layers",) if "{layer}" in tensor.name else ()
+            # A number of a layer is a vector of one.
+            shape, layers = tensor.shape or (1,), ("layers",) if "{layer}" in tensor.name else ()
             whole = (config.depth, *shape) if layers else shape
             value = normal(init, whole) if tensor.start is None else jnp.full(whole, tensor.start, init.dtype)
             # A matrix is split over devices where they divide its outputs.
