@@ -95,6 +95,9 @@ class Siglip(VisionConfig):
     side: int
     """Patches a side of an image."""
 
+    def written_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {**fields, "vision_config": {**fields["vision_config"], "vision_use_head": False}}
+
     def tensors(self) -> dict[str, TowerTensor]:
         tower, width, mlp = "vision_tower.vision_model.", self.width, self.mlp_dim
         norms = {f"{norm}.{part}": (width,) for norm in ("layer_norm1", "layer_norm2") for part in ("weight", "bias")}

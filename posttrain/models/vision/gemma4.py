@@ -66,6 +66,9 @@ class Gemma4Vision(VisionConfig):
     clipped: bool
     """Inputs and outputs of the layers' matrices are clamped to limits of their own."""
 
+    def written_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {**fields, "audio_config": None}
+
     def tensors(self) -> dict[str, TowerTensor]:
         tower, width, mlp, inner = "model.vision_tower.", self.width, self.mlp_dim, self.attention_dim
         norms = (
