@@ -127,7 +127,7 @@ class Checkpoint:
         Without `values` only headers are read: a head that is tied to the embedding may still differ from it.
         """
         if values and config.vision is not None and self._unread:
-            parts = ", ".join(sorted({f"{found[0]}*" for name in self._unread if (found := UNREAD.match(name))}))
+            parts = ", ".join(sorted({f"{part[0]}*" for name in self._unread if (part := UNREAD.match(name))}))
             LOGGER.warning(
                 "%s: %d tensors are not read, and a saved model lacks them: %s", self._folder, len(self._unread), parts
             )
