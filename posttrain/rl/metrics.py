@@ -3,6 +3,7 @@ of those without any reward."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -181,6 +182,8 @@ STEPS = 3
 MAX_CUT = 0.5
 LENGTH_ALONE = 0.9
 """Least correlation of rewards and lengths within groups."""
+FALLEN = 2.5
+"""Least fall of the mean reward that the policy is blamed for, in standard errors, of as many rewards as prompts."""
 LEAST_SAMPLES = 24
 """Least samples, less groups, of a correlation."""
 
@@ -192,11 +195,12 @@ class SignalWarnings:
     def __init__(self, *, max_tokens: int, scored: bool, converses: bool):
         self._max_tokens, self._scored, self._converses = max_tokens, scored, converses
         self._equal = self._cut = 0
+        self._mixed: np.ndarray | None = None
         self._sums: deque[Sums] = deque(maxlen=STEPS)
         self._given: set[str] = set()
 
-    def observe(self, groups_P: Sequence[Group], rewards: Rewards) -> list[str]:
-        """New warnings after a step."""
+    def observe(self, groups_P: Sequence[Group], rewards: Rewards, *, kl: float) -> list[str]:
+        """New warnings after a step. `kl`: from the reference, per token; NaN where it is not measured."""
         samples = [sample for group in groups_P for sample in group]
         cut = float(np.mean([sample.is_cut or sample.limit is not None for sample in samples]))
         self._cut = self._cut + 1 if cut > MAX_CUT else 0
@@ -205,8 +209,10 @@ class SignalWarnings:
         if self._scored and not self._converses:
             total_PG = np.asarray(rewards.total_PG, np.float64)
             self._equal = self._equal + 1 if _equal_within(total_PG) else 0
+            # Rewards of the last step with something to learn.
+            self._mixed = total_PG if is_mixed(total_PG).any() else self._mixed
             self._sums.append(within_groups(lengths_of(groups_P), total_PG))
-            found["equal"] = self._equal_line(rewards) if self._equal >= STEPS else None
+            found["equal"] = self._equal_line(rewards, kl) if self._equal >= STEPS else None
             found["length"] = self._length_line()
         new = {name: line for name, line in found.items() if line is not None and name not in self._given}
         self._given |= set(new)
@@ -234,15 +240,23 @@ class SignalWarnings:
     def _named(self, limit: str) -> str:
         return f"sampling.max_tokens={self._max_tokens}" if limit == "max_tokens" else limit
 
-    def _equal_line(self, rewards: Rewards) -> str:
+    def _equal_line(self, rewards: Rewards, kl: float) -> str:
         total_PG = rewards.total_PG
         valid = total_PG[~np.isnan(total_PG)]
         parts = ", ".join(f"{name} {_span(part)}" for name, part in rewards.parts_PG.items())
-        where = (
-            "the prompts are too easy or too hard for this model, or its samples are alike"
-            if valid.min() < valid.max()
-            else "read the samples, and try the functions with posttrain reward"
-        )
+        before_PG = self._mixed
+        error = math.nan if before_PG is None else float(np.nanstd(before_PG)) / math.sqrt(len(before_PG))
+        if before_PG is not None and np.nanmean(before_PG) - valid.mean() > FALLEN * error:
+            # The functions told samples apart, and paid more, before the updates: the policy is what has changed.
+            far = "" if math.isnan(kl) else f"; KL from the reference {kl:.3g} nats a token"
+            where = (
+                f"before, rewards differed and were {np.nanmean(before_PG):.3g} on average: an update has moved the "
+                f"policy too far{far}; begin anew with a lower optimizer.learning_rate"
+            )
+        elif valid.min() < valid.max():
+            where = "the prompts are too easy or too hard for this model, or its samples are alike"
+        else:
+            where = "read the samples, and try the functions with posttrain reward"
         return (
             f"no group has different rewards, for {STEPS} steps, so nothing is learned from them: reward "
             f"{_span(total_PG)} ({parts}); {where}"

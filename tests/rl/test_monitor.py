@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -85,7 +86,7 @@ def watched(values: list[list[float]], stop: str = "stop", steps: int = 5) -> li
     warnings = SignalWarnings(max_tokens=6, scored=True, converses=False)
     samples = groups([[str(value) for value in row] for row in values])
     cut = [[replace(one, stop=stop) for one in group] for group in samples]  # type: ignore[arg-type]
-    return [warnings.observe(cut, scored(values)) for _ in range(steps)]
+    return [warnings.observe(cut, scored(values), kl=math.nan) for _ in range(steps)]
 
 
 def test_warnings_come_once_after_three_steps() -> None:
@@ -98,11 +99,27 @@ def test_warnings_come_once_after_three_steps() -> None:
     assert watched([[0.0, 1.0]] * 3) == [[]] * 5
 
 
+def test_a_policy_that_an_update_has_wrecked() -> None:
+    """The functions paid before: not they, but the learning rate is named, with the KL where it is measured."""
+    warnings, samples = SignalWarnings(max_tokens=6, scored=True, converses=False), groups([["a"] * 4] * 3)
+    good, lost = [[1.0, 1.0, 0.0, 1.0]] * 3, [[0.0] * 4] * 3
+    lines = [warnings.observe(samples, scored(one), kl=kl) for one, kl in ((good, 0.0), *[(lost, 7.59)] * 4)]
+    assert [len(some) for some in lines] == [0, 0, 0, 1, 0]
+    (line,) = lines[3]
+    assert "0.75 on average" in line and "KL from the reference 7.59 nats" in line
+    assert "lower optimizer.learning_rate" in line and "posttrain reward" not in line
+    # A policy that has solved all, or hardly fell, is not wrecked.
+    for before, after in ((good, [[1.0] * 4] * 3), ([[0.1, 0.0, 0.0, 0.0]] * 3, lost)):
+        warnings = SignalWarnings(max_tokens=6, scored=True, converses=False)
+        lines = [warnings.observe(samples, scored(one), kl=math.nan) for one in (before, *[after] * 3)]
+        assert "learning_rate" not in lines[3][0]
+
+
 def test_a_reward_of_length_alone() -> None:
     warnings, lines = SignalWarnings(max_tokens=999, scored=True, converses=False), []
     for groups_P, rewards in HACKS["length"].steps(3, seed=0):
         lengths = np.asarray([[float(one.num_sampled) for one in group] for group in groups_P])
-        lines += warnings.observe(groups_P, scored((0.01 * lengths).tolist()))
+        lines += warnings.observe(groups_P, scored((0.01 * lengths).tolist()), kl=math.nan)
         assert rewards.total_PG.shape[0] == NUM_GROUPS
     assert len(lines) == 1 and "longer ones are learned" in lines[0]
 
