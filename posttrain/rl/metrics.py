@@ -196,6 +196,7 @@ class SignalWarnings:
         self._max_tokens, self._scored, self._converses = max_tokens, scored, converses
         self._equal = self._cut = 0
         self._mixed: np.ndarray | None = None
+        self._ended = Mean(total=0.0, weight=0.0)
         self._sums: deque[Sums] = deque(maxlen=STEPS)
         self._given: set[str] = set()
 
@@ -204,7 +205,7 @@ class SignalWarnings:
         samples = [sample for group in groups_P for sample in group]
         cut = float(np.mean([sample.is_cut or sample.limit is not None for sample in samples]))
         self._cut = self._cut + 1 if cut > MAX_CUT else 0
-        line = self._unfinished_line(samples, cut) if self._converses else self._cut_line(cut)
+        line = self._unfinished_line(samples, cut) if self._converses else self._cut_line(cut, groups_P, rewards)
         found = {"cut": line if self._cut >= STEPS else None}
         if self._scored and not self._converses:
             total_PG = np.asarray(rewards.total_PG, np.float64)
@@ -218,7 +219,21 @@ class SignalWarnings:
         self._given |= set(new)
         return list(new.values())
 
-    def _cut_line(self, cut: float) -> str:
+    def _cut_line(self, cut: float, groups_P: Sequence[Group], rewards: Rewards) -> str:
+        """Line about answers that are cut: more tokens help only where an end is what the rewards miss."""
+        is_cut = np.asarray([[sample.is_cut for sample in group] for group in groups_P], bool)
+        total_PG = np.asarray(rewards.total_PG, np.float64)
+        known = ~np.isnan(total_PG)
+        ended = total_PG[known & ~is_cut]
+        self._ended += Mean(total=float(ended.sum()), weight=float(ended.size))
+        paid = _nanmean(np.where(is_cut, total_PG, np.nan))
+        if self._scored and paid >= self._ended.value():
+            return (
+                f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}, for {STEPS} steps, and "
+                f"their reward, {paid:.3g}, is not below that of answers that end, {self._ended.value():.3g}: the "
+                "rewards do not ask for an end, so that more tokens make longer answers; try the functions with "
+                "posttrain reward"
+            )
         return (
             f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}, for {STEPS} steps: their "
             "answers are missing, and most rewards are those of unfinished text; raise sampling.max_tokens, or see in "

@@ -115,6 +115,29 @@ def test_a_policy_that_an_update_has_wrecked() -> None:
         assert "learning_rate" not in lines[3][0]
 
 
+def test_a_reward_that_pays_answers_without_an_end() -> None:
+    """At the limit all lengths are equal, so that no correlation shows it; and more tokens would not help."""
+    monitor, warnings = (
+        Monitor(verifier=None, content={"correct": 1.0}, form={}),
+        SignalWarnings(max_tokens=6, scored=True, converses=False),
+    )
+    draw, raised, lines = np.random.default_rng(0), [], []
+    for step in range(45):
+        share = float(np.clip((step - 15) / 10, 0, 1))
+        cut = draw.random((6, 6)) < share
+        samples = [
+            [replace(one, stop="length" if c else "stop") for one, c in zip(group, row, strict=True)]
+            for group, row in zip(groups([["abc"] * 6] * 6), cut, strict=True)
+        ]
+        rewards = scored((0.6 + 0.4 * cut + 0.1 * draw.normal(size=(6, 6))).tolist())
+        raised += [(step, alarm) for alarm in monitor.observe(samples, rewards)[1]]
+        lines += warnings.observe(samples, rewards, kl=math.nan)
+    ((step, alarm),) = raised
+    assert alarm.kind == "length" and step < 40 and "cut at the limit of tokens, 0% before" in alarm.text
+    (line,) = [line for line in lines if "sampling.max_tokens" in line]
+    assert "do not ask for an end" in line and "raise sampling.max_tokens" not in line
+
+
 def test_a_reward_of_length_alone() -> None:
     warnings, lines = SignalWarnings(max_tokens=999, scored=True, converses=False), []
     for groups_P, rewards in HACKS["length"].steps(3, seed=0):
