@@ -154,11 +154,14 @@ def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:
     return -(-rows // shards) * shards
 
 
-def packing_metrics(batch: Batch) -> dict[str, float]:
+def packing_metrics(batch: Batch) -> dict[str, float | Mean]:
     """Metrics `num_tokens` and `data/filled_ratio` of host rows: share of non-padding positions in non-empty rows."""
     filled = np.asarray(batch.segments) > 0
     num_tokens, num_places = int(filled.sum()), int(filled.any(axis=1).sum()) * filled.shape[1]
-    return {"num_tokens": float(num_tokens), "data/filled_ratio": num_tokens / max(num_places, 1)}
+    return {
+        "num_tokens": float(num_tokens),
+        "data/filled_ratio": Mean(total=float(num_tokens), weight=float(num_places)),
+    }
 
 
 @pytree

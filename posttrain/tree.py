@@ -4,6 +4,7 @@ over micro-batches, and exact digests of arrays."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast, dataclass_transform
 
@@ -167,7 +168,30 @@ class EffectiveShare:
         return float(self.total) ** 2 / (float(self.count) * float(self.squares)) if float(self.squares) else 0.0
 
 
-Metric = Mean | Max | Quantile | EffectiveShare
+@pytree
+class Perplexity:
+    """Exponential of a mean, of which sum and weight add exactly: perplexity, of -log p.
+
+    >>> (Perplexity(total=2.0, weight=1.0) + Perplexity(total=0.0, weight=0.0)).value() == math.exp(2.0)
+    True
+    """
+
+    total: Array | float
+    weight: Array | float
+
+    def __add__(self, other: Perplexity) -> Perplexity:
+        return Perplexity(total=self.total + other.total, weight=self.weight + other.weight)
+
+    def value(self) -> float:
+        """The number as a Python float (reads the device); NaN if nothing was counted, inf beyond the range."""
+        weight = float(self.weight)
+        mean = float(self.total) / weight if weight else math.nan
+        return math.inf if mean > MAX_EXPONENT else math.exp(mean)
+
+
+MAX_EXPONENT = math.log(np.finfo(np.float64).max)
+
+Metric = Mean | Max | Quantile | EffectiveShare | Perplexity
 """A number that a loss gives beside itself; `+` merges those of two micro-batches."""
 
 

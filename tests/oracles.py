@@ -37,8 +37,8 @@ def token_stats_reference(
 
 def sample_reference(
     logits: np.ndarray, u: float, params: SamplingParams, prompt: Sequence[int] = (), sample: Sequence[int] = ()
-) -> tuple[int, float, float]:
-    """Token, logp and kept_logp of `sampling.sample` for one row and its uniform, by a sort.
+) -> tuple[int, float, float, float]:
+    """Token, logp, kept_logp and truncation_logp of `sampling.sample` for one row and its uniform, by a sort.
 
     `prompt` and `sample`: tokens before it, for penalties.
     """
@@ -47,7 +47,7 @@ def sample_reference(
     probs = _softmax(process_reference(logits, params, prompt, sample) / scale)
     if params.temperature == 0:
         token = int(np.argmax(probs))
-        return token, float(np.log(model[token])), 0.0
+        return token, float(np.log(model[token])), 0.0, 0.0
     order = np.argsort(-probs, kind="stable")
     kept = probs[order]
     if params.top_k > 0:
@@ -59,7 +59,8 @@ def sample_reference(
     restored = np.zeros_like(probs)
     restored[order] = kept / kept.sum()
     token = int(np.argmax(np.cumsum(restored) > u))
-    return token, float(np.log(model[token])), float(np.log(model[token]) - np.log(restored[token]))
+    logp = float(np.log(model[token]))
+    return token, logp, float(logp - np.log(restored[token])), float(np.log(kept.sum()))
 
 
 def process_reference(

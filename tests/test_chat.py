@@ -203,7 +203,12 @@ def test_tools_of_a_file_are_called(generator: Generator, tmp_path: Path, monkey
             on_tokens(NewTokens(tokens[start : start + 8], (), None, 0))
         zeros = (0.0,) * len(tokens)
         return Completion(
-            tokens=tokens, logps=zeros, kept_logps=zeros, stop="stop", weights_versions=(0,) * len(tokens)
+            tokens=tokens,
+            logps=zeros,
+            kept_logps=zeros,
+            truncation_logps=zeros,
+            stop="stop",
+            weights_versions=(0,) * len(tokens),
         )
 
     tools = tools_from([str(tmp_path / "mine.py")])

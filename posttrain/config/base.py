@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, g
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from posttrain.config.other_names import meant_kind
+from posttrain.config.secrets import check_urls, without_named_secrets, without_secrets
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.files import check_local
 
@@ -61,8 +62,12 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-Arguments: TypeAlias = Annotated[dict[str, Any], BeforeValidator(plain_value)]
-"""Keywords for functions, with values of YAML's types: a run that is resumed or replayed has the same."""
+PlainMapping: TypeAlias = Annotated[dict[str, Any], BeforeValidator(plain_value)]
+"""Mapping with values of YAML's types: a run that is resumed or replayed has the same."""
+SecretFreeMapping: TypeAlias = Annotated[PlainMapping, AfterValidator(without_named_secrets)]
+"""Fields that no function gets, without secrets."""
+FunctionArguments: TypeAlias = Annotated[PlainMapping, AfterValidator(without_secrets)]
+"""Keywords for functions of users. A secret is `NAME_env: VARIABLE`, and stands in no file of the run."""
 
 LocalPath = Annotated[Text, AfterValidator(check_local)]
 """Local folder; URLs are refused."""
@@ -137,6 +142,11 @@ class Section(BaseModel, metaclass=SectionType):
     @model_validator(mode="after")
     def _consistent(self) -> Section:
         texts: list[str] = []
+        for name in type(self).model_fields:
+            try:
+                check_urls(getattr(self, name), name)
+            except ValueError as error:
+                texts.append(str(error))
         for owner in reversed(type(self).__mro__):
             if "_mistakes" in vars(owner):
                 try:

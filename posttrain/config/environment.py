@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from posttrain.config.base import Flag, ListOf, PositiveInt, Section, Text
+from posttrain.config.base import Flag, FunctionArguments, ListOf, PositiveInt, Section, Text
 from posttrain.config.locator import located
-from posttrain.config.secrets import FunctionArguments, names_secret, secret_in_command
+from posttrain.config.secrets import SHOWN, names_secret, secret_in_command
 
 SHOWN_COMMAND = "config.yaml, trackers and the list of processes would show this secret"
 
@@ -126,7 +126,7 @@ class McpSection(Section):
             yield f"{min(both)} is in env and in env_from; remove one of them"
         if secrets := [name for name in self.env if names_secret(name)]:
             yield (
-                f"env.{secrets[0]}: config.yaml and trackers would show this secret; set it in the run's environment, "
+                f"env.{secrets[0]}: {SHOWN}; set it in the run's environment, "
                 f"and give env_from: {{{secrets[0]}: {secrets[0]}}}"
             )
         if option := secret_in_command(self.command):

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -24,6 +25,14 @@ from pydantic import (
 )
 
 from posttrain.config.base import Flag, plain_value
+from posttrain.config.secrets import (
+    check_urls,
+    names_secret,
+    secret_in_url,
+    with_secrets,
+    without_named_secrets,
+    without_secrets,
+)
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import is_hub_id
 from posttrain.user_code import describe_error, import_object, is_object_spec
@@ -156,7 +165,7 @@ class UserObject:
     fn: Any
     """Locator of the function, class or object; or the thing itself."""
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Keywords of the function or class, with values of YAML's types."""
+    """Keywords of the function or class, with values of YAML's types; secrets by `NAME_env`, see `with_secrets`."""
 
     def __str__(self) -> str:
         return object_text(self.fn)
@@ -207,12 +216,13 @@ class UserObject:
         try:
             return target(**inputs, **values)
         except (Exception, SystemExit) as error:
-            shown = ", ".join(f"{name}={value!r}" for name, value in values.items())
+            shown = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
             raise ConfigError(f"{place}: {self}({shown}) raised {describe_error(error)}") from error
 
     def _checked(self, found: Any, place: str, positional: int, names: Collection[str]) -> dict[str, Any]:
         at = self.fn if isinstance(self.fn, Locator) else Locator(place)
-        return checked_settings(found, self.settings, place, str(self), at, positional=positional, names=names)
+        given = with_secrets(self.settings)
+        return checked_settings(found, given, place, str(self), at, positional=positional, names=names)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
@@ -247,7 +257,7 @@ def user_object(value: Any, folder: Path | None = None) -> UserObject:
 
 
 def _settings(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords beside `fn`, or below `args`. ValueError for values that YAML does not have."""
+    """Keywords beside `fn`, or below `args`. ValueError for values that YAML does not have, and for secrets."""
     beside = plain_value({name: item for name, item in value.items() if name not in ("fn", "args")})
     args = plain_value(value.get("args", {}))
     if not isinstance(args, dict) or args.keys() & beside.keys():
@@ -255,7 +265,8 @@ def _settings(value: Mapping[str, Any]) -> dict[str, Any]:
     settings = beside | args
     if wrong := [name for name, item in settings.items() if not isinstance(name, str) or callable(item)]:
         raise ValueError(f"the setting {wrong[0]!r} must be a value of YAML; in Python give an object as fn")
-    return settings
+    check_urls(settings)
+    return without_secrets(settings)
 
 
 def _named(value: Any, info: Any) -> Any:
@@ -273,7 +284,7 @@ def _named_or_set(value: Any, info: Any) -> Any:
         raise ValueError(f"must have kind, a name of the package's own, or fn, your function or class; got {value!r}")
     if isinstance(kind := value["kind"], str) and is_object_spec(kind):
         raise ValueError(f"kind is a name of the package's own; write fn: {kind!r} in place of it")
-    return plain_value(value)
+    return without_named_secrets(plain_value(value))
 
 
 Named = Annotated[str | UserObject, PlainValidator(_named, json_schema_input_type=str | UserObject)]
@@ -320,7 +331,8 @@ def _as_declared(declared: Any, value: Any, place: str, at: Locator) -> Any:
     except PydanticUserError:  # a type that pydantic does not know
         return value
     except ValidationError as error:
-        raise ConfigError(f"{place}={value!r}: {error.errors()[0]['msg']}") from error
+        shown = place if names_secret(place.rpartition(" ")[2]) else f"{place}={value!r}"
+        raise ConfigError(f"{shown}: {error.errors()[0]['msg']}") from error
 
 
 def _keywords(found: Any, positional: int = 0) -> dict[str, inspect.Parameter]:
@@ -342,41 +354,52 @@ def _takes_any(found: Any) -> bool:
 
 def object_text(found: Any) -> str:
     """Text of a function or class, `module:name`; of an object its class and fields, in angle brackets, which names
-    nothing that can be imported."""
+    nothing that can be imported. Secrets among them are left out."""
     if isinstance(found, str | Path):
         return str(found)
     if hasattr(found, "__qualname__"):
         return f"{found.__module__}:{found.__qualname__}"
     if isinstance(found, functools.partial):
-        values = (*map(_shown, found.args), *(f"{name}={_shown(value)}" for name, value in found.keywords.items()))
+        names = [*_keywords(found.func)][: len(found.args)]
+        given = [_shown(value, name) for name, value in itertools.zip_longest(names, found.args)]
+        values = (*given, *(f"{name}={_shown(value, name)}" for name, value in found.keywords.items()))
         return f"<{object_text(found.func)}({', '.join(values)})>"
     owner = f"{type(found).__module__}:{type(found).__qualname__}"
     if not dataclasses.is_dataclass(found):
         return f"<{owner}>"
-    fields = (f"{one.name}={_shown(getattr(found, one.name))}" for one in dataclasses.fields(found))
+    fields = (f"{one.name}={_shown(getattr(found, one.name), one.name)}" for one in dataclasses.fields(found))
     return f"<{owner}({', '.join(fields)})>"
 
 
-def _shown(value: Any) -> str:
-    """Value within the text of an object, the same in every process."""
+def _shown(value: Any, name: object = None) -> str:
+    """Value within the text of an object, the same in every process; of one whose name says so, or of a URL, that it is
+    a secret."""
+    if isinstance(value, str) and ((isinstance(name, str) and names_secret(name)) or secret_in_url(value)):
+        return "<secret>"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(_shown(item, name) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_shown(key)}: {_shown(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{_shown(key)}: {_shown(item, key)}' for key, item in value.items())}}}"
     return object_text(value)
 
 
 def _plain_fields(found: Any) -> dict[str, Any] | None:
-    """Fields of an object of an importable dataclass that is made of plain values alone; None of another object."""
+    """Fields of an object of an importable dataclass that is made of plain values alone, without secrets; None of
+    another object."""
     if isinstance(found, type | str) or not dataclasses.is_dataclass(found) or "<locals>" in type(found).__qualname__:
         return None
     shown = {one.name: getattr(found, one.name) for one in dataclasses.fields(found)}
     rebuilt = all(one.init and one.name not in ("fn", "args", "kind") for one in dataclasses.fields(found))
     if not rebuilt or not all(map(_is_plain, shown.values())):
         return None
-    return {name: plain_value(value) for name, value in shown.items()}
+    fields = {name: plain_value(value) for name, value in shown.items()}
+    try:
+        check_urls(without_named_secrets(fields))
+    except ValueError:
+        return None
+    return fields
 
 
 def _is_plain(value: Any) -> bool:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from posttrain.config.base import (
-    Arguments,
     AttentionKernel,
     DecodeAttention,
     Flag,
@@ -19,6 +18,7 @@ from posttrain.config.base import (
     PositiveInt,
     Quantize,
     RematName,
+    SecretFreeMapping,
     Section,
     Text,
     Vision,
@@ -151,7 +151,7 @@ class ModelSection(Section):
 
     path: Locator | None = None
     """Folder in Hugging Face layout or hub id. Set `path` or `init`."""
-    init: Arguments | None = None
+    init: SecretFreeMapping | None = None
     """Random initialisation: the fields of a Hugging Face `config.json`, including `model_type`. With a vision tower,
     of `gemma3`, `qwen2_5_vl` or `qwen3_vl`: its text model's fields are in `text_config`, the tower's in
     `vision_config`, and image tokens that the tokenizer lacks are added to it."""
@@ -163,7 +163,7 @@ class ModelSection(Section):
     chat_template: Locator | None = None
     """File with a chat template (Jinja) in place of the tokenizer's, or the name of one that posttrain brings, which
     keeps earlier turns as they are: `chatml`, `llama3`, `phi3.5`, `qwen3`; it is saved with the model."""
-    chat_template_args: Arguments = {}
+    chat_template_args: SecretFreeMapping = {}
     """Variables of the chat template, such as `{enable_thinking: false}`, for data, samples and evaluations; they are
     saved as its defaults with the model."""
     stop_tokens: ListOf[Text] = ()

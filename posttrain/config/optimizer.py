@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.config.base import Arguments, Flag, ListOf, MomentType, NonNegativeInt, PositiveInt, Section, Text
+from posttrain.config.base import (
+    Flag,
+    FunctionArguments,
+    ListOf,
+    MomentType,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    Text,
+)
 from posttrain.config.locator import UserObject
 
 PhaseKind = Literal["constant", "linear", "cosine"]
@@ -225,8 +234,9 @@ class UserOptimizer(OptimizerSection):
     fn: UserObject
     """Function that returns an `optax.GradientTransformation`: `optax:lamb`, `file.py:name`, or in Python the function
     or the transformation itself. It gets the schedule as `learning_rate`, and `num_steps` if it names it."""
-    args: Arguments = {}
-    """Additional keyword arguments of the function."""
+    args: FunctionArguments = {}
+    """Additional keyword arguments of the function. `NAME_env: VARIABLE` gives `NAME`, a secret, from the
+    environment."""
     learning_rate: Rate | None = None
     """Peak learning rate; required, but for a transformation made in Python, which has its own."""
     elementwise: Flag = False

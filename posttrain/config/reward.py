@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from posttrain.config.base import Flag, ListOf, PositiveInt, Section, Text
+from posttrain.config.base import Flag, FunctionArguments, ListOf, PositiveInt, Section, Text
 from posttrain.config.locator import Locator, located
-from posttrain.config.secrets import FunctionArguments
 from posttrain.config.train import DatasetSection
 
 LIMITS = ("memory_mib", "file_mib", "cpu_s")

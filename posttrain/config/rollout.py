@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 from pydantic import Field, ValidationError
 
 from posttrain.config.base import (
-    Arguments,
     CacheDtype,
     Flag,
     Fraction,
     ListOf,
     NonNegativeInt,
+    PlainMapping,
     PositiveInt,
     RolloutQuantize,
     SamplerTensor,
@@ -176,7 +176,7 @@ class GrammarSection(Section):
 
     json_object: Flag = False
     """Any JSON object."""
-    json_schema: Arguments | None = None
+    json_schema: PlainMapping | None = None
     """JSON that fits this schema, its properties in the schema's order. A keyword that is not supported is an error."""
     regex: Text | None = None
     """Text that a regular expression matches as a whole."""

@@ -1,4 +1,7 @@
-"""Secrets in the configuration: which names hold them, and arguments whose values come from the environment."""
+"""Secrets in the configuration: which names and URLs hold them, and arguments whose values come from the environment.
+
+`config.yaml` and trackers show all that a configuration holds, so it holds none.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,20 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, TypeAlias
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import AfterValidator
-
-from posttrain.config.base import Arguments
 from posttrain.errors import ConfigError
 
-SECRET = re.compile(r"(?:^|_)(?:API_?KEYS?|KEY|TOKEN|SECRETS?|PASSWORDS?|PASSWD|CREDENTIALS?|AUTHORIZATION)$")
+SECRET = re.compile(r"(?:^|_)(?:API_?KEYS?|KEY|TOKEN|SECRETS?|PASSWORDS?|PASSWD|PWD|CREDENTIALS?|AUTHORIZATION)$")
 """Ends of names that hold secrets, in capitals."""
+SPECIAL_TOKEN = re.compile(r"(?:^|_)(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|STOP|START|END|IMAGE|VIDEO|AUDIO)_TOKEN$")
+"""Ends of names of a tokenizer's tokens, which are none."""
+SIGNATURE = re.compile(r"(?:^|_)(?:SIG|SIGNATURE|AUTH|ACCESS_?KEY_?ID)$")
+"""Ends of further names in the query of a URL that gives access to whoever has it."""
+ADDRESS = re.compile(r"(?:[\w.-]+=)?([A-Za-z][A-Za-z0-9+.-]*://\S+)")
+"""Text that is one URL, also as the value of an option or variable."""
+SHOWN = "config.yaml and trackers would show this secret"
 WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]")
 FROM_ENV = "_env"
 """End of the name of an argument whose value is the name of an environment variable."""
@@ -23,10 +31,11 @@ FROM_ENV = "_env"
 def names_secret(name: str) -> bool:
     """Tell whether a variable or an argument of this name holds a secret.
 
-    >>> [names_secret(name) for name in ("OPENAI_API_KEY", "judgeToken", "X-Api-Key", "max_tokens", "monkey")]
+    >>> [names_secret(name) for name in ("OPENAI_API_KEY", "judgeToken", "X-Api-Key", "eos_token", "monkey")]
     [True, True, True, False, False]
     """
-    return SECRET.search(WORD_BORDER.sub("_", name).upper()) is not None
+    words = WORD_BORDER.sub("_", name).upper()
+    return SECRET.search(words) is not None and SPECIAL_TOKEN.search(words) is None
 
 
 def from_environment(name: str) -> str | None:
@@ -64,8 +73,9 @@ def _value(name: Any, value: Any) -> Any:
     return os.environ[value]
 
 
-def _without_secrets(args: dict[str, Any]) -> dict[str, Any]:
-    """Arguments; ValueError for a secret among them, and for one from the environment that names no variable."""
+def without_secrets(args: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a function; ValueError for a secret among them, and for one from the environment that names no
+    variable."""
     for place, name, value in _named(args):
         if from_environment(name) is not None:
             if value is not None and (not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII)):
@@ -74,11 +84,62 @@ def _without_secrets(args: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"{place} gives the argument that {place.removesuffix(FROM_ENV)} gives; remove one")
         elif names_secret(name) and _holds_text(value):
             raise ValueError(
-                f"{place}: config.yaml and trackers would show this secret; set it in the run's environment, and give "
+                f"{place}: {SHOWN}; set it in the run's environment, and give "
                 f"{name}{FROM_ENV}: VARIABLE, from which the argument {name} gets its value; if it is no secret, give "
                 "the argument another name"
             )
     return args
+
+
+def without_named_secrets(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields that no function gets, such as those of a model's `config.json`; ValueError for a secret among them."""
+    for place, name, value in _named(fields):
+        if names_secret(name) and _holds_text(value):
+            raise ValueError(f"{place}: {SHOWN}, which nothing here needs; remove it")
+    return fields
+
+
+def check_urls(value: Any, place: str = "") -> None:
+    """ValueError for a URL among texts, lists and mappings that holds a secret: a password, or a key in its query."""
+    if isinstance(value, str):
+        if (found := secret_in_url(value)) is not None:
+            raise ValueError(
+                f"{place}: {SHOWN}, the {found} of a URL; give the address without it, and the secret by the "
+                "environment: api_key_env of a teacher, NAME_env: VARIABLE among args, or the variables that the store "
+                "or hub reads"
+            )
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            check_urls(item, f"{place}.{name}" if place else str(name))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            check_urls(item, f"{place}[{number}]")
+
+
+def secret_in_url(text: str) -> str | None:
+    """Name of the secret that a text holds if it is a URL; None for others.
+
+    >>> secret_in_url("https://ann:pw@host/v1"), secret_in_url("s3://rows/a.jsonl?X-Amz-Signature=1a2b")
+    ('password', "parameter 'X-Amz-Signature'")
+    >>> secret_in_url("abfss://rows@account.dfs.core.windows.net/a"), secret_in_url("http://host:8000/v1?page=2")
+    (None, None)
+    """
+    address = ADDRESS.fullmatch(text)
+    if address is None:
+        return None
+    try:
+        url = urlsplit(address[1])
+    except ValueError:  # brackets that are no address
+        return None
+    user, at, _ = url.netloc.rpartition("@")
+    _, colon, password = user.partition(":")
+    # A name alone is a user of git or a container of a store; of a web server it is a token.
+    if at and (password if colon else user and url.scheme.lower() in ("http", "https")):
+        return "password" if colon else "user"
+    for name, value in parse_qsl(url.query):
+        if value and (names_secret(name) or SIGNATURE.search(WORD_BORDER.sub("_", name).upper())):
+            return f"parameter {name!r}"
+    return None
 
 
 def _named(value: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -104,16 +165,14 @@ def _holds_text(value: Any) -> bool:
 
 
 def secret_in_command(command: tuple[str, ...]) -> str | None:
-    """Option of a command that gives a secret, which other users of the machine and trackers would see; None without
-    one."""
+    """Option, or URL, of a command that gives a secret, which other users of the machine and trackers would see; None
+    without one."""
     for word, following in itertools.pairwise((*command, "-")):
         name, equals, value = word.partition("=")
         option = name.lstrip("-")
         given = value if equals else "" if following.startswith("-") or not name.startswith("-") else following
         if given and names_secret(option):
             return name
+        if any(map(secret_in_url, word.split())):
+            return "a URL"
     return None
-
-
-FunctionArguments: TypeAlias = Annotated[Arguments, AfterValidator(_without_secrets)]
-"""Keywords for functions of users. A secret is `NAME_env: VARIABLE`, and stands in no file of the run."""

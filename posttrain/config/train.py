@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
+from posttrain.config.base import Flag, FunctionArguments, ListOf, NonNegativeInt, PositiveInt, Section, Text
 from posttrain.config.locator import Locator, Named
 from posttrain.config.optimizer import ANY_KIND, AdamW, AnyOptimizer, OtherOptimizer, Schedule
-from posttrain.config.secrets import FunctionArguments
 
 ADAPTER_RATE_FACTOR = 10
 """Ratio of the default learning rates of adapters and of full training."""

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from posttrain.config import RLSection, RunConfig, Section
 from posttrain.config.locator import Locator, UserObject, object_text, shown_path
 from posttrain.config.messages import FIRST_STAGE, ConfigSource, Key, messages, show
+from posttrain.config.secrets import check_urls, without_named_secrets
 from posttrain.errors import ConfigError
 
 WORDS = {"algorithm": "kind", "surrogate": "kind", "dataset": "path", "eval_dataset": "path"}
@@ -221,6 +222,10 @@ def _override(raw: dict[str, Any], text: str, source: ConfigSource) -> None:
     if source.short and words[0] not in RunConfig.model_fields:
         words = [*map(str, FIRST_STAGE), *words]
     value, _ = _parse(written, f"override {text}")
+    try:
+        check_urls(without_named_secrets({words[-1]: value}))
+    except ValueError:  # refused below, without being repeated
+        text = f"{dotted}=..."
     node: Any = raw
     key: Key = ()
     for word in words[:-1]:

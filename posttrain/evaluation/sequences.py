@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -22,7 +21,7 @@ from posttrain.runtime.files import digest
 from posttrain.statistics import paired_ratio_difference, prompt_numbers, ratio_interval
 from posttrain.tracking.console import progress_bar
 from posttrain.train.trainer import Trainer
-from posttrain.tree import Mean
+from posttrain.tree import Mean, Perplexity
 
 Record = dict[str, Any]
 SEQUENCES = "sequences"
@@ -85,7 +84,9 @@ def sequence_differences(before: Record, after: Record) -> dict[str, Any]:
 def with_perplexities(metrics: Metrics) -> Metrics:
     """Add perplexities of student and teachers at temperature 1 over the same tokens, if there are teachers."""
     means = {name: metrics[n] for n, name in PERPLEXITIES.items() if n in metrics and n.startswith("distill/")}
-    perplexities = {name: jnp.exp(jnp.asarray(m.total) / m.weight) for name, m in means.items() if isinstance(m, Mean)}
+    perplexities = {
+        name: Perplexity(total=m.total, weight=m.weight) for name, m in means.items() if isinstance(m, Mean)
+    }
     return {**metrics, **perplexities}
 
 

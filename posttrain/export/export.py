@@ -20,6 +20,7 @@ from posttrain.export.readers import ProofError, Reader, compare_tokenizers, def
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_to_hf, module_name, stored_name
+from posttrain.models.vision.tower import UNREAD
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of, trained_model
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runtime.files import check_local
@@ -232,7 +233,7 @@ def _expected(source: Path, folder: Path) -> dict[str, Stored | None]:
         packed = PACKED.match(name)
         if packed:
             found[packed[1]] = None
-        elif not NOT_WRITTEN.match(name) and found.get(name, tensor) is not None:
+        elif not (NOT_WRITTEN.match(name) or UNREAD.match(name)) and found.get(name, tensor) is not None:
             found[name] = None if tensor.kind not in WIDTH else tensor
     layers = config.get("num_hidden_layers", math.inf)
     found = {n: t for n, t in found.items() if not (m := re.search(r"\.layers\.(\d+)\.", n)) or int(m[1]) < layers}

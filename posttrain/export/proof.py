@@ -24,6 +24,7 @@ from posttrain.export.readers import (
     without_placeholders,
 )
 from posttrain.models.decoder import Decoder
+from posttrain.runs.folder import remember_versions
 from posttrain.weights.state import ModelWeights, without_adapter
 
 EXACT = 2e-4
@@ -36,11 +37,13 @@ ROUNDED_SHARE = 0.2
 
 @contextmanager
 def proved_folder(out: Path) -> Iterator[Path]:
-    """Yield `out` with the ending `.unproved`, to write and prove; it gets its name unless the block raises."""
+    """Yield `out` with the ending `.unproved`, to write and prove; it gets its name, and the versions that made it,
+    unless the block raises."""
     unproved = out.with_name(f"{out.name}.unproved")
     if unproved.exists():
         shutil.rmtree(unproved)
     yield unproved
+    remember_versions(unproved)
     unproved.rename(out)
 
 

@@ -297,6 +297,10 @@ class VisionConfig(ABC):
     def encode(self, params: Mapping[str, Array], images: Images, compute: Compute) -> Encoded:
         """Features of all merged blocks of patches, in order; a block holds patches of one image."""
 
+    def written_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of the whole model's `config.json` as saved: without parts that are not read, see `UNREAD`."""
+        return dict(fields)
+
     def attends(self, images: Any, places: Any) -> Sequence[tuple[Any, int]]:
         """Groups of patches that see one another by number, 0 for padding, with the layers that attend so. `images`,
         `places`: of patches, as in `Batch`, of NumPy or JAX."""

@@ -209,7 +209,7 @@ def _with_vision(config: ModelConfig, hf: Mapping[str, Any], wrapper: Wrapper | 
         raise ConfigError(f"model.vision={train}: this {config.model_type} has no vision tower; set it to none")
     config = wrapper.with_vision(config, Fields(hf))
     assert config.vision is not None
-    written = {key: hf[key] for key in hf if key not in NOT_WRITTEN}
+    written = config.vision.written_fields({key: hf[key] for key in hf if key not in NOT_WRITTEN})
     return replace(config, vision=replace(config.vision, train=train), hf_json=json.dumps(written))
 
 

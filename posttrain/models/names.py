@@ -124,6 +124,8 @@ def tensors(
         lead = _lead(dims, name)
         for index, values in _indices(layers, shape[: len(lead)], lead):
             stored = (*shape[len(lead) : -1], stop)
+            if path in tower and not tower[path].shape:
+                stored = ()  # a number, which is a vector of one here
             tensor = CheckpointTensor(
                 name=name.hf.format(**values),
                 shape=(*stored[:-2], stored[-1], stored[-2]) if name.transpose else stored,

@@ -293,7 +293,8 @@ def _differences(
 
 
 def _settings(groups: Sequence[SeedGroup]) -> dict[str, list[Any]]:
-    """Settings that differ between groups, by dotted name, and their values; `code` where user code does."""
+    """Settings that differ between groups, by dotted name, and their values; `code` where user code does, and
+    `versions.NAME` where those of the last calls do."""
     first = groups[0].configs[0]
     keys = dict.fromkeys(
         key
@@ -304,7 +305,12 @@ def _settings(groups: Sequence[SeedGroup]) -> dict[str, list[Any]]:
     flat = [_flat(group.configs[0]) for group in groups]
     found = {key: [_setting(one, key) for one in flat] for key in keys}
     digests = [_code(group.runs[0]) for group in groups]
-    return found | ({"code": digests} if len(set(digests)) > 1 else {})
+    found |= {"code": digests} if len(set(digests)) > 1 else {}
+    made_by = [dict(calls[-1]) if (calls := group.runs[0].versions) else {} for group in groups]
+    for name in dict.fromkeys(name for one in made_by for name in one):
+        numbers = [one.get(name, "-") for one in made_by]
+        found |= {f"versions.{name}": numbers} if len(set(numbers)) > 1 else {}
+    return found
 
 
 def _setting(flat: Mapping[str, Any], name: str) -> Any:

@@ -21,7 +21,7 @@ from posttrain.export.export import Target, export
 from posttrain.export.readers import Reader
 from posttrain.models.decoder import Decoder
 from posttrain.runs.finished import Generator, load_generator, tokenizer_of
-from posttrain.runs.folder import CONFIG_NAME
+from posttrain.runs.folder import CONFIG_NAME, describe_versions, versions_of
 from posttrain.runtime.files import is_locked
 from posttrain.stages.table import stage_names
 from posttrain.tracking.console import cut
@@ -61,6 +61,11 @@ class RunResult:
     def running(self) -> bool:
         """True while a process trains in the folder."""
         return is_locked(self.output) is True
+
+    @property
+    def versions(self) -> Sequence[Mapping[str, str]]:
+        """Versions of posttrain, Python, JAX and the libraries of each call that had others, the last at the end."""
+        return versions_of(self.output)
 
     @property
     def results(self) -> Sequence[Mapping[str, Any]]:
@@ -195,11 +200,17 @@ class RunResult:
             return f"finished, {step} steps"
         return f"{'running' if self.running else 'stopped'} after step {step}"
 
+    @property
+    def _shown_state(self) -> str:
+        """State, and the versions that made the run."""
+        made_by = describe_versions(self.versions)
+        return f"{self.state}; {made_by}" if made_by else self.state
+
     def __repr__(self) -> str:
-        return f"RunResult({self.output}: {', '.join(self.stages)}, {self.state})\n{self.plot()}"
+        return f"RunResult({self.output}: {', '.join(self.stages)}, {self._shown_state})\n{self.plot()}"
 
     def _repr_html_(self) -> str:
-        return result_page(str(self.output), self.state, self.plot(), self.results)
+        return result_page(str(self.output), self._shown_state, self.plot(), self.results)
 
 
 def attach(run: str | Path) -> RunResult:

@@ -359,7 +359,13 @@ class Rounds:
             self._waiting.pop(key, None)
 
 
-COLUMNS = {"tokens": np.int32, "logps": np.float32, "kept_logps": np.float32, "weights_versions": np.int32}
+COLUMNS = {
+    "tokens": np.int32,
+    "logps": np.float32,
+    "kept_logps": np.float32,
+    "truncation_logps": np.float32,
+    "weights_versions": np.int32,
+}
 """Fields of a completion with a value for each token."""
 
 

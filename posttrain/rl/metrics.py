@@ -3,6 +3,7 @@ of those without any reward."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,6 +17,9 @@ from posttrain.rl.monitor import Sums, added, lengths_of, within_groups
 from posttrain.rollout.trajectory import LIMITS, Group, Trajectory
 from posttrain.statistics import prompt_numbers, standard_error
 from posttrain.tree import Mean
+
+ERRORS = {"error": "rewards/errors", "timeout": "rewards/timeouts"}
+"""Metrics of failed reward functions, by `RewardError.kind`."""
 
 
 def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, version: int) -> dict[str, Mean | float]:
@@ -56,15 +60,15 @@ def _image_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
 def _reward_metrics(groups_P: Sequence[Group], rewards: Rewards) -> dict[str, Mean | float]:
     total_PG = rewards.total_PG
     std_P = _std_of_groups(total_PG)
-    failed = {kind: sum(e.kind == kind for e in rewards.errors) for kind in ("error", "timeout")}
+    # Samples, each once: several functions may fail on one.
+    failed = {kind: len({(e.prompt, e.sample) for e in rewards.errors if e.kind == kind}) for kind in ERRORS}
     metrics: dict[str, Mean | float] = {
         "reward": _nanmean(total_PG),
         "reward_stderr": standard_error(total_PG, prompt_numbers([group[0].example.prompt_key for group in groups_P])),
         "reward_std": _nanmean(std_P),
         "frac_reward_zero_std": _nanmean(np.where(np.isnan(std_P), np.nan, std_P == 0.0)),
         "rewards/invalid": float(np.isnan(total_PG).mean()),
-        "rewards/errors": failed["error"] / total_PG.size,
-        "rewards/timeouts": failed["timeout"] / total_PG.size,
+        **{name: failed[kind] / total_PG.size for kind, name in ERRORS.items()},
     }
     for name, part in rewards.parts_PG.items():
         if not np.isnan(part).all():
@@ -114,7 +118,7 @@ def _staleness(samples: Sequence[Trajectory], version: int) -> dict[str, float]:
 
 
 def _kept_mass(samples: Sequence[Trajectory]) -> float:
-    kept = _sampled(samples, "kept_logps")
+    kept = _sampled(samples, "truncation_logps")
     return float(np.exp(kept).mean()) if kept.size else float("nan")
 
 
@@ -178,6 +182,8 @@ STEPS = 3
 MAX_CUT = 0.5
 LENGTH_ALONE = 0.9
 """Least correlation of rewards and lengths within groups."""
+FALLEN = 2.5
+"""Least fall of the mean reward that the policy is blamed for, in standard errors, of as many rewards as prompts."""
 LEAST_SAMPLES = 24
 """Least samples, less groups, of a correlation."""
 
@@ -189,27 +195,45 @@ class SignalWarnings:
     def __init__(self, *, max_tokens: int, scored: bool, converses: bool):
         self._max_tokens, self._scored, self._converses = max_tokens, scored, converses
         self._equal = self._cut = 0
+        self._mixed: np.ndarray | None = None
+        self._ended = Mean(total=0.0, weight=0.0)
         self._sums: deque[Sums] = deque(maxlen=STEPS)
         self._given: set[str] = set()
 
-    def observe(self, groups_P: Sequence[Group], rewards: Rewards) -> list[str]:
-        """New warnings after a step."""
+    def observe(self, groups_P: Sequence[Group], rewards: Rewards, *, kl: float) -> list[str]:
+        """New warnings after a step. `kl`: from the reference, per token; NaN where it is not measured."""
         samples = [sample for group in groups_P for sample in group]
         cut = float(np.mean([sample.is_cut or sample.limit is not None for sample in samples]))
         self._cut = self._cut + 1 if cut > MAX_CUT else 0
-        line = self._unfinished_line(samples, cut) if self._converses else self._cut_line(cut)
+        line = self._unfinished_line(samples, cut) if self._converses else self._cut_line(cut, groups_P, rewards)
         found = {"cut": line if self._cut >= STEPS else None}
         if self._scored and not self._converses:
             total_PG = np.asarray(rewards.total_PG, np.float64)
             self._equal = self._equal + 1 if _equal_within(total_PG) else 0
+            # Rewards of the last step with something to learn.
+            self._mixed = total_PG if is_mixed(total_PG).any() else self._mixed
             self._sums.append(within_groups(lengths_of(groups_P), total_PG))
-            found["equal"] = self._equal_line(rewards) if self._equal >= STEPS else None
+            found["equal"] = self._equal_line(rewards, kl) if self._equal >= STEPS else None
             found["length"] = self._length_line()
         new = {name: line for name, line in found.items() if line is not None and name not in self._given}
         self._given |= set(new)
         return list(new.values())
 
-    def _cut_line(self, cut: float) -> str:
+    def _cut_line(self, cut: float, groups_P: Sequence[Group], rewards: Rewards) -> str:
+        """Line about answers that are cut: more tokens help only where an end is what the rewards miss."""
+        is_cut = np.asarray([[sample.is_cut for sample in group] for group in groups_P], bool)
+        total_PG = np.asarray(rewards.total_PG, np.float64)
+        known = ~np.isnan(total_PG)
+        ended = total_PG[known & ~is_cut]
+        self._ended += Mean(total=float(ended.sum()), weight=float(ended.size))
+        paid = _nanmean(np.where(is_cut, total_PG, np.nan))
+        if self._scored and paid >= self._ended.value():
+            return (
+                f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}, for {STEPS} steps, and "
+                f"their reward, {paid:.3g}, is not below that of answers that end, {self._ended.value():.3g}: the "
+                "rewards do not ask for an end, so that more tokens make longer answers; try the functions with "
+                "posttrain reward"
+            )
         return (
             f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}, for {STEPS} steps: their "
             "answers are missing, and most rewards are those of unfinished text; raise sampling.max_tokens, or see in "
@@ -231,15 +255,23 @@ class SignalWarnings:
     def _named(self, limit: str) -> str:
         return f"sampling.max_tokens={self._max_tokens}" if limit == "max_tokens" else limit
 
-    def _equal_line(self, rewards: Rewards) -> str:
+    def _equal_line(self, rewards: Rewards, kl: float) -> str:
         total_PG = rewards.total_PG
         valid = total_PG[~np.isnan(total_PG)]
         parts = ", ".join(f"{name} {_span(part)}" for name, part in rewards.parts_PG.items())
-        where = (
-            "the prompts are too easy or too hard for this model, or its samples are alike"
-            if valid.min() < valid.max()
-            else "read the samples, and try the functions with posttrain reward"
-        )
+        before_PG = self._mixed
+        error = math.nan if before_PG is None else float(np.nanstd(before_PG)) / math.sqrt(len(before_PG))
+        if before_PG is not None and np.nanmean(before_PG) - valid.mean() > FALLEN * error:
+            # The functions told samples apart, and paid more, before the updates: the policy is what has changed.
+            far = "" if math.isnan(kl) else f"; KL from the reference {kl:.3g} nats a token"
+            where = (
+                f"before, rewards differed and were {np.nanmean(before_PG):.3g} on average: an update has moved the "
+                f"policy too far{far}; begin anew with a lower optimizer.learning_rate"
+            )
+        elif valid.min() < valid.max():
+            where = "the prompts are too easy or too hard for this model, or its samples are alike"
+        else:
+            where = "read the samples, and try the functions with posttrain reward"
         return (
             f"no group has different rewards, for {STEPS} steps, so nothing is learned from them: reward "
             f"{_span(total_PG)} ({parts}); {where}"

@@ -114,9 +114,12 @@ class Monitor:
         }
         self._values.append(values)
         self._sums.append(step.sums)
-        alarms = [alarm for check in CHECKS if (alarm := check(self, step)) is not None]
-        new = [alarm for alarm in alarms if alarm.kind not in self._raised]
-        self._raised += [alarm.kind for alarm in new]
+        new: list[Alarm] = []
+        for check in CHECKS:
+            alarm = check(self, step)
+            if alarm is not None and alarm.kind not in self._raised:
+                new.append(alarm)
+                self._raised.append(alarm.kind)
         metrics = {
             "hacking/length_correlation": step.sums.correlation,
             "hacking/repetition": values["repeated"],
@@ -130,7 +133,7 @@ class Monitor:
 
     def change(self, name: str) -> Change | None:
         """Change of a value; None with too few steps that have one."""
-        values = [one[name] for one in self._values]
+        values = [one[name] for one in self._values if name in one]
         recent = [value for value in values[-RECENT:] if not math.isnan(value)]
         earlier = [value for value in values[: -RECENT - GAP][-EARLIER:] if not math.isnan(value)]
         if len(recent) < RECENT // 2 or len(earlier) < LEAST_EARLIER:
@@ -193,6 +196,7 @@ class _StepValues:
         self.values = {
             "reward": mean_of(self.rewards_PG),
             "length": float(np.log(self.lengths_PG.mean() + 1)),
+            "cut": float(np.mean([[sample.is_cut for sample in group] for group in groups_P])),
             "repeated": mean_of(self.repeated_PG),
             "copied": mean_of(self.copied_PG),
             "leak": _answer_leak(self.rewards_PG, self.tells_P),
@@ -248,6 +252,19 @@ def _longer(monitor: Monitor, step: _StepValues) -> Alarm | None:
     )
 
 
+def _endless(monitor: Monitor, step: _StepValues) -> Alarm | None:
+    """Answers that no longer end, and are paid for it: at the limit their lengths differ no more, so that the reward
+    follows them within no group."""
+    cut, reward = monitor.change("cut"), monitor.change("reward")
+    if cut is None or reward is None or not cut.rises(0.5) or not reward.rises(0.0):
+        return None
+    text = (
+        f"{cut.after:.0%} of the answers are cut at the limit of tokens, {cut.before:.0%} before, and the reward grows "
+        f"({reward.before:.3g} to {reward.after:.3g}): it pays for length, or for the beginning alone"
+    )
+    return Alarm(kind="length", text=text, samples=step.most(step.lengths_PG))
+
+
 def _repeats(monitor: Monitor, step: _StepValues) -> Alarm | None:
     change = monitor.change("repeated")
     if change is None or not change.rises(0.15) or _worse(monitor):
@@ -291,7 +308,7 @@ def _worse(monitor: Monitor) -> bool:
 
 
 Check = Callable[[Monitor, _StepValues], Alarm | None]
-CHECKS: Sequence[Check] = (_refuted, _longer, _repeats, _copies, _leaks, _form)
+CHECKS: Sequence[Check] = (_refuted, _longer, _endless, _repeats, _copies, _leaks, _form)
 
 
 def _reads_answer(reward: Reward) -> bool:

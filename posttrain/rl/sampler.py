@@ -147,6 +147,7 @@ class PendingRollout:
             sampled=[False] * before + [True] * len(completion.tokens),
             logps=array("f", [0.0] * before + list(completion.logps)),
             kept_logps=array("f", [0.0] * before + list(completion.kept_logps)),
+            truncation_logps=array("f", [0.0] * before + list(completion.truncation_logps)),
             stop=end.stop,
             limit=end.limit,
             versions=array("i", [-1] * before + list(completion.weights_versions)),

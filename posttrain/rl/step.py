@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster
 from posttrain.config.algorithm import OldLogps, ZeroAdvantage
+from posttrain.losses.ratios import k3
 from posttrain.metrics import Metrics, Timer
 from posttrain.reward.types import Rewards
 from posttrain.rl.agreement import sampler_disagrees
@@ -283,8 +284,8 @@ def compute_logps(
 def reward_penalties(
     cluster: Cluster, algorithm: Algorithm, groups_P: Sequence[Group], *, row_tokens: int, num_rows: int
 ) -> tuple[Float[np.ndarray, "P G"], Metrics]:
-    """KL penalty of each sample, to be added to its reward, against the log-probabilities of the sampler; and the mean
-    of the estimates per token."""
+    """KL penalty of each sample, to be added to its reward, against the log-probabilities of the sampler; and `kl`, as
+    a loss tells it: the mean of k3 over sampled tokens, whatever estimates the penalty."""
     assert algorithm.reward_kl is not None
     rows, owners = sampled_rows(groups_P)
     of_samples, total, count = np.zeros(sum(map(len, groups_P)), np.float32), 0.0, 0.0
@@ -292,10 +293,12 @@ def reward_penalties(
         batch, where = sample_rows(rows[start : start + num_rows], row_tokens=row_tokens, num_rows=num_rows)
         batch = cluster.actor.encoded(batch)
         own = np.asarray(batch.sampler_logps)
-        penalties = algorithm.reward_kl.of_samples(batch, own, cluster.reference.logps(batch), where)
+        reference = cluster.reference.logps(batch)
+        penalties = algorithm.reward_kl.of_samples(batch, own, reference, where)
         np.add.at(of_samples, owners[start : start + num_rows], penalties)
-        total -= float(penalties.sum()) / algorithm.reward_kl.coef
-        count += float((np.asarray(batch.loss_weight) > 0).sum())
+        mask = np.asarray(batch.loss_weight) > 0
+        total += float(k3(jnp.asarray(own), jnp.asarray(reference), jnp.asarray(mask)).sum())
+        count += float(mask.sum())
     return of_samples.reshape(len(groups_P), -1), {"kl": Mean(total=total, weight=count)}
 
 

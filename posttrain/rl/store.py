@@ -22,11 +22,18 @@ from posttrain.rollout.trajectory import Example, Group, Trajectory, Turn
 from posttrain.runtime.files import write_whole
 from posttrain.tree import Mean
 
-FORMAT = 3
+FORMAT = 4
 META = "posttrain"
 """Key of the description of the step in a file's metadata."""
-TOKENS = {"tokens": np.int32, "sampled": np.bool_, "logps": np.float32, "kept_logps": np.float32, "versions": np.int32}
-"""Columns with a value for each token: 17 bytes before compression."""
+TOKENS = {
+    "tokens": np.int32,
+    "sampled": np.bool_,
+    "logps": np.float32,
+    "kept_logps": np.float32,
+    "truncation_logps": np.float32,
+    "versions": np.int32,
+}
+"""Columns with a value for each token: 21 bytes before compression."""
 PICTURES = "pictures"
 """Folder of the samples' pictures, beside the records."""
 REWARD = "rewards."

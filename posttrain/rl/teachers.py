@@ -21,7 +21,7 @@ from posttrain.errors import ConfigError, RunError
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import Shares, sample_rows, sampled_rows
 from posttrain.rollout.trajectory import Example, Group
-from posttrain.tree import Mean, replace
+from posttrain.tree import Mean, Perplexity, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ def add_teachers(batch: Batch, teacher: Float[np.ndarray, "B T"], coef: float) -
     metrics: Metrics = {
         "distill/kl": Mean(total=-float((gap * weight).sum()), weight=count),
         "distill/teacher_nll": Mean(total=teacher_nll, weight=count),
-        "distill/student_perplexity": jnp.exp(student_nll / count),
-        "distill/teacher_perplexity": jnp.exp(teacher_nll / count),
+        "distill/student_perplexity": Perplexity(total=student_nll, weight=count),
+        "distill/teacher_perplexity": Perplexity(total=teacher_nll, weight=count),
     }
     return replace(batch, advantages=np.asarray(batch.advantages) + np.float32(coef) * gap), metrics
 

@@ -58,6 +58,7 @@ class DecodedTokens:
     tokens: Int[Array, "steps R"]
     logps: Float[Array, "steps R"]
     kept_logps: Float[Array, "steps R"]
+    truncation_logps: Float[Array, "steps R"]
     counts: Int[Array, " R"]
     top: TopLogps | None
     """None where all rows are plain."""
@@ -112,6 +113,7 @@ class Progress(NamedTuple):
             tokens=put(old.tokens, new),
             logps=put(old.logps, drawn.logps),
             kept_logps=put(old.kept_logps, drawn.kept_logps),
+            truncation_logps=put(old.truncation_logps, drawn.truncation_logps),
             counts=old.counts + grows,
             top=jax.tree.map(put, old.top, drawn.top),
             experts=None if old.experts is None or experts is None else put(old.experts, experts),
@@ -167,6 +169,7 @@ def _empty_chunk(config: ModelConfig, lead: tuple[int, int], *, top: bool, recor
         tokens=jnp.zeros(lead, jnp.int32),
         logps=jnp.zeros(lead, jnp.float32),
         kept_logps=jnp.zeros(lead, jnp.float32),
+        truncation_logps=jnp.zeros(lead, jnp.float32),
         counts=jnp.zeros(lead[1], jnp.int32),
         top=TopLogps(tokens=jnp.zeros((*lead, width), jnp.int32), logps=jnp.zeros((*lead, width))) if top else None,
         experts=jnp.zeros((*lead, len(config.mixtures), config.mixtures[0].top_k), jnp.int16) if record else None,

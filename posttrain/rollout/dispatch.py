@@ -178,6 +178,7 @@ def _deliver_tokens(chunk: DecodedTokens, index: int, request: Request, version:
     request.tokens.extend(np.asarray(chunk.tokens[:count, index]).tolist())
     request.logps.extend(np.asarray(chunk.logps[:count, index]).tolist())
     request.kept_logps.extend(np.asarray(chunk.kept_logps[:count, index]).tolist())
+    request.truncation_logps.extend(np.asarray(chunk.truncation_logps[:count, index]).tolist())
     request.versions.extend([version] * count)
     if chunk.top is not None:
         request.top_logps += _top_logps(chunk.top, np.s_[:count, index], request.params.top_logps)

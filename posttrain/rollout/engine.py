@@ -296,6 +296,7 @@ class NativeEngine:
         self._runner.forget()
         self.take_counts()
         self._runner.take_seconds()
+        self._runner.images.metrics()
 
     def release_cache(self) -> None:
         """Free the cache's memory, and with it all prefixes, until the next request; nothing while samples run."""

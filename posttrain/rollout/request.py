@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -39,6 +39,7 @@ class Request:
     tokens: MutableSequence[int] = field(default_factory=lambda: array("i"))
     logps: MutableSequence[float] = field(default_factory=lambda: array("f"))
     kept_logps: MutableSequence[float] = field(default_factory=lambda: array("f"))
+    truncation_logps: MutableSequence[float] = field(default_factory=lambda: array("f"))
     versions: MutableSequence[int] = field(default_factory=lambda: array("i"))
     top_logps: list[tuple[TokenLogp, ...]] = field(default_factory=list)
     prompt_logps: list[float] = field(default_factory=lambda: [0.0])
@@ -153,6 +154,7 @@ class Request:
             return
         self.tokens, self.versions = array("i", partial.tokens), array("i", partial.weights_versions)
         self.logps, self.kept_logps = array("f", partial.logps), array("f", partial.kept_logps)
+        self.truncation_logps = array("f", partial.truncation_logps)
         if self.constraint is not None:
             self.constraint.advance(partial.tokens)
         self.top_logps = list(partial.top_logps or ())
@@ -195,8 +197,8 @@ class Request:
         """Drop the tokens after the first `length`."""
         del self.history[len(self.prompt) + length :]
         del self._keys[len(self.prompt) + length :]
-        sampled: tuple[MutableSequence[Any], ...] = (self.tokens, self.logps, self.kept_logps, self.versions)
-        for values in (*sampled, self.top_logps):
+        columns = (self.tokens, self.logps, self.kept_logps, self.truncation_logps, self.versions, self.top_logps)
+        for values in columns:
             del values[length:]
 
     def tell(self) -> None:
@@ -224,6 +226,7 @@ class Request:
             tokens=tuple(self.tokens),
             logps=tuple(self.logps),
             kept_logps=tuple(self.kept_logps),
+            truncation_logps=tuple(self.truncation_logps),
             stop=stop,
             weights_versions=tuple(self.versions),
             experts=self._experts(),

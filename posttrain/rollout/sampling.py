@@ -237,6 +237,7 @@ class Drawn:
     tokens: Int[Array, " R"]
     logps: Float[Array, " R"]
     kept_logps: Float[Array, " R"]
+    truncation_logps: Float[Array, " R"]
     top: TopLogps | None
     """None where all rows are plain."""
 
@@ -259,12 +260,14 @@ def sample(logits: Float[Array, "R V"], positions: Int[Array, " R"], sampling: S
     allowed = without(logits, sampling.forbidden) if sampling.forbidden else logits
     left = allowed if tally is None else tally.apply(allowed)
     drawn_from = model if left is logits else _Distribution.of(left / scale)
-    tokens, kept_logps = _draw(drawn_from, sampling, positions)
+    tokens, truncation_logps = _draw(drawn_from, sampling, positions)
     logps = model.logps(tokens)
+    # What is not truncation, such as penalties and forbidden tokens, is in `kept_logps` alone.
+    kept_logps = truncation_logps
     if drawn_from is not model:
-        kept_logps = jnp.where(sampled, logps - drawn_from.logps(tokens) + kept_logps, 0.0)
+        kept_logps = jnp.where(sampled, logps - drawn_from.logps(tokens) + truncation_logps, 0.0)
     top = None if tally is None else _top(model, tally.processors.top_logps)
-    return Drawn(tokens=tokens, logps=logps, kept_logps=kept_logps, top=top)
+    return Drawn(tokens=tokens, logps=logps, kept_logps=kept_logps, truncation_logps=truncation_logps, top=top)
 
 
 def guess(
@@ -321,10 +324,10 @@ def _draw(of: _Distribution, s: Sampling, positions: Int[Array, " R"]) -> tuple[
     """Tokens, and the log of the mass that truncation kept. Where all rows are greedy no number is drawn."""
     sampled, whole = s.temperature > 0, jnp.zeros(positions.shape)
 
-    def drawn(probs: Array, kept_logps: Array) -> tuple[Array, Array]:
+    def drawn(probs: Array, truncation_logps: Array) -> tuple[Array, Array]:
         tokens = _inverse_cdf(probs, uniforms(s.keys, positions))
         best = jax.lax.cond(jnp.all(sampled), lambda: tokens, lambda: _largest(of.shifted))
-        return jnp.where(sampled, tokens, best), kept_logps
+        return jnp.where(sampled, tokens, best), truncation_logps
 
     branches = [lambda: (_largest(of.shifted), whole), lambda: drawn(of.probs, whole), lambda: drawn(*_truncate(of, s))]
     found: tuple[Array, Array] = jax.lax.switch(jnp.any(sampled).astype(jnp.int32) + jnp.any(s.truncated), branches)

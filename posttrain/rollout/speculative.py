@@ -215,6 +215,7 @@ def judge(
         tokens=put(old.tokens, drawn.tokens),
         logps=put(old.logps, drawn.logps),
         kept_logps=put(old.kept_logps, drawn.kept_logps),
+        truncation_logps=put(old.truncation_logps, drawn.truncation_logps),
         counts=old.counts + grown,
         top=jax.tree.map(put, old.top, drawn.top),
         experts=None if old.experts is None or experts is None else put(old.experts, experts),
@@ -254,6 +255,7 @@ def _joined(chunk: DecodedTokens, grown: Int[Array, "steps R"], places: int) -> 
         tokens=joined(chunk.tokens),
         logps=joined(chunk.logps),
         kept_logps=joined(chunk.kept_logps),
+        truncation_logps=joined(chunk.truncation_logps),
         top=jax.tree.map(joined, chunk.top),
         experts=jax.tree.map(joined, chunk.experts),
     )

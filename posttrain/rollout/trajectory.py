@@ -108,6 +108,8 @@ class Trajectory:
     """Log-probabilities of the sampled tokens before truncation (top-k, top-p, min-p); 0 elsewhere."""
     kept_logps: Sequence[float]
     """Log-probability minus the log of the probability of drawing the token, see `Completion`; 0 elsewhere."""
+    truncation_logps: Sequence[float]
+    """Log of the mass that truncation kept where the token was drawn, see `Completion`; 0 elsewhere."""
     stop: Stop
     """See `sample_end`, as `limit`; the same for all rows of a sample."""
     versions: Sequence[int]

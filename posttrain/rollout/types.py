@@ -178,6 +178,9 @@ class Completion:
     kept_logps: tuple[float, ...]
     """logp minus the log of the probability with which the token was drawn. With nothing but allowed tokens, a grammar,
     top-k, top-p and min-p it is the log of the mass that they kept; 0 where nothing is cut, and at temperature 0."""
+    truncation_logps: tuple[float, ...]
+    """Log of the mass that top-k, top-p and min-p kept of what penalties, bias, allowed tokens and a grammar leave; 0
+    where they cut nothing, and at temperature 0."""
     stop: StopReason
     weights_versions: tuple[int, ...]
     experts: Int[np.ndarray, "T M k"] | None = None
@@ -407,11 +410,14 @@ def first_completed(
 class Transcript:
     """Tokens of prompt, sampled turns and replies, with the records of the sampled ones."""
 
+    PER_TOKEN = ("tokens", "sampled", "logps", "kept_logps", "truncation_logps", "versions")
+
     def __init__(self, prompt: Sequence[int], images: PromptImages | None = None):
         # Arrays: a list of numbers takes up to ten times their memory.
         self.tokens = array("i")
         self.sampled: list[bool] = []
-        self.logps, self.kept_logps, self.versions = array("f"), array("f"), array("i")
+        self.logps, self.kept_logps, self.truncation_logps = array("f"), array("f"), array("f")
+        self.versions = array("i")
         self.turns: list[Turn] = []
         self.experts: Int[np.ndarray, "T M k"] | None = None
         self.images: PromptImages | None = None
@@ -426,20 +432,28 @@ class Transcript:
         if images is not None:
             before = self.images
             self.images = images.after(len(self)) if before is None else before.extended(len(self), images)
-        self._append(tokens, False, [0.0] * count, [0.0] * count, [-1] * count)
+        zeros = [0.0] * count
+        self._append(tokens, False, logps=zeros, kept_logps=zeros, truncation_logps=zeros, versions=[-1] * count)
 
     def add_turn(self, completion: Completion, time: int) -> None:
         """Append a completion of all tokens so far. `time`: number of its request in the sample."""
         start = len(self)
-        self._append(completion.tokens, True, completion.logps, completion.kept_logps, completion.weights_versions)
+        self._append(
+            completion.tokens,
+            True,
+            logps=completion.logps,
+            kept_logps=completion.kept_logps,
+            truncation_logps=completion.truncation_logps,
+            versions=completion.weights_versions,
+        )
         self.turns.append(Turn(start, len(self), None, time))
         if completion.experts is not None:
             self._record(completion.experts)
 
     def cut(self, length: int) -> None:
         """Drop what was added after the first `length` tokens, which hold all turns."""
-        for column in (self.tokens, self.sampled, self.logps, self.kept_logps, self.versions):
-            del column[length:]
+        for name in self.PER_TOKEN:
+            del getattr(self, name)[length:]
         self.images = None if self.images is None else self.images.cut(length)
 
     def reward(self, value: float | None) -> None:
@@ -448,21 +462,23 @@ class Transcript:
 
     def columns(self) -> dict[str, Any]:
         """Fields of a `Trajectory`."""
-        names = ("tokens", "sampled", "logps", "kept_logps", "versions", "experts", "turns", "images")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*self.PER_TOKEN, "experts", "turns", "images")}
 
     def _append(
         self,
         tokens: Sequence[int],
         sampled: bool,
+        *,
         logps: Sequence[float],
         kept_logps: Sequence[float],
+        truncation_logps: Sequence[float],
         versions: Sequence[int],
     ) -> None:
         self.tokens.extend(tokens)
         self.sampled += [sampled] * len(tokens)
         self.logps.extend(logps)
         self.kept_logps.extend(kept_logps)
+        self.truncation_logps.extend(truncation_logps)
         self.versions.extend(versions)
 
     def _record(self, experts: Int[np.ndarray, "T M k"]) -> None:

@@ -25,6 +25,7 @@ from posttrain.reward.rubric import Rubric, error_lines
 from posttrain.rl.sampler import Sampler
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Group
+from posttrain.runs.environment import versions
 from posttrain.runs.finished import Generator, find_stage
 from posttrain.runs.folder import CONFIG_NAME
 from posttrain.runtime.event_loop import run_async
@@ -88,8 +89,9 @@ class Evaluation:
         return {name: found[name] for name in self.values if name in found}
 
     def record(self) -> dict[str, Any]:
-        """Convert to JSON: intervals, and the prompt, the values and the first sample of each row."""
+        """Convert to JSON: versions, intervals, and the prompt, the values and the first sample of each row."""
         return {
+            "versions": versions(),
             "prompts": self.prompts,
             "intervals": {name: vars(interval) for name, interval in self.intervals.items()},
             "values": {name: [None if np.isnan(v) else float(v) for v in of] for name, of in self.values.items()},

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,8 @@ STALE_S = 60
 """Time for which NFS may not show a folder that another host has made."""
 DEVICES = "devices.json"
 VERSIONS = "versions.json"
+SHOWN_VERSIONS = ("posttrain", "jax", "python")
+"""Names of `versions.json` that one line has room for."""
 NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
 """Keys that may differ between calls of the same run."""
 
@@ -121,8 +123,8 @@ def remember_devices(output: Path, slices: int) -> None:
 
 
 def remember_versions(output: Path) -> None:
-    """Write the versions of posttrain, Python and the libraries, after those of calls before with other ones, and say
-    which are others than before."""
+    """Write the versions of posttrain, Python and the libraries into a folder that a command leaves, after those of
+    calls before with other ones, and say which are others than before."""
     before, own = versions_of(output), versions()
     if own in before[-1:]:
         return
@@ -135,10 +137,29 @@ def remember_versions(output: Path) -> None:
 
 
 def versions_of(output: Path) -> list[dict[str, str]]:
-    """Versions that have made a run, those of its last call at the end; none of one that did not write them."""
+    """Versions that have made a folder, those of its last call at the end; none of one that did not write them."""
     file = output / VERSIONS
     found: list[dict[str, str]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     return found
+
+
+def describe_versions(calls: Sequence[Mapping[str, str]]) -> str:
+    """Versions of the last call in words, and those before where they were others; empty without any.
+
+    >>> describe_versions([{"posttrain": "0.1.0", "jax": "0.9"}, {"posttrain": "0.1.0", "jax": "0.10", "flax": "1"}])
+    'posttrain 0.1.0, jax 0.10 (before: jax 0.9)'
+    """
+    if not calls:
+        return ""
+    last = calls[-1]
+    shown = [f"{name} {last[name]}" for name in SHOWN_VERSIONS if name in last]
+    before = {
+        f"{name} {call[name]}": None
+        for call in calls[:-1]
+        for name in SHOWN_VERSIONS
+        if name in call and call[name] != last.get(name)
+    }
+    return ", ".join(shown) + (f" (before: {', '.join(before)})" if before else "")
 
 
 def devices_of(output: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from posttrain.config import DatasetSection, Locator, OnlineSection, RewardSection
-from posttrain.config.secrets import from_environment
+from posttrain.config.secrets import check_urls, from_environment, without_secrets
 from posttrain.config.yaml_file import load_config
 from posttrain.data.columns import fill
 from posttrain.data.format import prompt_is_text, prompt_messages
@@ -134,14 +134,18 @@ def _args(reward: Reward, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_args(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE; values are YAML. ConfigError for another form."""
+    """Parse NAME=VALUE; values are YAML. ConfigError for another form, and for a secret."""
     found = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise ConfigError(f"--set {text}: write it as NAME=VALUE")
         found[name] = yaml.safe_load(value)
-    return found
+    try:
+        check_urls(found)
+        return without_secrets(found)
+    except ValueError as error:
+        raise ConfigError(f"--set {error}") from error
 
 
 def _rows(dataset: DatasetSection, settings: LabSettings) -> list[LabRow]:

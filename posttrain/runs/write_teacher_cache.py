@@ -22,6 +22,7 @@ from posttrain.distill.teachers import (
 )
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
+from posttrain.runs.folder import remember_versions
 from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.stages.context import training_devices
 from posttrain.stages.distill import DatasetRows, DistillInputs, aligner_of, cache_folders
@@ -49,6 +50,7 @@ def write_caches(config: RunConfig) -> None:
             folders = cache_folders(inputs, source, config.model, prepared.tokenizer, to_write=True)
             for _, folder in folders:
                 folder.claim()
+                remember_versions(folder.folder)
             left = []
             for number, (data, folder) in enumerate(folders):
                 reader = _reader(inputs, source, number, data)

@@ -105,6 +105,11 @@ def form_notes(tokenizer: Tokenizer, form: PromptForm | None, datasets: Sequence
     """Lines about prompts whose form is, or is not, that of the model's training before. `form`: of the prompts;
     `datasets`: of which they are."""
     before = tokenizer.form
+    if before is None and form is not None and tokenizer.chat_template is None:
+        return [
+            "no chat template: prompts are plain text, and generate, chat and serve will render them so too; "
+            "model.chat_template sets one"
+        ]
     if before is None or form is None:
         return []
     if before.chat != form.chat:

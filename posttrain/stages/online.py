@@ -253,10 +253,11 @@ class StepReport:
         if self._reported == 0 or crosses(self._reported, step, self._section.samples_every or SAMPLES_EVERY):
             self._training.sinks.samples(step, step_samples(result, self._section.group_size))
         self._record(step, result)
-        hacking = self._watch(step, result.groups_P, result.rewards)
+        measured = to_host(result.metrics)
+        hacking = self._watch(step, result.groups_P, result.rewards, kl=measured.get("kl", math.nan))
         check_agreement(result.metrics, step, lambda: self._diagnosis(result))
         metrics = {
-            **to_host(result.metrics),
+            **measured,
             **hacking,
             **self._dropped,
             **self._rollouts.on_loop(lambda: engine_metrics(self._cluster.engine)),
@@ -301,9 +302,10 @@ class StepWatch:
             max_tokens=section.sampling.max_tokens, scored=section.scored, converses=conversation
         )
 
-    def __call__(self, step: int, groups_P: Sequence[Group], rewards: Rewards) -> dict[str, float]:
-        """Observe a step; return the monitor's metrics. RunError for an alarm, if the section says so."""
-        for line in self._warnings.observe(groups_P, rewards):
+    def __call__(self, step: int, groups_P: Sequence[Group], rewards: Rewards, *, kl: float) -> dict[str, float]:
+        """Observe a step; return the monitor's metrics. RunError for an alarm, if the section says so. `kl`: see
+        `SignalWarnings`."""
+        for line in self._warnings.observe(groups_P, rewards, kl=kl):
             _print_warning(f"WARNING, step {step}: {line}")
         if self._monitor is None:
             return {}

@@ -335,14 +335,14 @@ class TrainPrograms:
         config, factors, clip = self.structure.model.config, {}, {}
         if settings.qk_clip is not None:
             factors = clip_factors(config, largest, settings.qk_clip)
-            clip = clip_metrics(config, largest, settings.qk_clip)
+            clip = clip_metrics(config, largest, settings.qk_clip, usable)
         new_params, new_state = self._updated(gradient, params, opt_state, prepare, usable, factors, step)
         if settings.correction_rate and routers is not None:
             for path, numbers in config.correction_paths.items():
                 changed = updated_correction(params[path], routers.load[jnp.asarray(numbers)], settings.correction_rate)
                 new_params[path] = jnp.where(usable, changed, params[path])
         if labels := self.optimizer.labels:
-            clip |= {"grad_clipped": (norm > settings.max_grad_norm).astype(jnp.float32)}
+            clip |= {"grad_clipped": (usable & (norm > settings.max_grad_norm)).astype(jnp.float32)}
             clip |= update_metrics(params, new_params, labels)
         metrics: Metrics = {
             "loss": output.loss,

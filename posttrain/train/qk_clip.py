@@ -80,9 +80,9 @@ def _of_latent(c: LatentAttentionConfig, each: Float[Array, "R N"]) -> dict[str,
     }
 
 
-def clip_metrics(config: ModelConfig, largest: LargestHeads, limit: float) -> dict[str, Array]:
-    """`attention/largest_logit` over all heads, `attention/clipped_heads`, the share of heads that are scaled down, and
-    the table `attention/largest_logits` of each layer."""
+def clip_metrics(config: ModelConfig, largest: LargestHeads, limit: float, updated: Array) -> dict[str, Array]:
+    """`attention/largest_logit` over all heads, `attention/clipped_heads`, the share of heads that are scaled down, 0
+    in a step that is not `updated`, and the table `attention/largest_logits` of each layer."""
     heads = {path: one.largest for path, one in largest.items()}
     clipped = jnp.concatenate([jnp.ravel(jnp.asarray(x) > limit) for x in heads.values()])
     layers = []
@@ -92,6 +92,6 @@ def clip_metrics(config: ModelConfig, largest: LargestHeads, limit: float) -> di
     by_layer = jnp.concatenate(layers)
     return {
         "attention/largest_logit": jnp.max(by_layer),
-        "attention/clipped_heads": jnp.mean(clipped, dtype=jnp.float32),
+        "attention/clipped_heads": jnp.mean(updated & clipped, dtype=jnp.float32),
         "attention/largest_logits": by_layer,
     }

@@ -41,7 +41,7 @@ from posttrain.tracking.console import progress_bar
 from posttrain.train.objective import TrainSettings
 from posttrain.train.optimizers import Optimizer
 from posttrain.train.programs import TrainPrograms, compile_everywhere, on_mesh, placed_shapes, programs_of
-from posttrain.tree import Metric, concatenated, flatten_micro, replace
+from posttrain.tree import Mean, Metric, concatenated, flatten_micro, replace
 from posttrain.weights.state import ModelWeights, Weights
 
 StatsT = TypeVar("StatsT", TokenStats, ScoreStats)
@@ -299,7 +299,7 @@ class Trainer:
         self.step_number += 1
         return {**metrics, **packing_metrics(batch), **self._flops(batch)}
 
-    def _flops(self, batch: Batch) -> dict[str, float]:
+    def _flops(self, batch: Batch) -> dict[str, float | Mean]:
         """Metrics of the operations of an update on host rows, and of the tower's share with images."""
         language, tower = self._programs.flops(batch)
         pictures, before = ({}, 0.0) if self._towers is None else self._towers.counted()
@@ -308,7 +308,7 @@ class Trainer:
         return {
             **pictures,
             "perf/tflops": total / 1e12,
-            **({} if batch.patches is None else {"perf/tower_ratio": tower / max(total, 1.0)}),
+            **({} if batch.patches is None else {"perf/tower_ratio": Mean(total=tower, weight=total)}),
             **({} if chip is None else {"perf/ideal_s": total / (chip.flops * self.mesh.size)}),
         }
 

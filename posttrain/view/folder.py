@@ -17,6 +17,7 @@ from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest, is_locked
 
 CONFIG = "config.yaml"
+VERSIONS = "versions.json"
 STAGE = re.compile(r"(\d+)-.+")
 LIVE_S = 600.0
 """Seconds without a new line of metrics after which an unfinished run of another host counts as stopped."""
@@ -54,6 +55,14 @@ class RunFolder:
             return []
         sections = self._settings().get("stages") or []
         return [_stage(name, sections) for name in sorted(names, key=lambda name: int(name.split("-")[0]))]
+
+    def versions(self) -> list[dict[str, str]]:
+        """Versions of each call of the run that had others, the last at the end; none of a run that wrote none."""
+        try:
+            found: list[dict[str, str]] = json.loads((self.path / VERSIONS).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return []
+        return found
 
     def state(self) -> str:
         """`finished`, `live`, `stopped`, or `deleted`: a process of this host is alive while it locks the folder, and

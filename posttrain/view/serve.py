@@ -125,7 +125,7 @@ class Api:
         self.changes = {"microscope": self.replay}
 
     def runs(self, given: Mapping[str, str]) -> Any:
-        """Runs with their stages, state, and progress of the index."""
+        """Runs with their stages, state, versions, and progress of the index."""
         self._roster.update()
         found = []
         for number, run in enumerate(self._roster.runs):
@@ -137,7 +137,7 @@ class Api:
                 for s in run.folder.stages()
             ]
             about = {"run": number, "name": run.name, "path": str(run.folder.path), "state": run.folder.state()}
-            found.append({**about, "stages": stages, "progress": progress})
+            found.append({**about, "versions": run.folder.versions(), "stages": stages, "progress": progress})
         return found
 
     def metrics(self, given: Mapping[str, str]) -> Any:

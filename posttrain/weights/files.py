@@ -20,6 +20,7 @@ from posttrain.config import Locator
 from posttrain.errors import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.names import LAYER, CheckpointTensor, Names
+from posttrain.models.vision.tower import UNREAD
 from posttrain.runtime import processes
 from posttrain.runtime.files import file_digest
 from posttrain.weights.tensor_file import CHUNK_BYTES, Readable, Region, Task, merge_mxfp4, open_tensors, split_fp8
@@ -94,8 +95,9 @@ class Checkpoint:
 
     def __init__(self, folder: Path, stack: ExitStack, text_name: Callable[[str], str | None] = lambda name: name):
         self._folder = folder
-        stored = (tensor for file in _weight_files(folder) for tensor in open_tensors(file, stack).items())
-        named = ((text_name(name), tensor) for name, tensor in stored)
+        stored = [tensor for file in _weight_files(folder) for tensor in open_tensors(file, stack).items()]
+        named = [(text_name(name), tensor) for name, tensor in stored]
+        self._unread = [name for (name, _), (own, _) in zip(stored, named, strict=True) if own is None]
         rest, matrices = split_fp8({name: tensor for name, tensor in named if name is not None})
         self._tensors = merge_mxfp4(rest) | matrices
 
@@ -124,8 +126,13 @@ class Checkpoint:
 
         Without `values` only headers are read: a head that is tied to the embedding may still differ from it.
         """
+        if values and config.vision is not None and self._unread:
+            parts = ", ".join(sorted({f"{part[0]}*" for name in self._unread if (part := UNREAD.match(name))}))
+            LOGGER.warning(
+                "%s: %d tensors are not read, and a saved model lacks them: %s", self._folder, len(self._unread), parts
+            )
         expected, found = {tensor.name: tensor for tensor in tensors}, self._tensors
-        extra = {name for name in found if name not in expected and not name.endswith("rotary_emb.inv_freq")}
+        extra = {name for name in found if name not in expected and not name.endswith(".inv_freq")}
         extra = self._without_further_layers(extra, config, warn=values) - _unused_names(config, names)
         faults = []
         if config.tie_embeddings:

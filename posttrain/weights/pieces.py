@@ -219,7 +219,7 @@ class Gather:
         self._held = {part.param: self._held[part.param] for part in tensor.parts if part.param in self._held}
         values = [self._values(part) for part in tensor.parts]
         if len(values) == 1 and not tensor.transpose:
-            return np.ascontiguousarray(values[0])
+            return np.ascontiguousarray(values[0]).reshape(tensor.shape)
         out = np.empty(tensor.shape, values[0].dtype)
         view = out.swapaxes(-1, -2) if tensor.transpose else out
         for part, value in zip(tensor.parts, values, strict=True):

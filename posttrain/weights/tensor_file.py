@@ -67,7 +67,7 @@ class StoredTensor:
 
     def reads(self, out: np.ndarray, region: Region) -> Iterator[Task]:
         """Tasks (any order, concurrent) that read `tensor[region]` into `out`, converted to its dtype."""
-        shape = self.shape
+        shape = self.shape or (1,)  # a number is a vector of one
         if len(shape) == 1:
             out, region, shape = out[None], (slice(0, 1), *region), (1, *shape)
         *outer, wanted = (range(*part.indices(size)) for part, size in zip(region[:-1], shape, strict=False))
@@ -81,7 +81,7 @@ class StoredTensor:
                 yield partial(self._read_rows, rows_out, first + some[0], some[-1] + 1 - some[0], some.step, region[-1])
 
     def _read_rows(self, out: np.ndarray, first: int, count: int, stride: int, columns: slice) -> None:
-        width = self.shape[-1]
+        width = self.shape[-1] if self.shape else 1
         if out.shape == (count, width) and out.dtype == KINDS[self.kind] and out.flags.c_contiguous:
             self._read(out, first * width)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -336,7 +337,7 @@ def test_how_a_sample_of_an_agent_ends(
     # Three steps of such samples: what is cut is told, whoever has scored it.
     warnings = SignalWarnings(max_tokens=8, scored=True, converses=True)
     none = Rewards(total_PG=np.zeros((1, 1)), parts_PG={}, errors=[], metrics={}, extras={})
-    lines = [warnings.observe([[sample]], none) for _ in range(3)]
+    lines = [warnings.observe([[sample]], none, kl=math.nan) for _ in range(3)]
     assert bool(lines[2]) == (stop == "length" or limit is not None) and not any(lines[:2])
 
 

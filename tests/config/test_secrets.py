@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from pydantic import AfterValidator
 
 import posttrain as pt
+from posttrain.config import GRPO, ModelSection, RolloutSection, Section, SFTSection
 from posttrain.config.environment import AgentSection, EnvSection, McpSection, ToolSection
 from posttrain.config.locator import Locator
+from posttrain.config.optimizer import UserOptimizer
 from posttrain.config.reward import RewardSection
-from posttrain.config.secrets import with_secrets
+from posttrain.config.secrets import with_secrets, without_named_secrets, without_secrets
+from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import DatasetSection
+from posttrain.config.yaml_file import dump_config, load_config
 from posttrain.data.sources import load_rows
 from posttrain.errors import ConfigError
 from posttrain.reward.function import rewards_of
 from posttrain.reward.rubric import Rubric
+from posttrain.runs.reward_lab import read_args
 from posttrain.runtime.event_loop import run_async
 from posttrain.tools.function import FunctionTool
+from posttrain.train.transformations import make_optimizer
 from tests.rl.helpers import trajectory
 from tests.tiny import tiny_model
 
@@ -39,13 +51,34 @@ def look(word: str, api_key: str) -> str:
     return f"{word} {api_key}"
 
 
+def scaled(learning_rate: Any, api_key: str = "", **_: Any) -> Any:
+    return optax.sgd(learning_rate if api_key == KEY else 0.0)
+
+
+@dataclass(frozen=True)
+class Scored:
+    api_key: str
+    url: str = "http://judge:8000"
+
+    def __call__(self, rewards_PG: Any) -> Any:
+        return rewards_PG
+
+
 SECTIONS = [
     lambda args: RewardSection(fn=judge, args=args),
     lambda args: EnvSection(fn=judge, args=args),
     lambda args: AgentSection(fn=judge, args=args),
     lambda args: ToolSection(fn=look, args=args),
     lambda args: DatasetSection(path=Locator("rows.py:rows"), args=args),
+    lambda args: UserOptimizer(fn=scaled, learning_rate=1.0, args=args),
 ]
+SETTINGS = [
+    lambda given: GRPO(advantage={"fn": "advantages.py:mine", **given}),
+    lambda given: GRPO(loss={"fn": "losses.py:mine", "args": given}),
+    lambda given: SFTSection(**SFT, loss={"fn": "losses.py:mine", **given}),
+    lambda given: UserOptimizer(fn={"fn": "mine.py:sgd", **given}, learning_rate=1.0),
+]
+SFT: dict[str, Any] = {"dataset": {"path": "rows.jsonl"}, "num_steps": 1, "batch_rows": 1, "row_tokens": 8}
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -76,6 +109,133 @@ def test_what_is_no_secret_is_taken(section: Any) -> None:
         section(args)
     with pytest.raises(ConfigError, match="api_key_env must be the name of an environment variable"):
         section({"api_key_env": "sk-1234"})
+
+
+@pytest.mark.parametrize("section", SETTINGS)
+def test_a_secret_among_settings_of_an_object_is_refused(section: Any) -> None:
+    section({"width": 3, "eos_token": "</s>", "token_env": "JUDGE_KEY"})
+    with pytest.raises(ConfigError, match=r"client\.api_key: config.yaml .*give api_key_env: VARIABLE") as said:
+        section({"client": {"api_key": KEY}})
+    assert KEY not in str(said.value)
+    with pytest.raises(ConfigError, match="address: config.yaml .* the password of a URL") as said:
+        section({"address": f"https://ann:{KEY}@judge"})
+    assert KEY not in str(said.value)
+
+
+def test_a_secret_among_fields_that_no_function_gets_is_refused() -> None:
+    init = {"model_type": "llama", "eos_token_id": 2, "pad_token": "<pad>"}
+    ModelSection(init=init, tokenizer=Locator("bytes"), chat_template_args={"bos_token": "<s>"})
+    for fields in (
+        {"init": {**init, "auth": {"hub_token": KEY}}},
+        {"init": init, "chat_template_args": {"api_key": KEY}},
+    ):
+        with pytest.raises(ConfigError, match=r"(auth\.hub_token|api_key): config.yaml .*remove it") as said:
+            ModelSection(tokenizer=Locator("bytes"), **fields)
+        assert KEY not in str(said.value)
+
+
+def test_every_mapping_of_anything_refuses_secrets() -> None:
+    """A new field that takes any mapping gets the rule, or a reason here."""
+    reasons = {"GrammarSection.json_schema": "a schema, whose names are those of its objects"}
+    rules = {without_secrets, without_named_secrets}
+    found = 0
+    for section in _sections(Section):
+        for name, field in section.model_fields.items():
+            kind = repr(field.annotation)
+            # Settings of objects have their own reader, see above.
+            if "typing.Any]" not in kind or "dict[str" not in kind or "UserObject" in kind:
+                continue
+            metadata = [
+                *field.metadata,
+                *(m for one in get_args(field.annotation) for m in getattr(one, "__metadata__", ())),
+            ]
+            kept = any(isinstance(one, AfterValidator) and one.func in rules for one in metadata)
+            found += kept
+            assert kept or f"{section.__name__}.{name}" in reasons, f"{section.__name__}.{name}"
+    assert found >= 8
+
+
+def _sections(section: type[Section]) -> set[type[Section]]:
+    return {section, *(one for child in section.__subclasses__() for one in _sections(child))}
+
+
+URLS = [
+    f"https://ann:{KEY}@hub.example/rows.jsonl",
+    f"https://{KEY}@git.example/rows",
+    f"postgresql://ann:{KEY}@db/rows",
+    f"https://host/rows.jsonl?token={KEY}",
+    f"https://store/rows.jsonl?X-Amz-Credential=a&X-Amz-Signature={KEY}",
+    f"https://store/rows.jsonl?sv=1&sig={KEY}",
+]
+PLAIN_URLS = [
+    "https://hub.example/rows.jsonl?page=2",
+    "ssh://git@host/rows",
+    "abfss://rows@account.dfs.core.windows.net/a",
+    "a:b@c",
+]
+PLACES = [
+    ("path", lambda url: DatasetSection(path=Locator(url))),
+    ("path", lambda url: ModelSection(path=Locator(url))),
+    ("url", lambda url: TeacherSection(path=Locator("m"), url=url)),
+    (r"args\.clients\[0\]", lambda url: RewardSection(fn=judge, args={"clients": [url]})),
+    (r"args\.base\.url", lambda url: UserOptimizer(fn=scaled, learning_rate=1.0, args={"base": {"url": url}})),
+    (r"env\.DB", lambda url: McpSection(command=("serve",), env={"DB": url})),
+    (r"command\[1\]", lambda url: McpSection(command=("serve", f"--at={url}"))),
+    ("command", lambda url: AgentSection(command=("sh", "-c", f"curl {url} > a"))),
+    (r"rollout\.engine|engine", lambda url: RolloutSection(engine=Locator(url))),
+]
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize(("place", "section"), PLACES)
+def test_a_secret_in_a_url_is_refused(place: str, section: Any, url: str) -> None:
+    with pytest.raises(ConfigError, match=f"{place}.*would show this secret") as said:
+        section(url)
+    assert KEY not in str(said.value)
+
+
+@pytest.mark.parametrize("url", PLAIN_URLS)
+@pytest.mark.parametrize(("place", "section"), PLACES)
+def test_other_urls_are_taken(place: str, section: Any, url: str) -> None:
+    section(url)
+
+
+def test_overrides_and_keywords_of_the_command_line_are_refused_alike(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "output: runs/x\nseed: 0\nmodel: {path: m}\nkind: sft\ndataset: {path: rows.jsonl}\n"
+        "num_steps: 1\nbatch_rows: 1\nrow_tokens: 8\n"
+    )
+    for override in (
+        f"dataset.args.hub_token={KEY}",
+        f"dataset.path=https://x:{KEY}@host/rows",
+        f"dataset.args={{a: [{{key: {KEY}}}]}}",
+    ):
+        with pytest.raises(ConfigError, match=r"dataset[.:] ?(args|path).*would show this secret") as said:
+            load_config(file, [override])
+        assert KEY not in str(said.value)
+    for given in (f"api_key={KEY}", f"url=https://x:{KEY}@host"):
+        with pytest.raises(ConfigError, match="--set (api_key|url): .*would show this secret") as said:
+            read_args([given])
+        assert KEY not in str(said.value)
+    assert read_args(["api_key_env=JUDGE_KEY", "eos_token=</s>"]) == {"api_key_env": "JUDGE_KEY", "eos_token": "</s>"}
+
+
+def test_objects_made_in_python_are_written_without_their_secrets() -> None:
+    section = RewardSection(fn=functools.partial(judge, ["x"], KEY))
+    for given in (section, RewardSection(fn=functools.partial(judge, api_key=KEY)), GRPO(advantage=Scored(KEY))):
+        text = dump_config(given)
+        assert KEY not in text and "<secret>" in text
+    assert "http://judge:8000" in dump_config(GRPO(advantage=Scored(KEY)))
+
+
+def test_optimizers_get_their_secret_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATE_KEY", KEY)
+    section = UserOptimizer(fn=scaled, learning_rate=2.0, args={"api_key_env": "RATE_KEY"})
+    made = make_optimizer(section, 4, seed=0, model=tiny_model(num_layers=1))
+    params = {"x": jnp.ones(3)}
+    moved, _ = made.update({"x": jnp.ones(3)}, made.init(params), params, lambda g: g, None, {}, at=jnp.uint32(0))
+    np.testing.assert_allclose(moved["x"], -1.0)
 
 
 @pytest.mark.parametrize("command", [("serve", f"--api-key={KEY}"), ("serve", "--token", KEY), ("env", f"A_KEY={KEY}")])

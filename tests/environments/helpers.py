@@ -62,6 +62,7 @@ def completion(tokens: Sequence[int], *, stop: Any = "stop", version: int = 0) -
         tokens=tuple(tokens),
         logps=tuple(-0.1 * (at + 1) for at in range(count)),
         kept_logps=(0.0,) * count,
+        truncation_logps=(0.0,) * count,
         stop=stop,
         weights_versions=(version,) * count,
     )

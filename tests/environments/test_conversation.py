@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 import time
@@ -209,7 +210,7 @@ def test_metrics_and_a_warning_of_conversations_that_end_too_early(tokenizer: To
     assert metrics["env/unfinished"] == metrics["env/unfinished_max_tokens"] == 2 / 3
     assert metrics["env/unfinished_max_turns"] == metrics["env/unfinished_row_tokens"] == 0.0
     warnings = SignalWarnings(max_tokens=1, scored=True, converses=True)
-    lines = [warnings.observe([group], rewards) for _ in range(4)]
+    lines = [warnings.observe([group], rewards, kl=math.nan) for _ in range(4)]
     assert [len(one) for one in lines] == [0, 0, 1, 0]
     assert "67% of the conversations end before the environment is done" in lines[2][0]
     assert "67% at sampling.max_tokens=1" in lines[2][0] and "the reward `unfinished`" in lines[2][0]

@@ -20,6 +20,8 @@ from posttrain.export.export import compare_with_source
 from posttrain.export.proof import prove
 from posttrain.export.readers import ProofError, Reader, compare_tokenizers, default_reader
 from posttrain.models.decoder import Decoder
+from posttrain.runs.environment import versions
+from posttrain.runs.folder import versions_of
 from posttrain.weights.load import load_model
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.save import save_model
@@ -205,6 +207,7 @@ def test_a_run_is_exported(run: Path, tmp_path: Path, to: str, again: bool) -> N
     assert ("reads the same tokens and template" in done.out) == again, done
     assert (out / ("config.json" if to == "merged" else "adapter_config.json")).is_file()
     assert not out.with_name(f"{out.name}.unproved").exists()
+    assert versions_of(out) == [versions()]
     if to == "merged":
         folders = (tmp_path / "exported", run / "0-sft" / "model")
         ours, theirs = (ModelWeights(load_model(folder)).read() for folder in folders)

@@ -53,6 +53,10 @@ def test_seeds_are_one_group_and_prompts_are_paired(tmp_path: Path) -> None:
     # Student's interval of two values: half of their distance times t(0.975, 1 degree) = 12.706.
     assert (last.mean, last.n, last.high - last.mean) == pytest.approx((0.5, 2, 12.706 * 0.1), rel=1e-4)
     assert found.settings == {"stages.0.group_size": [4, 8]}
+    for run, jax in ((runs[0], "0.10.2"), (runs[2], "0.12.0")):
+        calls = [{"posttrain": "0.0.9"}, {"posttrain": "0.1.0", "jax": jax}]
+        (run / "versions.json").write_text(json.dumps(calls))
+    assert pt.compare(*runs).settings == {"stages.0.group_size": [4, 8], "versions.jax": ["0.10.2", "0.12.0"]}
     means = [0.0, 0.5, 0.0]  # over seeds, of prompts 0, 1 and 3, which all runs have
     assert found.paired["B"]["eval/reward"] == paired_difference(means, [1.0, 1.0, 1.0])
     text = repr(found)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -66,6 +68,15 @@ def test_a_notebook_shows_curves_and_answers(done: tuple[pt.RunResult, Any]) -> 
     assert page.count("<svg") == 2 and page.count("<tr>") == 1 + 3 + 1 and "95 % interval" in page
     text = repr(done[0])
     assert "0-rl, finished, 2 steps" in text and len(text.splitlines()) <= 3
+    made_by = f"posttrain {pt.__version__}, jax {jax.__version__}, python {platform.python_version()}"
+    assert made_by in text and made_by in page
+    assert [one["numpy"] for one in done[0].versions] == [np.__version__]
+    evaluated = done[0].output / "evaluated.json"
+    told = posttrain(
+        "evaluate", done[0].output, "--data", "rows.jsonl", "--limit", "2", "--write", evaluated, "--max-tokens", "2"
+    )
+    assert told.code == 0, told
+    assert json.loads(evaluated.read_text())["versions"] == dict(done[0].versions[-1])
 
 
 @pytest.mark.thorough

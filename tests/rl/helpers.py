@@ -103,6 +103,7 @@ def trajectory(
         sampled=sampled,
         logps=[-0.5 * s for s in sampled],
         kept_logps=[0.0] * count,
+        truncation_logps=[0.0] * count,
         stop=stop,
         versions=[0 if s else -1 for s in sampled],
     )

@@ -119,6 +119,7 @@ def _trajectory(example: Example, number: int, sample: Sample) -> Trajectory:
         sampled=[True] * len(tokens),
         logps=(),
         kept_logps=(),
+        truncation_logps=(),
         stop="stop",
         versions=(),
     )

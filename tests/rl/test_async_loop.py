@@ -86,7 +86,14 @@ class Scripted:
                 await asyncio.sleep(next(self.delays))
         zeros = (0.0,) * len(versions)
         tokens = (params.key[1] % 250,) * len(versions)
-        return Completion(tokens=tokens, logps=zeros, kept_logps=zeros, stop="length", weights_versions=tuple(versions))
+        return Completion(
+            tokens=tokens,
+            logps=zeros,
+            kept_logps=zeros,
+            truncation_logps=zeros,
+            stop="length",
+            weights_versions=tuple(versions),
+        )
 
     def update_weights(self, model: Any, version: int) -> None:
         self.version = version

@@ -89,6 +89,7 @@ class World:
             sampled=[number >= prompt for number in range(len(tokens))],
             logps=zeros,
             kept_logps=zeros,
+            truncation_logps=zeros,
             stop="length",
             versions=[-1 if number < prompt else 0 for number in range(len(tokens))],
             images=images,
@@ -242,7 +243,12 @@ def converse(world: World, env: Talk) -> Trajectory:
         read.append(images)
         end = world.tokenizer.stop_ids[-1]
         return Completion(
-            tokens=(65, end), logps=(-1.0, -1.0), kept_logps=(0.0, 0.0), stop="stop", weights_versions=(0, 0)
+            tokens=(65, end),
+            logps=(-1.0, -1.0),
+            kept_logps=(0.0, 0.0),
+            truncation_logps=(0.0, 0.0),
+            stop="stop",
+            weights_versions=(0, 0),
         )
 
     environments = Environments(

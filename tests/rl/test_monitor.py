@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from posttrain.reward.types import Rewards
-from posttrain.rl.metrics import SignalWarnings
+from posttrain.reward.types import RewardError, Rewards
+from posttrain.rl.metrics import SignalWarnings, rollout_metrics
 from posttrain.rl.monitor import Alarm, Monitor
 from tests.rl.helpers import groups
 from tests.rl.streams import CLEAN, HACKS, NUM_GROUPS, Stream
@@ -73,11 +74,19 @@ def scored(values: list[list[float]]) -> Rewards:
     return Rewards(total_PG=array, parts_PG={"correct": array}, errors=[], metrics={}, extras={})
 
 
+def test_a_sample_on_which_several_functions_fail_counts_once() -> None:
+    kinds = [("one", 0, 1, "error"), ("other", 0, 1, "error"), ("one", 1, 0, "timeout"), ("other", 1, 0, "error")]
+    errors = [RewardError(function=f, prompt=p, sample=s, kind=kind, error="x") for f, p, s, kind in kinds]  # type: ignore[arg-type]
+    rewards = replace(scored([[1.0, 0.0], [0.0, 1.0]]), errors=errors)
+    metrics = rollout_metrics(groups([["a", "b"], ["c", "d"]]), rewards, 0)
+    assert (metrics["rewards/errors"], metrics["rewards/timeouts"]) == (2 / 4, 1 / 4)
+
+
 def watched(values: list[list[float]], stop: str = "stop", steps: int = 5) -> list[list[str]]:
     warnings = SignalWarnings(max_tokens=6, scored=True, converses=False)
     samples = groups([[str(value) for value in row] for row in values])
     cut = [[replace(one, stop=stop) for one in group] for group in samples]  # type: ignore[arg-type]
-    return [warnings.observe(cut, scored(values)) for _ in range(steps)]
+    return [warnings.observe(cut, scored(values), kl=math.nan) for _ in range(steps)]
 
 
 def test_warnings_come_once_after_three_steps() -> None:
@@ -90,11 +99,50 @@ def test_warnings_come_once_after_three_steps() -> None:
     assert watched([[0.0, 1.0]] * 3) == [[]] * 5
 
 
+def test_a_policy_that_an_update_has_wrecked() -> None:
+    """The functions paid before: not they, but the learning rate is named, with the KL where it is measured."""
+    warnings, samples = SignalWarnings(max_tokens=6, scored=True, converses=False), groups([["a"] * 4] * 3)
+    good, lost = [[1.0, 1.0, 0.0, 1.0]] * 3, [[0.0] * 4] * 3
+    lines = [warnings.observe(samples, scored(one), kl=kl) for one, kl in ((good, 0.0), *[(lost, 7.59)] * 4)]
+    assert [len(some) for some in lines] == [0, 0, 0, 1, 0]
+    (line,) = lines[3]
+    assert "0.75 on average" in line and "KL from the reference 7.59 nats" in line
+    assert "lower optimizer.learning_rate" in line and "posttrain reward" not in line
+    # A policy that has solved all, or hardly fell, is not wrecked.
+    for before, after in ((good, [[1.0] * 4] * 3), ([[0.1, 0.0, 0.0, 0.0]] * 3, lost)):
+        warnings = SignalWarnings(max_tokens=6, scored=True, converses=False)
+        lines = [warnings.observe(samples, scored(one), kl=math.nan) for one in (before, *[after] * 3)]
+        assert "learning_rate" not in lines[3][0]
+
+
+def test_a_reward_that_pays_answers_without_an_end() -> None:
+    """At the limit all lengths are equal, so that no correlation shows it; and more tokens would not help."""
+    monitor, warnings = (
+        Monitor(verifier=None, content={"correct": 1.0}, form={}),
+        SignalWarnings(max_tokens=6, scored=True, converses=False),
+    )
+    draw, raised, lines = np.random.default_rng(0), [], []
+    for step in range(45):
+        share = float(np.clip((step - 15) / 10, 0, 1))
+        cut = draw.random((6, 6)) < share
+        samples = [
+            [replace(one, stop="length" if c else "stop") for one, c in zip(group, row, strict=True)]
+            for group, row in zip(groups([["abc"] * 6] * 6), cut, strict=True)
+        ]
+        rewards = scored((0.6 + 0.4 * cut + 0.1 * draw.normal(size=(6, 6))).tolist())
+        raised += [(step, alarm) for alarm in monitor.observe(samples, rewards)[1]]
+        lines += warnings.observe(samples, rewards, kl=math.nan)
+    ((step, alarm),) = raised
+    assert alarm.kind == "length" and step < 40 and "cut at the limit of tokens, 0% before" in alarm.text
+    (line,) = [line for line in lines if "sampling.max_tokens" in line]
+    assert "do not ask for an end" in line and "raise sampling.max_tokens" not in line
+
+
 def test_a_reward_of_length_alone() -> None:
     warnings, lines = SignalWarnings(max_tokens=999, scored=True, converses=False), []
     for groups_P, rewards in HACKS["length"].steps(3, seed=0):
         lengths = np.asarray([[float(one.num_sampled) for one in group] for group in groups_P])
-        lines += warnings.observe(groups_P, scored((0.01 * lengths).tolist()))
+        lines += warnings.observe(groups_P, scored((0.01 * lengths).tolist()), kl=math.nan)
         assert rewards.total_PG.shape[0] == NUM_GROUPS
     assert len(lines) == 1 and "longer ones are learned" in lines[0]
 

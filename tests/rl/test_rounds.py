@@ -31,7 +31,9 @@ class Recording:
         self._running += 1
         await asyncio.sleep(0.002 * (params.key[1] % 2))
         self._running -= 1
-        return Completion(tokens=(1,), logps=(0.0,), kept_logps=(0.0,), stop="length", weights_versions=(0,))
+        return Completion(
+            tokens=(1,), logps=(0.0,), kept_logps=(0.0,), truncation_logps=(0.0,), stop="length", weights_versions=(0,)
+        )
 
     def update_weights(self, model: object, version: int) -> None: ...
 

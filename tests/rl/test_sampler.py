@@ -104,7 +104,7 @@ def test_a_prompt_is_tokenised_once(sampler: Sampler, monkeypatch: pytest.Monkey
 
 
 def test_long_samples_take_little_memory(sampler: Sampler) -> None:
-    """Of 512 samples of 8,192 tokens those under way and those that are done are below 200 MB: 24 bytes a token."""
+    """Of 512 samples of 8,192 tokens those under way and those that are done are below 200 MB: 34 bytes a token."""
     count = 1 << 15
     request = Request(prompt=(1,), params=sampler.params(0, 0))
     draw = np.random.default_rng(0)
@@ -112,7 +112,7 @@ def test_long_samples_take_little_memory(sampler: Sampler) -> None:
     try:
         for values in (request.tokens, request.versions):
             values.extend(draw.integers(1000, 1 << 17, count).tolist())
-        for values in (request.logps, request.kept_logps):
+        for values in (request.logps, request.kept_logps, request.truncation_logps):
             values.extend(draw.standard_normal(count).tolist())
         under_way, _ = tracemalloc.get_traced_memory()
         request.finish("length")
@@ -123,4 +123,4 @@ def test_long_samples_take_little_memory(sampler: Sampler) -> None:
     finally:
         tracemalloc.stop()
     assert done.num_sampled == count
-    assert under_way < 24 * count and held < 30 * count
+    assert under_way < 24 * count and held < 34 * count

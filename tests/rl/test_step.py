@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.agreement import EXACT, ROUNDED, SamplerGate, check_agreement
 from posttrain.rl.assemble import assemble
+from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rl.step import StepResult, has_signal, rl_step
 from posttrain.rollout.engine import NativeEngine
@@ -36,9 +38,12 @@ from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
 from posttrain.train.transformations import make_optimizer
 from posttrain.weights.lora import attach_lora
+from posttrain.weights.quantize import quantize_model
+from posttrain.weights.state import ModelWeights
 from tests.often import often
+from tests.oracles import sample_reference
 from tests.rl.helpers import collector, example, make_algorithm, step_settings, trajectory
-from tests.tiny import WINDOW, sgd, shake, tiny_model
+from tests.tiny import WINDOW, forward, sgd, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
 
@@ -144,6 +149,40 @@ def test_first_update_has_ratio_1_and_kl_0_for_every_token(
     assert_allclose(mean, metrics["sampling/kept_mass/mean"], rtol=1e-4)
     assert 0.7 < mean < 0.95
     assert metrics["sampling/importance_sampling_ratio/out_of_bounds"] == 0
+
+
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.6, "frequency_penalty": 0.4, "logit_bias": {40: 1.0, 60: -2.0}}
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 100, "top_p": 0.8, "min_p": 0.002}], ids=["whole", "truncated"])
+def test_kept_mass_is_that_of_truncation_alone(tokenizer: Tokenizer, truncation: dict[str, float]) -> None:
+    """Penalties, biases and quantised weights move mass, which is not cut: float64 logits of the sampling model say
+    what truncation keeps of what they leave."""
+    world = World(tokenizer, temperature=0.7, **PENALTIES, **truncation)
+    model = world.trainer.model
+    quantized = tiny_model(
+        num_layers=2, windows=(WINDOW,), vocab_size=tokenizer.vocab_size, initializer_range=0.1, dtype=jnp.float32
+    )
+    ModelWeights(quantized).write(ModelWeights(model).read())
+    quantize_model(quantized, "int8")
+    engine = NativeEngine(
+        quantized, slots=8, max_length=ROW, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0
+    )
+    sampler = replace(world.sampler, engine=engine)
+    groups = run_async(collect(sampler, issued(["1+1=", "a long"]), GROUP))
+    masses = []
+    for one in itertools.chain(*groups):
+        logits = np.asarray(forward(quantized, jnp.asarray([one.tokens]))[0], np.float64)
+        params = sampler.params(one.group, one.sample)
+        prompt, sampled = np.split(np.asarray(one.tokens), [one.sampled.index(True)])
+        for at in range(len(sampled)):
+            *_, truncation_logp = sample_reference(logits[len(prompt) + at - 1], 0.5, params, prompt, sampled[:at])
+            masses.append(np.exp(truncation_logp))
+    expected = np.mean(masses) if truncation else 1.0
+    assert not truncation or 0.2 < expected < 0.9
+    assert_allclose(sample_metrics(groups, 0)["sampling/kept_mass/mean"], expected, rtol=1e-5)
+    kept = np.concatenate([np.asarray(one.kept_logps)[one.sampled] for one in itertools.chain(*groups)])
+    assert abs(np.exp(kept).mean() / expected - 1) > 0.02, "what penalties do is in kept_logps"
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.types import RewardError, Rewards
 from posttrain.rl.assemble import assemble
-from posttrain.rl.store import Recorded, TrajectoryStore, file_of, read_record, recorded_steps
+from posttrain.rl.store import TOKENS, Recorded, TrajectoryStore, file_of, read_record, recorded_steps
 from posttrain.rollout.trajectory import Group
 from posttrain.tree import Mean
 from tests.rl.helpers import trajectory
@@ -31,7 +31,8 @@ def scored(seed: int = 0, length: int = 9, *, experts: bool = False) -> Recorded
 
     def sample(p: int, g: int) -> Any:
         made = trajectory(sample=g, tokens=draw.integers(0, 150_000, length).tolist(), num_prompt=2, stop="length")
-        values = {name: draw.normal(size=length).astype(np.float32) for name in ("logps", "kept_logps")}
+        numbers = ("logps", "kept_logps", "truncation_logps")
+        values = {name: draw.normal(size=length).astype(np.float32) for name in numbers}
         lists = {name: np.where(made.sampled, array, np.float32(0)).tolist() for name, array in values.items()}
         versions = np.where(made.sampled, draw.integers(0, 1000, length), -1).tolist()
         recorded = draw.integers(0, 8, (length, 2, 2)).astype(np.int16) if experts else None
@@ -73,7 +74,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, experts: bool) -> None
     for name, part in read.rewards.parts_PG.items():
         assert_array_equal(part, written.rewards.parts_PG[name])
     for ours, theirs in zip(*(chain(*recorded.groups_P) for recorded in (read, written)), strict=True):
-        for name in ("group", "sample", "tokens", "sampled", "logps", "kept_logps", "versions", "stop"):
+        for name in ("group", "sample", *TOKENS, "stop"):
             assert getattr(ours, name) == getattr(theirs, name), name
         assert (ours.example.index, ours.example.prompt_tokens) == (theirs.example.index, theirs.example.prompt_tokens)
         assert_array_equal(ours.experts, theirs.experts)

@@ -19,6 +19,8 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.evaluation.at_k import interval_over_prompts
 from posttrain.kernels.logits.divergence import Divergence, divergence
 from posttrain.losses.policy import DISTILL
+from posttrain.metrics import to_host
+from posttrain.rl.step import merged
 from posttrain.rl.teachers import TeacherKL, add_teachers, distances
 from posttrain.rollout.trajectory import Example, Trajectory
 from tests.rl.test_step import World
@@ -56,9 +58,33 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
 
     assert_allclose(jax.grad(policy)(student), jax.grad(reverse_kl)(student), rtol=1e-4, atol=1e-6)
     assert_allclose(metrics["distill/kl"].value(), reverse_kl(student), rtol=1e-5)
-    assert_allclose(metrics["distill/teacher_perplexity"], np.exp(-np.sum(np.exp(own) * other)), rtol=1e-5)
+    assert_allclose(metrics["distill/teacher_perplexity"].value(), np.exp(-np.sum(np.exp(own) * other)), rtol=1e-5)
     twice, _ = add_teachers(taught, column(other), coef=2.0)
     assert_allclose(twice.advantages, 3 * np.asarray(taught.advantages), rtol=1e-5)
+
+
+def test_perplexities_over_several_updates_are_of_all_tokens() -> None:
+    """Not a mean of perplexities; a part without sampled tokens adds nothing."""
+    draw = np.random.default_rng(1)
+    parts, all_logps = [], []
+    for count in (5, 2, 0):
+        logps = np.where(np.arange(6) < count, draw.normal(size=6) - 2, 0.0)[None].astype(np.float32)
+        weight = (np.arange(6) < count)[None].astype(np.float32)
+        ones = np.ones((1, 6), np.int32)
+        batch = Batch(
+            tokens=ones,
+            positions=ones,
+            segments=ones,
+            loss_weight=weight,
+            sampler_logps=logps,
+            advantages=np.zeros((1, 6), np.float32),
+        )
+        parts.append(add_teachers(batch, 2 * logps, coef=1.0)[1])
+        all_logps.append(logps[0, :count].astype(np.float64))
+    metrics, mean = to_host(merged(parts)), np.concatenate(all_logps).mean()
+    assert_allclose(metrics["distill/student_perplexity"], np.exp(-mean), rtol=1e-6)
+    assert_allclose(metrics["distill/teacher_perplexity"], np.exp(-2 * mean), rtol=1e-6)
+    assert_allclose(metrics["distill/kl"], -mean, rtol=1e-6)
 
 
 class Says:
@@ -82,6 +108,7 @@ def sample(number: int, length: int, **row: Any) -> Trajectory:
         sampled=[False] * 2 + [True] * length,
         logps=[0.0] * 2 + [-1.0 - number] * length,
         kept_logps=[0.0] * (2 + length),
+        truncation_logps=[0.0] * (2 + length),
         stop="stop",
         versions=[0] * (2 + length),
     )

@@ -42,11 +42,12 @@ class _Draws:
         return len(self.prompt) + len(self.sample)
 
     def draw(self, logits: np.ndarray) -> None:
-        token, logp, kept_logp = sample_reference(logits, self._uniforms[self.length], self.p, self.prompt, self.sample)
+        u, before = self._uniforms[self.length], (self.prompt, self.sample)
+        token, logp, kept_logp, truncation_logp = sample_reference(logits, u, self.p, *before)
         logps = log_softmax(logits, self.p.temperature)
         order = np.argsort(-logps, kind="stable")[: self.p.top_logps]
         self.sample.append(token)
-        self.drawn.append((logp, kept_logp, tuple(TokenLogp(int(t), float(logps[t])) for t in order)))
+        self.drawn.append((logp, kept_logp, truncation_logp, tuple(TokenLogp(int(t), float(logps[t])) for t in order)))
 
 
 class NaiveEngine:
@@ -81,11 +82,12 @@ class NaiveEngine:
         return self._completion(draws, self._stop_reason(draws.sample, p) or "abort")
 
     def _completion(self, draws: _Draws, stop: StopReason) -> Completion:
-        p, (logps, kept_logps, top) = draws.p, zip(*draws.drawn, strict=True)
+        p, (logps, kept_logps, truncation_logps, top) = draws.p, zip(*draws.drawn, strict=True)
         return Completion(
             tokens=tuple(draws.sample),
             logps=logps,
             kept_logps=kept_logps,
+            truncation_logps=truncation_logps,
             stop=stop,
             weights_versions=(0,) * len(draws.sample),
             top_logps=top if p.top_logps else None,
@@ -160,6 +162,7 @@ def assert_same(got: Completion, expected: Completion) -> None:
     assert (got.stop, got.weights_versions) == (expected.stop, expected.weights_versions)
     np.testing.assert_allclose(got.logps, expected.logps, atol=1e-5, rtol=3e-6)
     np.testing.assert_allclose(got.kept_logps, expected.kept_logps, atol=1e-5, rtol=3e-6)
+    np.testing.assert_allclose(got.truncation_logps, expected.truncation_logps, atol=1e-5, rtol=3e-6)
     assert (got.prompt_logps is None) == (expected.prompt_logps is None)
     if got.prompt_logps is not None:
         np.testing.assert_allclose(got.prompt_logps, expected.prompt_logps, atol=1e-5, rtol=3e-6)

@@ -121,6 +121,7 @@ def beginning(completion: Completion, count: int) -> Completion:
         tokens=completion.tokens[:count],
         logps=completion.logps[:count],
         kept_logps=completion.kept_logps[:count],
+        truncation_logps=completion.truncation_logps[:count],
         weights_versions=completion.weights_versions[:count],
         top_logps=None if completion.top_logps is None else completion.top_logps[:count],
         stop="abort",

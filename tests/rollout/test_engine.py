@@ -144,7 +144,7 @@ def test_stop_tokens_and_strings_and_length(engine: NativeEngine) -> None:
             assert cut.stop == "stop"
             assert cut.tokens == free.tokens[: first + 1]
             assert cut.logps == free.logps[: first + 1]
-            assert len(cut.kept_logps) == len(cut.weights_versions) == first + 1
+            assert len(cut.kept_logps) == len(cut.truncation_logps) == len(cut.weights_versions) == first + 1
     pair = f"{free.tokens[10]}><{free.tokens[11]}"
     (cut,) = engine.generate_all([prompt], [params(max_tokens=20, stop=(pair,))])
     assert cut.tokens == free.tokens[:12]

@@ -252,13 +252,14 @@ def piecewise(models: Sequence[Decoder], prompt: Sequence[int], p: SamplingParam
         hidden, cache = step(ModelWeights(writer).read(), one * tokens[position], one * position, one, cache)
         if position >= len(prompt) - 1:
             logits = np.asarray(writer.logits(hidden))[0, 0]
-            token, logp, _ = sample_reference(logits, u[position + 1], p, prompt, tokens[len(prompt) :])
+            token, logp, *_ = sample_reference(logits, u[position + 1], p, prompt, tokens[len(prompt) :])
             tokens.append(token)
             logps.append(logp)
     return Completion(
         tokens=tuple(tokens[len(prompt) :]),
         logps=tuple(logps),
         kept_logps=(0.0,) * len(logps),
+        truncation_logps=(0.0,) * len(logps),
         stop="length",
         weights_versions=tuple(versions),
     )

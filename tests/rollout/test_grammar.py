@@ -236,7 +236,8 @@ def test_a_sample_goes_on_in_its_grammar(engine: NativeEngine) -> None:
     (whole,) = engine.generate_all([[1, 5]], [p := asked(3)])
     assert len(whole.tokens) > 2
     for cut in range(1, len(whole.tokens)):
-        sampled = {name: getattr(whole, name)[:cut] for name in ("tokens", "logps", "kept_logps", "weights_versions")}
+        names = ("tokens", "logps", "kept_logps", "truncation_logps", "weights_versions")
+        sampled = {name: getattr(whole, name)[:cut] for name in names}
 
         async def resumed(partial: Completion) -> Completion:
             return await engine.generate([1, 5], p, partial=partial)

@@ -143,7 +143,11 @@ def test_sampled_logps_are_the_trainers(case: Case) -> None:
     case.engine.metrics()
     group = case.complete(prompt, n=3, temperature=1.0, max_tokens=6)
     assert case.engine.metrics()["rollout/images_encoded"] == 2
+    case.complete(case.prompt("one"), max_tokens=1)
+    case.engine.forget_prompts()
+    assert "rollout/images_encoded" not in case.engine.metrics(), "as after an evaluation, whose pictures do not count"
     assert [done.num_cached for done in group[1:]] == [len(prompt.tokens) - 1] * 2
+    assert all(done.truncation_logps == (0.0,) * 6 for done in group), "tokens of images are no truncation"
     done = group[-1]
     expected = trained(case, [*prompt.tokens, *done.tokens], prompt.images)
     assert_allclose(done.logps, expected[-6:], atol=1e-4)
@@ -176,7 +180,9 @@ def test_samples_resume_and_read_the_images_again(case: Case) -> None:
     prompt = case.prompt("one")
     assert prompt.images is not None
     (whole,) = case.complete(prompt)
-    cut: dict[str, Any] = {name: getattr(whole, name)[:4] for name in ("tokens", "logps", "kept_logps")}
+    cut: dict[str, Any] = {
+        name: getattr(whole, name)[:4] for name in ("tokens", "logps", "kept_logps", "truncation_logps")
+    }
     partial = replace(whole, **cut, weights_versions=whole.weights_versions[:4], stop="abort")
     case.engine.forget_prompts()
     request = case.engine._submit(Call(prompt.tokens, asked(), partial, prompt.images))
@@ -309,3 +315,4 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     assert_allclose(drawn.logps, np.full(64, -np.log(np.exp(5) + 7)), rtol=1e-5)
     kept = np.where(np.arange(64) % 2, np.asarray(drawn.logps) + np.log(6), 0)
     assert_allclose(drawn.kept_logps, kept, atol=1e-5)
+    assert_allclose(drawn.truncation_logps, np.zeros(64), atol=0)

@@ -132,10 +132,11 @@ def assert_equal_to_the_reference(
     keys = jnp.broadcast_to(jnp.asarray([7, 11], jnp.uint32), (64, 2))
     u = np.asarray(uniforms(keys, jnp.arange(64, dtype=jnp.int32)), np.float64)
     for row in range(64):
-        token, logp, kept_logp = sample_reference(logits[row], u[row], p, *before)
+        token, logp, kept_logp, truncation_logp = sample_reference(logits[row], u[row], p, *before)
         assert drawn.tokens[row] == token
         np.testing.assert_allclose(drawn.logps[row], logp, atol=2e-6)
         np.testing.assert_allclose(drawn.kept_logps[row], kept_logp, atol=4e-6)
+        np.testing.assert_allclose(drawn.truncation_logps[row], truncation_logp, atol=4e-6)
 
 
 @pytest.mark.few(4)

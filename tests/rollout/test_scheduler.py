@@ -115,6 +115,7 @@ class Device:
         r.tokens.extend(new)
         r.logps.extend([0.0] * len(new))
         r.kept_logps.extend([0.0] * len(new))
+        r.truncation_logps.extend([0.0] * len(new))
         r.versions.extend([0] * len(new))
         first = start // BLOCK * BLOCK
         for position in range(first, r.position, BLOCK):
@@ -444,6 +445,7 @@ def test_a_finished_request_tells_its_caller_once() -> None:
     done.tokens.extend([5, 6])
     done.logps.extend([-1.0, -2.0])
     done.kept_logps.extend([0.0, 0.0])
+    done.truncation_logps.extend([0.0, 0.0])
     done.versions.extend([3, 4])
     done.cut(1)
     done.finish("stop")

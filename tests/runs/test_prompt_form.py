@@ -110,6 +110,11 @@ def test_the_form_is_that_of_all_rows() -> None:
     (note,) = form_notes(tokenizer.with_form(brief.form), PromptForm(True), [])
     assert "the model was trained after the system message 'Be brief.', and these prompts have none" in note
     assert form_notes(tokenizer.with_form(brief.form), brief.form, []) == form_notes(tokenizer, plain.form, []) == []
+    without = load_tokenizer("bytes")
+    without.hf.chat_template = None
+    (note,) = form_notes(without, plain.form, [])
+    assert "no chat template: prompts are plain text, and generate, chat and serve will render them so too" in note
+    assert form_notes(without.with_form(PromptForm(False)), plain.form, []) == form_notes(without, None, []) == []
 
 
 @pytest.mark.fast

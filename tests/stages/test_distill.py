@@ -19,6 +19,8 @@ from posttrain.distill.cache import RecordFormat
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.token_stats import Teacher, token_stats, top_k
+from posttrain.runs.environment import versions
+from posttrain.runs.folder import versions_of
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
@@ -73,6 +75,9 @@ def test_with_a_teacher_in_the_step_and_from_its_cache(folder: Path) -> None:
         assert written.code == 0, written.err
         again = command("distill", "--cache", cached)
         assert again.code == 0 and "its cache is whole" in again.out
+        assert {json.dumps(versions_of(kept)) for kept in Path("cache", "teacher").iterdir()} == {
+            json.dumps([versions()])
+        }
         assert command("run", live).code == 0
         shutil.rmtree(folder / "teacher")
         outcome = command("run", cached)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,9 @@ def test_an_alarm_is_loud_and_stops_if_told_to(capsys: pytest.CaptureFixture[str
     stream = replace(HACKS["copy"], onset=25)
     warn, stop = (StepWatch(section(on_alarm=what), stream.monitor()) for what in ("warn", "stop"))
     for step, (groups_P, rewards) in enumerate(stream.steps(45, seed=0)):
-        warn(step, groups_P, rewards)
+        warn(step, groups_P, rewards, kl=math.nan)
     printed = capsys.readouterr().out
     assert printed.count("REWARD HACKING (copy), step ") == 1 and "Samples: 1 for '" in printed
     steps = list(stream.steps(45, seed=0))
     with pytest.raises(RunError, match="reward hacking: .* copied from the prompt"):
-        [stop(step, groups_P, rewards) for step, (groups_P, rewards) in enumerate(steps)]
+        [stop(step, groups_P, rewards, kl=math.nan) for step, (groups_P, rewards) in enumerate(steps)]

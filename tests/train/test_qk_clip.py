@@ -13,7 +13,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
-from posttrain.config import LoRA, MeshSection, Muon
+from posttrain.config import AdamW, LoRA, MeshSection, Muon
 from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
@@ -147,6 +147,22 @@ def test_a_step_scales_what_it_has_seen() -> None:
     assert_allclose(metrics["attention/largest_logit"], np.max(largest.largest), rtol=1e-6)
     assert 0 < metrics["attention/clipped_heads"] < 1
     assert metrics["attention/clipped_heads"] == np.mean(np.asarray(largest.largest) > LIMIT)
+
+
+def test_a_step_that_is_skipped_clips_nothing() -> None:
+    model = model_of("grouped")
+    before = jax.device_get(ModelWeights(model).read())
+    optimizer = make_optimizer(AdamW(learning_rate=1e-2, update_norms=True), 4, seed=0, model=model)
+    clipping = {"qk_clip": LIMIT, "max_grad_norm": 1e-3}
+    settings = TrainSettings(**{"temperature": 1.0, **clipping})
+    trainer = Trainer(model, SFTLoss(), optimizer, settings)
+    metrics = to_host(trainer.step(rows(0), update=False))
+    for path, p in before.items():
+        assert_array_equal(ModelWeights(model).read()[path], p, err_msg=path)
+    told = [metrics[name] for name in ("update_skipped", "attention/clipped_heads", "grad_clipped")]
+    assert told == [1, 0, 0] and metrics["grad_norm"] > 1e-3
+    metrics = to_host(trainer.step(rows(0)))
+    assert metrics["attention/clipped_heads"] > 0 and metrics["grad_clipped"] == 1
 
 
 MESHES = ({"data": 8}, {"fsdp": 2, "context": 2, "tensor": 2}, {"data": 2, "fsdp": 4})

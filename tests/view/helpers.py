@@ -31,6 +31,8 @@ def make_run(folder: Path, steps: Sequence[int], *, completion: str = "is 4") ->
     out = folder / "out"
     (out / STAGE / "trajectories").mkdir(parents=True)
     (out / "config.yaml").write_text((folder / "run.yaml").read_text())
+    calls = [{"posttrain": "0.0.9", "jax": "0.10.1"}, {"posttrain": "0.1.0", "jax": "0.10.2", "numpy": "2.4.0"}]
+    (out / "versions.json").write_text(json.dumps(calls))
     lines = []
     for step in steps:
         record(out, step, completion, right=step > max(steps) // 2)
@@ -90,6 +92,7 @@ def _sample(step: int, p: int, g: int, completion: str) -> Trajectory:
         sampled=sampled,
         logps=[-0.5 if own else 0.0 for own in sampled],
         kept_logps=[-0.25 if own else 0.0 for own in sampled],
+        truncation_logps=[-0.25 if own else 0.0 for own in sampled],
         stop="length" if g else "stop",
         versions=[max(step - 1 - g, 0) if own else -1 for own in sampled],
         turns=[Turn(start, len(tokens), 1.0)] if g else (),

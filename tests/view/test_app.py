@@ -79,6 +79,7 @@ def test_runs(address: str) -> None:
     assert (stage["kind"], stage["num_steps"], stage["indexed"]["rollouts"]) == ("rl", 4, TOTAL)
     assert stage["indexed"]["rewards"] == ["low", "strict"] and stage["indexed"]["steps"] == [4, 3, 2, 1, 0]
     assert first["progress"] == {"records": 4, "indexed": 4, "texts": 4, "error": None}
+    assert [call["posttrain"] for call in first["versions"]] == ["0.0.9", "0.1.0"]
 
 
 @pytest.mark.parametrize(

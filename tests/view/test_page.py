@@ -112,6 +112,9 @@ def test_curves_can_be_read(page: Chromium, tmp_path: Path, monkeypatch: pytest.
         page.open(f"{address}#curves?stage=0-rl&metrics=rewards/low")
         page.wait(f"{READY} && window.texts.includes('0.00001')")
         assert not {"-1", "-0.5", "0.5"} & set(page.value("window.texts"))
+        assert "posttrain 0.1.0, jax 0.10.2" in page.value("document.querySelector('.legend').textContent")
+        titles = page.value("[...document.querySelectorAll('.legend span')].map((one) => one.title).join('')")
+        assert "posttrain 0.0.9, jax 0.10.1\n" in titles and "numpy 2.4.0" in titles
 
         page.open(f"{address}#curves?stage=0-rl")
         page.wait(f"{READY} && document.querySelectorAll('.u-over').length === 3")

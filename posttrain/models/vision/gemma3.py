@@ -97,6 +97,9 @@ class Siglip(VisionConfig):
     side: int
     """Patches a side of an image."""
 
+    def written_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {**fields, "vision_config": {**fields["vision_config"], "vision_use_head": False}}
+
     def tensors(self) -> dict[str, TowerTensor]:
         tower, width, mlp = "vision_tower.vision_model.", self.width, self.mlp_dim
         norms = norm("layer_norm1", width, bias=True) | norm("layer_norm2", width, bias=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,8 @@ from posttrain.models.vision.tower import (
 
 ARCHITECTURE = "Gemma4ForConditionalGeneration"
 
+LIMITS = {"input_min": -math.inf, "input_max": math.inf, "output_min": -math.inf, "output_max": math.inf}
+"""Buffers of a clipped linear layer, a number each, and their initial values."""
 SOFT_TOKENS, MAX_TOKENS = 280, 1120
 """Greatest number of tokens of an image: by default, and of all settings."""
 
@@ -61,6 +64,11 @@ class Gemma4Vision(VisionConfig):
     positions: int
     """Rows and columns with a learned position."""
     standardize: bool
+    clipped: bool
+    """Inputs and outputs of the layers' matrices are clamped to limits of their own."""
+
+    def written_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {**fields, "audio_config": None}
 
     def tensors(self) -> dict[str, TowerTensor]:
         tower, width, mlp, inner = "model.vision_tower.", self.width, self.mlp_dim, self.attention_dim
@@ -80,7 +88,15 @@ class Gemma4Vision(VisionConfig):
         first = parameter("input_proj.weight", (width, 3 * self.patch_size**2), "kernel")
         first |= parameter("position_embedding_table", (2, self.positions, width), "embedding")
         found = table(f"{tower}patch_embedder.", first)
-        found |= table(f"{tower}encoder.layers.{{layer}}.", layer | matrices(sizes, bias=False), key="layers.")
+        layers = f"{tower}encoder.layers.{{layer}}."
+        found |= table(layers, layer | matrices(sizes, bias=False), key="layers.")
+        if self.clipped:
+            names = [f"{name.removesuffix('.linear')}.{limit}" for name in sizes for limit in LIMITS]
+            # Buffers in transformers: not trained.
+            for name in names:
+                found |= table(
+                    layers, parameter(name, (), "buffer", start=LIMITS[name.rpartition(".")[2]]), key="layers."
+                )
         if self.standardize:
             # Buffers in transformers: not trained.
             buffers = parameter("std_bias", (width,), "buffer", start=0.0)
@@ -113,13 +129,13 @@ class Gemma4Vision(VisionConfig):
 
         def layer(own: Params, x: Array, _: Any) -> Array:
             h = rms_norm(own, "input_layernorm", x, eps)
-            q, k, v = (heads(linear(own, f"self_attn.{part}_proj.linear", h), self.num_heads) for part in "qkv")
+            q, k, v = (heads(clipped_linear(own, f"self_attn.{part}_proj", h), self.num_heads) for part in "qkv")
             q, k = (turning(rms_norm(own, f"self_attn.{name}_norm", y, eps)) for name, y in (("q", q), ("k", k)))
             out = within_images(q, k, rms_normed(v, eps).astype(v.dtype), images.patch_images, 1.0, compute)
-            x = x + rms_norm(own, "post_attention_layernorm", linear(own, "self_attn.o_proj.linear", out), eps)
+            x = x + rms_norm(own, "post_attention_layernorm", clipped_linear(own, "self_attn.o_proj", out), eps)
             h = rms_norm(own, "pre_feedforward_layernorm", x, eps)
-            gate, up = (linear(own, f"mlp.{name}_proj.linear", h) for name in ("gate", "up"))
-            h = linear(own, "mlp.down_proj.linear", gated("gelu_tanh", gate, up))
+            gate, up = (clipped_linear(own, f"mlp.{name}_proj", h) for name in ("gate", "up"))
+            h = clipped_linear(own, "mlp.down_proj", gated("gelu_tanh", gate, up))
             return x + rms_norm(own, "post_feedforward_layernorm", h, eps)
 
         x = run_layers(params, layer, x, compute, range(self.depth)).astype(jnp.float32)
@@ -131,13 +147,24 @@ class Gemma4Vision(VisionConfig):
         return Encoded(linear(params, "projector.embedding_projection", normed))
 
 
+def clipped_linear(own: Params, name: str, x: Float[Array, "B P F"]) -> Float[Array, "B P G"]:
+    """Linear layer whose input and output are clamped, where it has limits; they are not trained."""
+
+    def clamp(x: Array, side: str) -> Array:
+        if f"{name}.{side}_min" not in own:
+            return x
+        low, high = (jax.lax.stop_gradient(own[f"{name}.{side}_{end}"]).astype(x.dtype) for end in ("min", "max"))
+        return jnp.clip(x, low[None, None], high[None, None])
+
+    return clamp(linear(own, f"{name}.linear", clamp(x, "input")), "output")
+
+
 def with_vision(config: ModelConfig, hf: Fields) -> ModelConfig:
     """Add the encoder to a text model; in its window layers tokens of an image may see one another. Raises
     ConfigError."""
     fields, text = hf.section("vision_config"), hf.section("text_config")
     fields.refuse("model_type", "gemma4_vision", why="the encoder is that of Gemma 4")
     fields.refuse("hidden_activation", "gelu_pytorch_tanh", why="the encoder's activation is gelu_pytorch_tanh")
-    fields.refuse("use_clipped_linears", False, why="clipped linear layers are not supported")
     fields.refuse("attention_bias", False, why="the encoder has no biases")
     fields.without_effect("max_position_embeddings")
     num_heads = fields.get("num_attention_heads", int)
@@ -159,6 +186,7 @@ def with_vision(config: ModelConfig, hf: Fields) -> ModelConfig:
         theta=fields.section("rope_parameters").get("rope_theta", float, 100.0),
         positions=fields.get("position_embedding_size", int),
         standardize=fields.get("standardize", bool, False),
+        clipped=fields.get("use_clipped_linears", bool, False),
     )
     if vision.fill_id >= config.vocab_size:
         raise ConfigError(f"pad_token_id={vision.fill_id}: must be below vocab_size={config.vocab_size}")

@@ -30,6 +30,11 @@ LAYERS = "layers."
 PROJECTOR = "projector."
 """Beginning of the keys of the projector's tensors."""
 
+UNREAD = re.compile(
+    r"(model\.)?(vision_tower\.(vision_model\.)?(head\.|embeddings\.position_ids$)|audio_tower\.|embed_audio\.)"
+)
+"""Tensors of multimodal checkpoints that nothing here reads: SigLIP's pooling head and position ids, sound."""
+
 PLACES = ("image_rows", "images")
 """Arrays of `Batch` that place features at tokens."""
 
@@ -170,7 +175,8 @@ class Tower(Adaptable):
         self.config = config
         self.adapters = nnx.Dict({})
         for key, tensor in config.tensors().items():
-            shape, layers = tensor.shape, ("layers",) if "{layer}" in tensor.name else ()
+            # A number of a layer is a vector of one.
+            shape, layers = tensor.shape or (1,), ("layers",) if "{layer}" in tensor.name else ()
             whole = (config.depth, *shape) if layers else shape
             value = normal(init, whole) if tensor.start is None else jnp.full(whole, tensor.start, init.dtype)
             # A matrix is split over devices where they divide its outputs.
@@ -260,12 +266,18 @@ def tower_name(vision: VisionConfig, name: str) -> str | None:
 
 
 def own_names(vision: VisionConfig | None, text_name: Names | None) -> Names:
-    """Names of stored tensors as the model has them; None: of a part that is not loaded. `text_name`: of a multimodal
-    family's `Wrapper`."""
+    """Names of stored tensors as the model has them; None: of a part that is not loaded. Beside a tower those are
+    `UNREAD` alone: others keep their names. `text_name`: of a multimodal family's `Wrapper`."""
     named: Names = text_name or (lambda name: name)
     if vision is None:
         return named
-    return lambda name: named(name) if (own := tower_name(vision, name)) is None else own
+
+    def own(name: str) -> str | None:
+        if UNREAD.match(name):
+            return None
+        return tower_name(vision, name) or named(name) or name
+
+    return own
 
 
 def _first(match: re.Match[str]) -> str:

@@ -194,6 +194,7 @@ def sample_of(row: LabRow, case: Case, number: int, encode: Callable[[str], Sequ
         sampled=[False] * len(prompt) + [True] * len(tokens),
         logps=[0.0] * (len(prompt) + len(tokens)),
         kept_logps=[0.0] * (len(prompt) + len(tokens)),
+        truncation_logps=[0.0] * (len(prompt) + len(tokens)),
         stop="stop",
         versions=[-1] * len(prompt) + [0] * len(tokens),
     )

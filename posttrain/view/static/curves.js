@@ -51,7 +51,7 @@ export async function curves(given, runs) {
     legend.replaceChildren(...current.map((run) => {
       const line = el("i");
       line.style.background = colour(`run${run.run % COLOURS}`);
-      return el("span", {}, line, `${run.name} (${run.state})`);
+      return el("span", { title: madeBy(run.versions) }, line, `${run.name} (${[run.state, short(run.versions)].filter(Boolean).join(", ")})`);
     }));
   }
 
@@ -63,6 +63,16 @@ export async function curves(given, runs) {
 
   mark(runs);
   return { element: el("section", {}, bar, legend, place, note), refresh, shown: () => draw(names) };
+}
+
+// Versions of the last call in a few words, and of each call in full.
+function short(versions) {
+  const last = versions.at(-1) ?? {};
+  return ["posttrain", "jax"].filter((name) => last[name]).map((name) => `${name} ${last[name]}`).join(", ");
+}
+
+function madeBy(versions) {
+  return versions.map((call) => Object.entries(call).map(([name, version]) => `${name} ${version}`).join(", ")).join("\n");
 }
 
 function stagesOf(names) {
