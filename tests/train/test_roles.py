@@ -111,7 +111,15 @@ TOWERS: dict[str, tuple[VisionConfig, dict[str, str]]] = {
         | named(MATRIX, "projector.mm_input_projection_weight"),
     ),
     "gemma4": (
-        Gemma4Vision(model_type="gemma4", head_dim=12, theta=100.0, positions=8, standardize=True, **SIZES),
+        Gemma4Vision(
+            model_type="gemma4",
+            head_dim=12,
+            theta=100.0,
+            positions=8,
+            standardize=True,
+            clipped=False,
+            **SIZES,
+        ),
         named(MATRIX, "input_proj.weight")
         | named(TABLE, "position_embedding_table")
         | named(BUFFER, "std_bias std_scale")

@@ -148,12 +148,12 @@ class Gemma4Vision(VisionConfig):
 
 
 def clipped_linear(own: Params, name: str, x: Float[Array, "B P F"]) -> Float[Array, "B P G"]:
-    """Linear layer whose input and output are clamped, where it has limits; they are not trained."""
+    """Linear layer whose input and output are clamped, where it has limits."""
 
     def clamp(x: Array, side: str) -> Array:
         if f"{name}.{side}_min" not in own:
             return x
-        low, high = (jax.lax.stop_gradient(own[f"{name}.{side}_{end}"]).astype(x.dtype) for end in ("min", "max"))
+        low, high = (own[f"{name}.{side}_{end}"].astype(x.dtype) for end in ("min", "max"))
         return jnp.clip(x, low[None, None], high[None, None])
 
     return clamp(linear(own, f"{name}.linear", clamp(x, "input")), "output")
