@@ -71,9 +71,8 @@ def lookup_nutrition(food: str, nutrient: Nutrient, csv: Path) -> str:
 
 
 def database(csv: Path) -> Path:
-    """Database of a table, made at the first call for each version of the file."""
-    state = csv.stat()
-    return _made(csv, state.st_mtime_ns, state.st_size)
+    """Database of a table, made at the first call for each content of the file."""
+    return _made(csv, _state(csv))
 
 
 def questions(*, csv: Path, count: int, seed: int, held_out: bool, short: bool = False) -> list[dict[str, Any]]:
@@ -214,8 +213,14 @@ def _is_held_out(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % 5 == 0
 
 
+def _state(csv: Path) -> tuple[int, int, int]:
+    """Inode, size and time of change, which no program sets, of a file."""
+    state = csv.stat()
+    return state.st_ino, state.st_size, state.st_ctime_ns
+
+
 @cache
-def _read(csv: Path, modified: int) -> list[dict[str, str]]:
+def _read(csv: Path, state: tuple[int, int, int]) -> list[dict[str, str]]:
     with csv.open(encoding="utf-8", newline="") as file:
         rows = list(csv_files.DictReader(file))
     # Two foods of one name could not be told apart.
@@ -225,12 +230,13 @@ def _read(csv: Path, modified: int) -> list[dict[str, str]]:
 
 
 def _foods(csv: Path) -> list[dict[str, str]]:
-    return _read(csv, csv.stat().st_mtime_ns)
+    return _read(csv, _state(csv))
 
 
 @cache
-def _made(csv: Path, modified: int, size: int) -> Path:
-    name = hashlib.sha256(f"{csv.resolve()} {modified} {size}".encode()).hexdigest()[:12]
+def _made(csv: Path, state: tuple[int, int, int]) -> Path:
+    # The database outlives the process: it is named by all that it is made of.
+    name = hashlib.sha256(repr(COLUMNS).encode() + csv.read_bytes()).hexdigest()[:16]
     target = Path(tempfile.gettempdir()) / f"posttrain-food-{name}.sqlite"
     if target.exists():
         return target

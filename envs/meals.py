@@ -4,6 +4,7 @@ tokenizer's words. Facts are of USDA's food composition table (SR 28), from its 
 from __future__ import annotations
 
 import csv as csv_files
+import hashlib
 import io
 import random
 import sqlite3
@@ -85,11 +86,16 @@ _OPEN: list[sqlite3.Connection] = []
 """Connections that keep the databases in memory."""
 
 
-@cache
 def database(csv: Path | None) -> str:
     """Address of a database in memory, with the foods' values from a table, or those of `FOODS`."""
-    address = f"file:posttrain-meals-{abs(hash(csv))}?mode=memory&cache=shared"
-    table = _values(csv)
+    return _database(None if csv is None else csv.read_bytes())
+
+
+@cache
+def _database(table_text: bytes | None) -> str:
+    table = _values(table_text)
+    name = hashlib.sha256(table_text or b"").hexdigest()[:16]
+    address = f"file:posttrain-meals-{name}?mode=memory&cache=shared"
     connection = sqlite3.connect(address, uri=True, check_same_thread=False)
     with connection:
         connection.execute(
@@ -101,11 +107,11 @@ def database(csv: Path | None) -> str:
     return address
 
 
-def _values(csv: Path | None) -> dict[int, tuple[float, float]]:
-    if csv is None:
+def _values(table_text: bytes | None) -> dict[int, tuple[float, float]]:
+    if table_text is None:
         return {food.number: (food.kcal, food.protein) for food in FOODS.values()}
-    with csv.open(encoding="utf-8", newline="") as file:
-        rows = {int(row["NDB_No"]): row for row in csv_files.DictReader(file)}
+    lines = io.StringIO(table_text.decode("utf-8"), newline="")
+    rows = {int(row["NDB_No"]): row for row in csv_files.DictReader(lines)}
     return {
         food.number: (float(rows[food.number]["Energ_Kcal"]), float(rows[food.number]["Protein_(g)"]))
         for food in FOODS.values()

@@ -11,7 +11,7 @@ import pkgutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -54,9 +54,11 @@ def is_object_spec(text: str) -> bool:
 def import_object(spec: str, folder: Path) -> object:
     """Import the object named by `file.py:name` or `package.module:name`; files are relative to `folder`.
 
-    A file is executed once per process. During import its folder (for modules: `folder`) is on `sys.path`. Raises
-    ConfigError if the file, module or name does not exist, or the import fails.
+    A file is executed once per process, and anew when it, or a module that it imports from its folder, has changed.
+    During import that folder (for modules: `folder`) is on `sys.path`. Raises ConfigError if the file, module or name
+    does not exist, or the import fails.
     """
+    _forget_changed()
     if not is_object_spec(spec):
         raise ConfigError(f"{spec!r} does not name an object; write 'file.py:name' or 'package.module:name'")
     source, _, name = spec.rpartition(":")
@@ -88,19 +90,56 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     module_name = f"{path.stem}_{digest(str(path), 12)}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    assert module_spec is not None, path
-    assert module_spec.loader is not None, path
-    module = importlib.util.module_from_spec(module_spec)
-    # Dataclasses and pickling look their module up by name while the body runs.
-    sys.modules[module_name] = module
     try:
         with _importable(path.parent):
-            module_spec.loader.exec_module(module)
+            return run_module(module_name, path)
     except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
         raise ConfigError(f"{spec} fails to import: {describe_error(error)}") from error
+
+
+def run_module(name: str, path: Path) -> ModuleType:
+    """Execute a file as the module of a name, from its text: bytecode that Python keeps is taken for that of a file
+    changed within a second, to the same size."""
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None, path
+    module = importlib.util.module_from_spec(module_spec)
+    before = sys.modules.get(name)
+    # Dataclasses and pickling look their module up by name while the body runs.
+    sys.modules[name] = module
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    except BaseException:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+        raise
     return module
+
+
+_IMPORTED: dict[str, tuple[Path, str]] = {}
+"""File and digest of each module of the user's that this process has imported, by name."""
+
+
+def _forget_changed() -> None:
+    """Let all modules of the user's be imported anew once one of them has changed on disk."""
+    if all(file.is_file() and digest(file.read_bytes()) == content for file, content in _IMPORTED.values()):
+        return
+    for name in _IMPORTED:
+        sys.modules.pop(name, None)
+    _IMPORTED.clear()
+    importlib.invalidate_caches()
+
+
+def _remember_imported(names: Iterable[str], folder: Path) -> None:
+    """Note the files of these modules that lie in a folder of the user's."""
+    for name in names:
+        file = getattr(sys.modules[name], "__file__", None)
+        path = Path(file).resolve() if file else Path()
+        installed = {"site-packages", "dist-packages"}.intersection(path.parts)
+        own = path.suffix == ".py" and path.is_relative_to(folder.resolve()) and not installed
+        if own and not path.is_relative_to(Path(__file__).resolve().parent):
+            _IMPORTED[name] = path, digest(path.read_bytes())
 
 
 def _load(spec: str, folder: Path) -> ModuleType:
@@ -126,12 +165,16 @@ def _load(spec: str, folder: Path) -> ModuleType:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    entry = str(folder)
+    entry, before = str(folder), {*sys.modules}
+    writes_none = sys.dont_write_bytecode
     sys.path.insert(0, entry)
+    sys.dont_write_bytecode = True  # see `run_module`
     try:
         yield
     finally:
+        sys.dont_write_bytecode = writes_none
         sys.path.remove(entry)
+        _remember_imported(sys.modules.keys() - before, folder)
 
 
 def number_of(value: Any) -> float | None:

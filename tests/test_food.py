@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,21 @@ def test_the_tool_says_what_the_table_says(table: Path, tool: FunctionTool) -> N
     assert answer_of(tool, "cheese", "fat").startswith("100 foods match 'cheese', look up one of them: CHEESE,BLUE; ")
     assert answer_of(tool, "unobtainium", "fat") == "Error: LookupError: no food 'unobtainium' with a value of fat"
     assert 'nutrient must be one of ["energy"' in answer_of(tool, "kale", "salt")
+
+
+def test_another_table_of_the_same_size_and_time_is_another(table: Path, tmp_path: Path) -> None:
+    """Red without: the database of the old table, which outlives its process, answers for the new one."""
+    copy = tmp_path / "foods.csv"
+    text = table.read_text(encoding="utf-8")
+    copy.write_text(text, encoding="utf-8")
+    before, first = copy.stat(), food.database(copy)
+    tool = FunctionTool(food.lookup_nutrition, timeout_s=20.0, max_chars=200, args={"csv": copy})
+    assert answer_of(tool, "butter, with salt", "fat") == "81.11 g in 100 g of BUTTER,WITH SALT"
+    copy.write_text(text.replace("81.11", "18.88"), encoding="utf-8")
+    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert copy.stat().st_size == before.st_size and copy.stat().st_mtime_ns == before.st_mtime_ns
+    assert food.database(copy) != first
+    assert answer_of(tool, "butter, with salt", "fat") == "18.88 g in 100 g of BUTTER,WITH SALT"
 
 
 @pytest.mark.parametrize("short", [True, False])

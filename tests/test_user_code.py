@@ -83,6 +83,25 @@ def test_file_object_is_loaded_once_with_its_siblings(tmp_path: Path) -> None:
     assert sys.path == path_before
 
 
+def test_changed_code_is_imported_anew(tmp_path: Path) -> None:
+    """Of the file, and of a module beside it; of the same size, within a second. Red without: a notebook's second run
+    has the code of the first one, while its folder names the new code."""
+    write(tmp_path, "bonus_of_reward.py", "BONUS = 1\n")
+    write(tmp_path, "edited.py", "from bonus_of_reward import BONUS\ndef score(n):\n    return n + BONUS\n")
+
+    def value() -> object:
+        return import_object("edited.py:score", tmp_path)(10)  # type: ignore[operator]
+
+    assert value() == 11
+    kept = import_object("edited.py:score", tmp_path)
+    assert import_object("edited.py:score", tmp_path) is kept
+    write(tmp_path, "edited.py", "from bonus_of_reward import BONUS\ndef score(n):\n    return n * BONUS\n")
+    assert value() == 10
+    write(tmp_path, "bonus_of_reward.py", "BONUS = 7\n")
+    assert value() == 70
+    assert import_object("bonus_of_reward:BONUS", tmp_path) == 7
+
+
 def test_module_below_the_folder(tmp_path: Path) -> None:
     package = tmp_path / "pkg_of_rewards"
     package.mkdir()

@@ -27,7 +27,15 @@ from posttrain.data.image_rows import (
 from posttrain.data.images import Grid
 from posttrain.data.messages import prompt_digest
 from posttrain.data.packing import PackedBatches, Window, common_prefix, image_start, to_batch
-from posttrain.data.pipeline import Stream, drops_bad_images, fingerprint, order, token_fingerprint, window_of
+from posttrain.data.pipeline import (
+    Stream,
+    drops_bad_images,
+    fingerprint,
+    order,
+    rendering_identity,
+    token_fingerprint,
+    window_of,
+)
 from posttrain.data.preference import (
     CHOSEN,
     TokenizedAnswer,
@@ -190,6 +198,15 @@ class PairExamples:
     @property
     def pictures(self) -> PictureSource:
         return PictureSource(self.rows, lambda row: pair_pictures(row, self.dataset, self.renderer), self._drop)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Digest of all that the rows hold, and for a model of pictures of those that they show, by part."""
+        identity = {"dataset": fingerprint(self.dataset, self.rows)}
+        if self.renderer.tokenizer.has_images:
+            key = ("pictures of pairs", repr(self.dataset), self._drop)
+            identity["pictures"] = self.rows.known(key, lambda: self.pictures.fingerprint)
+        return identity
 
     @property
     def most_patches(self) -> int:
@@ -367,8 +384,9 @@ class ComparisonBatches(Stream):
         section, dataset, self._units = units.section, units.dataset, units
         window = window_of(section, [dataset])
         identity = {
-            "dataset": fingerprint(dataset, units.rows),
+            **units.identity,
             "tokens": token_fingerprint(units.rows, replace(units, ref_logps=None).as_sequences),
+            **rendering_identity(units.renderer),
             "seed": seed,
             "shuffle": dataset.shuffle,
             "batch_rows": section.batch_rows,
@@ -379,8 +397,6 @@ class ComparisonBatches(Stream):
             "share_prompts": units.share_prompts,
             "window": str(window),
         }
-        if units.renderer.tokenizer.has_images:
-            identity["pictures"] = units.pictures.fingerprint
         numbers = order(len(units), shuffle=dataset.shuffle, seed=seed)
         super().__init__(_packed(units, numbers.map(units.as_sequences), window), identity, [units.rows])
 

@@ -49,8 +49,8 @@ class RowTargets(Protocol):
         """Packed row length of each array from `arrays`."""
         ...
 
-    def arrays(self, dataset: int, index: int, row: Mapping[str, Any], sequences: Sequences) -> Sequences:
-        """Targets of the sequences made from row `index` of dataset `dataset`."""
+    def arrays(self, dataset: int, row: Mapping[str, Any], sequences: Sequences) -> Sequences:
+        """Targets of the sequences made from a row of dataset `dataset`."""
         ...
 
     def batch(self, batch: Batch, rows: Mapping[str, np.ndarray]) -> Batch:
@@ -108,22 +108,21 @@ class SFTBatches(Stream):
     ) -> None:
         import grain
 
-        streams, prints, tokens, pictures = [], [], [], []
+        streams: list[Any] = []
+        parts: dict[str, list[str]] = {}
         sources = list(zip(section.datasets, [(rows, renderer), *mixed], strict=True))
         for number, (dataset, source) in enumerate(sources):
             tokenize = row_tokenizer(section, dataset, *source, targets, number)
             require_one(source[0], tokenize, section.row_tokens)
-            prints.append(fingerprint(dataset, source[0]))
-            tokens.append(token_fingerprint(source[0], tokenize))
-            if renderer.tokenizer.has_images:
-                one = pictures_of(dataset, *source)._replace(drop=drops_bad_images(section, dataset))
-                pictures.append(one.fingerprint)
+            of_one = rows_identity(section, dataset, *source) | {"tokens": token_fingerprint(source[0], tokenize)}
+            for name, value in of_one.items():
+                parts.setdefault(name, []).append(value)
             streams.append(order(len(source[0]), shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
         self._targets = targets
         window = window_of(section, section.datasets)
         identity = {
-            "dataset": ", ".join(prints),
-            "tokens": ", ".join(tokens),
+            **{name: ", ".join(values) for name, values in parts.items()},
+            **rendering_identity(renderer),
             "seed": seed,
             "shuffle": section.dataset.shuffle,
             "batch_rows": section.batch_rows,
@@ -131,7 +130,6 @@ class SFTBatches(Stream):
             "packing": section.packing,
             "overlong": section.overlong,
             "window": str(window),
-            **({"pictures": ", ".join(pictures)} if pictures else {}),
         }
         weights = [dataset.weight for dataset in section.datasets]
         stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
@@ -165,14 +163,11 @@ class Prompts(Stream):
 
         kept = range(len(rows)) if kept is None else kept
         identity = {
-            "dataset": fingerprint(section, rows),
+            **prompts_identity(section, rows, pictures),
             "prompts": f"{len(kept):,} rows, {_digest(json.dumps(list(kept)))}",
             "seed": seed,
             "shuffle": section.shuffle,
         }
-        if pictures:
-            contents = [picture.digest for picture in pictures]
-            identity["pictures"] = f"{len(pictures):,}, {digest(' '.join(contents))}"
         numbers = order(len(kept), shuffle=section.shuffle, seed=seed)
         # Computing a number is cheaper than passing it between threads.
         super().__init__(
@@ -265,9 +260,32 @@ def _finished(rows: Mapping[str, np.ndarray], targets: RowTargets | None) -> Bat
 
 
 def fingerprint(section: DatasetSection, rows: Rows) -> str:
-    """Identity of a dataset: the last part of the source's name, the number of rows, and a digest of all that they
-    hold."""
-    return f"{Path(section.path).name}, {len(rows):,} rows, {rows.content}"
+    """Identity of a dataset: the last part of the source's name, the number of rows, a digest of all that they hold,
+    and the commit of one on the hub."""
+    commit = "" if rows.revision is None else f", revision {rows.revision}"
+    return f"{Path(section.path).name}, {len(rows):,} rows, {rows.content}{commit}"
+
+
+def rows_identity(section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer) -> dict[str, str]:
+    """Digest of all that the rows of a dataset hold, and for a model of pictures of those that they show, by part."""
+    identity = {"dataset": fingerprint(dataset, rows)}
+    if renderer.tokenizer.has_images:
+        pictures = pictures_of(dataset, rows, renderer)._replace(drop=drops_bad_images(section, dataset))
+        identity["pictures"] = rows.known(("pictures", repr(dataset), pictures.drop), lambda: pictures.fingerprint)
+    return identity
+
+
+def prompts_identity(section: DatasetSection, rows: Rows, pictures: Sequence[Picture]) -> dict[str, str]:
+    """Digest of all that the rows of a dataset hold, and of the pictures of their prompts, by part."""
+    contents = [picture.digest for picture in pictures]
+    seen = {"pictures": f"{len(pictures):,}, {_digest(' '.join(contents))}"} if pictures else {}
+    return {"dataset": fingerprint(section, rows), **seen}
+
+
+def rendering_identity(renderer: Renderer) -> dict[str, str]:
+    """Identity of the tokenizer and the chat template of a stream, by part."""
+    parts = renderer.tokenizer.identity
+    return {name: value for name, value in parts.items() if renderer.chat or name != "chat template"}
 
 
 def token_fingerprint(rows: Rows, tokenize: Callable[[int], Sequences]) -> str:
@@ -412,7 +430,7 @@ def row_tokenizer(
         if targets is None:
             return example
         with rows.named(index) as row:
-            more = targets.arrays(number, index, row, example)
+            more = targets.arrays(number, row, example)
         return [None if one is None else one | (added or {}) for one, added in zip(example, more, strict=True)]
 
     return tokenize

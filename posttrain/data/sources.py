@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ FINGERPRINT_ROWS = 64
 """Maximum number of rows per dataset whose tokens tell whether they are made in the same way."""
 
 
+COMMIT = re.compile("[0-9a-f]{40}")
 NAMED_ROWS = 3
 """Rows left out that are named."""
 
@@ -65,6 +67,8 @@ class Rows:
     stop: int
     files: tuple[Path, ...] = ()
     """Files that hold the whole table, in order; none of rows in memory."""
+    revision: str | None = None
+    """Commit of a dataset on the hub, where it is known."""
     remarks: Remarks = field(default_factory=Remarks, init=False, repr=False, compare=False)
     """Remarks about rows that were read."""
     bad_images: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -72,6 +76,7 @@ class Rows:
     cuts: dict[Hashable, dict[int, Cut]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Losses of rows by `overlong`, by the key of their sequences (`sequences`) and their number."""
     _columns: dict[str, None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[Hashable, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _sequences: dict[Hashable, SequenceCache] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -126,6 +131,12 @@ class Rows:
             self._sequences[key] = SequenceCache(make, len(self) if count is None else count)
         return self._sequences[key]
 
+    def known(self, key: Hashable, make: Callable[[], str]) -> str:
+        """Value of `make`, which is made once for a `key`: everything that it depends on besides the rows."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
     @contextmanager
     def named(self, index: int) -> Iterator[dict[str, Any]]:
         """Read a row; errors in the `with` block are reported with the row's number in the source."""
@@ -169,7 +180,7 @@ def load_rows(section: DatasetSection) -> Rows:
     if section.skip >= len(table):
         raise ConfigError(f"dataset.skip={section.skip} leaves none of the {len(table)} rows of {section.path}")
     stop = len(table) if section.limit is None else min(len(table), section.skip + section.limit)
-    return Rows(section.path, table, section.skip, stop, tuple(files))
+    return Rows(section.path, table, section.skip, stop, tuple(files), _revision(section, files))
 
 
 def _open(section: DatasetSection) -> tuple[Table, Sequence[Path]]:
@@ -215,6 +226,13 @@ def _arrow_files(loaded: Any) -> list[Path]:
     return [Path(file["filename"]) for file in loaded.cache_files]
 
 
+def _revision(section: DatasetSection, files: Sequence[Path]) -> str | None:
+    """Commit of a dataset on the hub: the library names by it the folder in which it keeps the rows."""
+    if is_object_spec(section.path) or section.path.found is not None or not files:
+        return None
+    return files[0].parent.name if COMMIT.fullmatch(files[0].parent.name) else None
+
+
 def _from_disk(section: DatasetSection, folder: Path) -> Any:
     import datasets
 
@@ -236,6 +254,11 @@ def _from_disk(section: DatasetSection, folder: Path) -> Any:
 def _from_hub(section: DatasetSection) -> Any:
     import datasets
 
+    if "streaming" in section.args:
+        raise ConfigError(
+            f"dataset.args.streaming={section.args['streaming']}: rows are read by their numbers, in a new order in "
+            "each epoch, and a stream has none; remove it: the library keeps the rows in files, which are not in memory"
+        )
     before = datasets.config.HF_HUB_OFFLINE
     reachable = hub_is_reachable()
     # Offline mode answers from the library's cache at once instead of retrying for a minute.

@@ -36,6 +36,7 @@ from posttrain.data.tokenizer_files import (
     refuse_adapter,
 )
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.runtime.files import digest
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.user_code import missing_path
 
@@ -101,6 +102,19 @@ class Tokenizer:
         """
         own = [] if self.hf.eos_token_id is None else [self.hf.eos_token_id]
         return tuple(i for i in dict.fromkeys([*own, *end_ids(self.generation)]) if 0 <= i < self.num_ids)
+
+    @cached_property
+    def identity(self) -> Mapping[str, str]:
+        """Digest of each part that decides what tokens a text has; the time that a chat template sees is none."""
+        parts = {
+            "vocabulary": self.hf.backend_tokenizer.to_str(),
+            "special tokens": json.dumps(self.hf.special_tokens_map, sort_keys=True, default=str),
+            "stop tokens": str(self.stop_ids),
+            "chat template": json.dumps(self.hf.chat_template, sort_keys=True),
+        }
+        if self.sees:
+            parts["images"] = f"{self.images.model_type} {self.images.settings}"
+        return {name: digest(text) for name, text in parts.items()}
 
     @cached_property
     def end_id(self) -> int:

@@ -1,10 +1,7 @@
-"""Teacher cache on disk: records of top-k logits of fixed length, in shards of rows, each written atomically."""
+"""Teacher cache on disk: records of top-k logits of fixed length, found by the content of their sequences."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +13,8 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from posttrain.batch import NO_ID, TopK
+from posttrain.data.sources import Sequences
+from posttrain.data.unit_cache import UnitCache, UnitValues, json_digest, unit_key
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.softmax import NO_LOGIT
 from posttrain.runtime.files import write_whole
@@ -24,8 +23,8 @@ from posttrain.runtime.files import write_whole
 # 1e-4 nat for probable ids. Both tails and the log-probability of the token itself are float16.
 
 
-FORMAT = 2
-"""Version of the record format. 1 had no code for `NO_ID`."""
+FORMAT = 3
+"""Version of the record format. 1 had no code for `NO_ID`; 2 found records by the number of the row."""
 LOGP_BITS = 12
 LOWEST = -32.0
 """Lower log-probabilities and tails are kept as this one."""
@@ -94,140 +93,93 @@ def _unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
     return np.packbits(wide, axis=-1).reshape(-1, count * 4).view(">u4").astype(np.int32)
 
 
-SHARD_ROWS = 256
-"""Rows that a stop loses at most."""
-OPEN_SHARDS = 128
-"""Maximum number of memory-mapped files, far below the limit of open files of a process."""
+SHARD_SEQUENCES = 256
+"""Sequences that a stop loses at most."""
 DESCRIPTION = "cache.json"
-
-Row = Sequence[Mapping[str, np.ndarray] | None]
-"""Sequences of a row with `tokens` and `loss_weight`; None for one without teacher targets."""
 
 
 class CacheFolder:
-    """Cache folder of one teacher and one dataset.
+    """Folder of one teacher's records, with a folder in it for each kind of them.
 
-    `identity` describes it: teacher, its precision, data, k, temperature, vocabulary. ConfigError where there is
-    something else.
+    `identity`: the kind, as JSON types: the teacher's weights, precision, k, temperature, vocabulary. A value of None
+    is unknown.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], num_rows: int):
+    def __init__(self, folder: Path, identity: Mapping[str, Any]):
         self.folder = folder
-        self.identity = {**identity, "record_format": FORMAT, "num_rows": num_rows, "shard_rows": SHARD_ROWS}
-        self.num_rows = num_rows
+        self.identity = {**identity, "record_format": FORMAT}
         self.format = RecordFormat(identity["vocab_size"], identity["top_k"])
 
-    @property
-    def shards(self) -> range:
-        return range(-(-self.num_rows // SHARD_ROWS))
+    def create(self) -> UnitCache:
+        """Records of this kind, which are none at first."""
+        folder = self.folder / json_digest(self.identity)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / DESCRIPTION).exists():
+            write_whole(folder / DESCRIPTION, json.dumps(self.identity, indent=1, sort_keys=True))
+        return UnitCache(folder)
 
-    def rows(self, shard: int) -> range:
-        return range(shard * SHARD_ROWS, min((shard + 1) * SHARD_ROWS, self.num_rows))
-
-    def missing(self) -> list[int]:
-        """Shards that are not written yet."""
-        return [shard for shard in self.shards if not self._index(shard).exists()]
-
-    def unfit(self, tokenize: Callable[[int], Row]) -> list[int]:
-        """Shards that are missing, or whose rows have changed in the dataset."""
-        return [shard for shard in self.shards if not self._is_of(shard, tokenize)]
-
-    def _is_of(self, shard: int, tokenize: Callable[[int], Row]) -> bool:
-        if not self._index(shard).exists():
-            return False
-        return np.array_equal(np.load(self._index(shard))["digests"], row_digests(map(tokenize, self.rows(shard))))
-
-    def claim(self) -> None:
-        """Claim the folder for writing, or resume. ConfigError for another identity."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / DESCRIPTION
-        if file.exists():
-            self.check()
-        else:
-            write_whole(file, json.dumps(self.identity, indent=1, sort_keys=True))
-
-    def check(self) -> None:
-        """Check the identity of the folder. ConfigError if it differs or is missing."""
-        file = self.folder / DESCRIPTION
-        if not file.exists():
+    def open(self) -> UnitCache:
+        """Records of this kind. ConfigError if there are none, or of several teachers where it is unknown."""
+        files = sorted(self.folder.glob(f"*/{DESCRIPTION}"))
+        if not files:
             raise ConfigError(f"cache: {self.folder} is empty; write it with posttrain distill --cache")
-        before = json.loads(file.read_text(encoding="utf-8"))
-        for name, value in self.identity.items():
-            if value is not None and before.get(name) != value:
-                raise ConfigError(
-                    f"cache: {self.folder} was written with {name}={before.get(name)!r}, and now it is {value!r}; "
-                    "restore it, or give another folder"
-                )
+        known = {file.parent: json.loads(file.read_text(encoding="utf-8")) for file in files}
+        differing = {folder: self._differing(one) for folder, one in known.items()}
+        fitting = [folder for folder, names in differing.items() if not names]
+        if len(fitting) > 1:
+            names = sorted({name for folder in fitting for name in known[folder] if self.identity.get(name) is None})
+            raise ConfigError(
+                f"cache: {self.folder} has records of {len(fitting)} states of {', '.join(names)}; put the teacher's "
+                "folder where the configuration names it, or delete the others"
+            )
+        if not fitting:
+            nearest = min(differing, key=lambda folder: len(differing[folder]))
+            changes = ", ".join(
+                f"{name}={known[nearest].get(name)!r}, and now it is {self.identity.get(name)!r}"
+                for name in differing[nearest]
+            )
+            raise ConfigError(
+                f"cache: {nearest} was written with {changes}; restore it, or write it anew with posttrain distill "
+                "--cache"
+            )
+        return UnitCache(fitting[0])
 
-    def write(self, shard: int, records: np.ndarray, rows: Sequence[Row]) -> None:
-        """Write the records of a shard in the order of its rows, then its index, which marks it as complete."""
-        assert records.dtype == np.uint8 and records.shape[1] == self.format.num_bytes
-        counts = np.asarray([sum(np.count_nonzero(s["loss_weight"]) for s in row if s is not None) for row in rows])
-        assert counts.sum() == len(records) and len(counts) == len(self.rows(shard))
-        self._index(shard).unlink(missing_ok=True)
-        np.save(self._records(shard), records)
-        index = io.BytesIO()
-        np.savez(index, counts=counts, digests=row_digests(rows))
-        write_whole(self._index(shard), index.getvalue())
-
-    def _records(self, shard: int) -> Path:
-        return self.folder / f"{shard:06d}.npy"
-
-    def _index(self, shard: int) -> Path:
-        return self.folder / f"{shard:06d}.index.npz"
+    def _differing(self, other: Mapping[str, Any]) -> list[str]:
+        """Names of what differs from another kind; nothing unknown does."""
+        names = {**self.identity, **other}
+        known = (name for name in names if name not in self.identity or self.identity[name] is not None)
+        return [name for name in known if self.identity.get(name) != other.get(name)]
 
 
 class TeacherCache:
-    """One teacher's cache of several datasets, by row. ConfigError for another identity or missing shards."""
+    """One teacher's records on disk, by sequence."""
 
-    def __init__(self, datasets: Sequence[CacheFolder]):
-        self.format = datasets[0].format
-        self._datasets = datasets
-        self._digests, self._starts, files, sizes = [], [], [], []
-        begin = 0
-        for cache in datasets:
-            cache.check()
-            if left := cache.missing():
-                raise ConfigError(
-                    f"cache: {cache.folder} lacks {len(left)} of {len(cache.shards)} shards; go on with posttrain "
-                    "distill --cache"
-                )
-            indices = [np.load(cache._index(shard)) for shard in cache.shards]
-            self._digests.append(np.concatenate([index["digests"] for index in indices]))
-            counts = np.concatenate([index["counts"] for index in indices])
-            self._starts.append(begin + np.concatenate([[0], np.cumsum(counts)]))
-            files += [cache._records(shard) for shard in cache.shards]
-            sizes += [int(index["counts"].sum()) for index in indices]
-            begin += int(counts.sum())
-        self._shard_starts = np.concatenate([[0], np.cumsum(sizes)])
-        self._shard = functools.lru_cache(OPEN_SHARDS)(lambda number: np.load(files[number], mmap_mode="r"))
+    def __init__(self, units: UnitCache, form: RecordFormat):
+        self.units, self.format = units, form
 
-    def places(self, dataset: int, row: int, sequences: Row) -> list[Int[np.ndarray, " T"] | None]:
-        """Record number of each token, from 1; 0 without a record. ConfigError for a row that has changed."""
-        if row_digest(sequences) != self._digests[dataset][row]:
-            raise ConfigError(
-                f"cache: its tokens are not those that {self._datasets[dataset].folder} was written for; write it anew "
-                "with posttrain distill --cache"
-            )
+    def places(self, sequences: Sequences) -> list[Int[np.ndarray, " T"] | None]:
+        """Record number of each token of a row's sequences, from 1; 0 without a record. ConfigError for a sequence that
+        has none."""
         all_places: list[Int[np.ndarray, " T"] | None] = []
-        first = self._starts[dataset][row] + 1
         for sequence in sequences:
-            counts = np.zeros(0, bool) if sequence is None else sequence["loss_weight"] > 0
+            if sequence is None:
+                all_places.append(None)
+                continue
+            start = self.units.start(unit_key(sequence))
+            if start is None:
+                raise ConfigError(f"cache: {self.units.folder} {NO_RECORDS}")
+            counts = sequence["loss_weight"] > 0
             places = np.zeros(len(counts), np.int64)
-            places[counts] = first + np.arange(np.count_nonzero(counts))
-            first += np.count_nonzero(counts)
-            all_places.append(None if sequence is None else places)
+            places[counts] = start + 1 + np.arange(np.count_nonzero(counts))
+            all_places.append(places)
         return all_places
 
     def read(self, places: Int[np.ndarray, "B T"]) -> TopK:
         """Decode the records of tokens; entries of tokens without a record are arbitrary."""
         wanted = np.nonzero(places)
-        at = places[wanted] - 1
-        shard_of = np.searchsorted(self._shard_starts, at, side="right") - 1
-        records = np.empty((len(at), self.format.num_bytes), np.uint8)
-        for shard in np.unique(shard_of):
-            inside = shard_of == shard
-            records[inside] = self._shard(int(shard))[at[inside] - self._shard_starts[shard]]
+        records = np.empty((0, self.format.num_bytes), np.uint8)
+        if len(wanted[0]):
+            records = self.units.read(places[wanted] - 1)
 
         def spread(x: np.ndarray) -> np.ndarray:
             whole = np.zeros((*places.shape, *x.shape[1:]), x.dtype)
@@ -238,36 +190,39 @@ class TeacherCache:
         return topk
 
 
-def row_digests(rows: Iterable[Row]) -> np.ndarray:
-    """Hash each row."""
-    return np.asarray([row_digest(row) for row in rows], np.uint64)
+NO_RECORDS = (
+    "has no records of this text: the row, its pictures, or how it is rendered changed since; posttrain distill "
+    "--cache scores what is new"
+)
 
 
-def row_digest(row: Row) -> np.uint64:
-    """Hash the tokens and loss masks of a row's sequences, and the digests of their pictures; 0 for a row without
-    teacher targets."""
-    hashed = hashlib.sha256()
-    for sequence in row:
-        if sequence is not None:
-            hashed.update(np.ascontiguousarray(sequence["tokens"], "<i4").tobytes())
-            hashed.update(np.packbits(sequence["loss_weight"] > 0).tobytes())
-            hashed.update(sequence["files"].astype("<i8").tobytes() if "files" in sequence else b"")
-    return np.frombuffer(hashed.digest()[:8], "<u8")[0] if any(one is not None for one in row) else np.uint64(0)
+def unknown_rows(units: UnitCache, rows: Iterable[int], tokenize: Callable[[int], Sequences]) -> list[int]:
+    """Rows with a sequence that has no records."""
+    return [row for row in rows if any(one is not None and unit_key(one) not in units for one in tokenize(row))]
 
 
-def write_shards(
-    cache: CacheFolder,
-    shards: Iterable[int],
-    tokenize: Callable[[int], Row],
+def write_records(
+    cache: TeacherCache,
+    rows: Iterable[int],
+    tokenize: Callable[[int], Sequences],
     score: Callable[[Sequence[Mapping[str, np.ndarray]]], Iterator[TopK]],
     advance: Callable[[int], None],
 ) -> None:
-    """Write these shards. `score` gives each sequence's [N, k] records of its tokens with loss."""
-    cache.claim()
-    for shard in shards:
-        rows = [tokenize(row) for row in cache.rows(shard)]
-        there = [sequence for row in rows for sequence in row if sequence is not None]
-        parts = [cache.format.encode(topk) for topk in score(there)]
-        empty = np.zeros((0, cache.format.num_bytes), np.uint8)
-        cache.write(shard, np.concatenate([empty, *parts]), rows)
-        advance(len(rows))
+    """Write the records of these rows' sequences that have none, shard by shard. `score` gives each sequence's [N, k]
+    records of its tokens with loss."""
+    units, new = cache.units, dict[bytes, Mapping[str, np.ndarray]]()
+
+    def write() -> None:
+        scored = zip(new, score(list(new.values())), strict=True)
+        units.write([UnitValues(key, cache.format.encode(topk)) for key, topk in scored])
+        new.clear()
+
+    for row in rows:
+        for sequence in tokenize(row):
+            if sequence is not None and (key := unit_key(sequence)) not in units:
+                new[key] = sequence
+        if len(new) >= SHARD_SEQUENCES:
+            write()
+        advance(1)
+    if new:
+        write()

@@ -384,9 +384,21 @@ class Aligned(NamedTuple):
     """Per teacher token: 0, or 1 + the teacher's token that ends the text."""
     pairs: Pairs
 
-    def part_of(self, sequence: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Student sequence with loss only at covered tokens; of a group, at its first token."""
-        return {**sequence, "loss_weight": np.where(self.covered > 0, sequence["loss_weight"], np.float32(0))}
+
+def aligned_sequences(sequences: Sequences, aligned: Sequence[Aligned | None]) -> Sequences:
+    """Student sequences with loss only at covered tokens, of a group at its first; with the arrays of the alignment."""
+    return [
+        None
+        if one is None or match is None
+        else {
+            **one,
+            "loss_weight": np.where(match.covered > 0, one["loss_weight"], np.float32(0)),
+            "covered": match.covered,
+            "teacher_tokens": match.tokens,
+            "scored": match.scored,
+        }
+        for one, match in zip(sequences, aligned, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ from posttrain.batch import Batch, TopK, teacher_batch
 from posttrain.data.columns import no_column
 from posttrain.data.sources import Sequences
 from posttrain.distill.cache import TeacherCache
-from posttrain.distill.cross_tokenizer import Aligned, Aligner, teacher_rows
+from posttrain.distill.cross_tokenizer import Aligned, Aligner, aligned_sequences, teacher_rows
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tree import replace
 
@@ -56,8 +56,8 @@ class TeacherTargets:
         """Names of the arrays that are teacher token sequences."""
         return () if self._caches is not None else tuple(_of_teacher(n)[0] for n in self._aligners)
 
-    def arrays(self, dataset: int, index: int, row: Mapping[str, Any], sequences: Sequences) -> Sequences:
-        """Target arrays of the tokenised row `index` of dataset `dataset`."""
+    def arrays(self, dataset: int, row: Mapping[str, Any], sequences: Sequences) -> Sequences:
+        """Target arrays of a tokenised row of dataset `dataset`."""
         shares = np.ones(1, np.float32)
         if self._column is not None:
             shares = teacher_shares(row, self._column, self._titles)
@@ -67,10 +67,9 @@ class TeacherTargets:
         nothing = [None if s is None else np.zeros(len(s["tokens"]), np.int64) for s in sequences]
         places = []
         for n, cache in enumerate(self._caches or ()):
-            pairs = zip(sequences, aligned.get(n, [None] * len(sequences)), strict=True)
-            parts = [s if s is None or a is None else a.part_of(s) for s, a in pairs]
+            parts = aligned_sequences(sequences, aligned[n]) if n in aligned else sequences
             # The cache has no record of a row in which the teacher has no share.
-            places.append(cache.places(dataset, index, parts) if shares[n] else nothing)
+            places.append(cache.places(parts) if shares[n] else nothing)
         result: Sequences = []
         for number, sequence in enumerate(sequences):
             if sequence is None:

@@ -32,14 +32,21 @@ from posttrain.data.pipeline import row_tokenizer
 from posttrain.data.sources import Arrays, Rows, Sequences, each_row
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.tokenizer_files import TOKENIZER_FILES, processor_files
-from posttrain.distill.cross_tokenizer import Aligned, Aligner, SharedTokens, Vocabulary, VocabularyMap
+from posttrain.distill.cross_tokenizer import (
+    Aligned,
+    Aligner,
+    SharedTokens,
+    Vocabulary,
+    VocabularyMap,
+    aligned_sequences,
+)
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.runtime.hub import hub_is_reachable
 from posttrain.tracking.console import console
-from posttrain.weights.files import find_folder
+from posttrain.weights.files import find_folder, local_weights
 from posttrain.weights.load import check_weights, load_model
 from posttrain.weights.locate import ModelFiles, origin_of_folder, read_model_files, refuse_misspelt
 from posttrain.weights.lora import count_parameters
@@ -264,10 +271,20 @@ def teacher_digest(source: TeacherSource, *, needed: bool) -> str | None:
     """Digest of a teacher's weights; None where they are not on this machine, and are not `needed`."""
     if source.section.url is not None:
         return f"{source.section.model or source.section.path} at a server"
-    if not needed and not Path(source.path).is_dir():
+    folder = find_folder(source.path) if needed else local_weights(source.path)
+    if folder is None:
         return None
-    origin = origin_of_folder(source.path, find_folder(source.path))
+    origin = origin_of_folder(source.path, folder)
     return " ".join(f"{name}:{part}" for name, part in sorted(origin.parts.items()))
+
+
+def tokenizers_identity(sources: Sequence[TeacherSource]) -> dict[str, Mapping[str, str]]:
+    """Digests of the tokenizers by which teachers of other tokens read the text, by teacher and part."""
+    return {
+        f"tokenizer of teacher {source.title}": source.tokenizer.identity
+        for source in sources
+        if source.tokenizer is not None
+    }
 
 
 def in_order(section: DistillSection | RLSection) -> list[TeacherSection]:
@@ -464,13 +481,7 @@ def aligned_tokenizer(section: DistillSection, aligner: Aligner, number: int, da
     def align(index: int) -> Sequences:
         sequences = tokenize(index)
         with rows.named(index) as row:
-            aligned = aligner.align(number, row, sequences)
-        return [
-            None
-            if one is None or match is None
-            else match.part_of(one) | {"covered": match.covered, "teacher_tokens": match.tokens, "scored": match.scored}
-            for one, match in zip(sequences, aligned, strict=True)
-        ]
+            return aligned_sequences(sequences, aligner.align(number, row, sequences))
 
     return align
 

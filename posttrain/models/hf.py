@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, cast, runtime_checkable
 
 from posttrain.config import Vision
@@ -31,7 +29,8 @@ from posttrain.models.config import (
 from posttrain.models.fields import Fields
 from posttrain.models.names import Names
 from posttrain.models.rope import max_positions
-from posttrain.user_code import import_transformers
+from posttrain.runtime.files import digest
+from posttrain.user_code import import_transformers, run_module
 
 CAUSAL, SEEING, CLASSIFIER = "ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification"
 """Suffixes of class names in transformers."""
@@ -103,8 +102,8 @@ UNSUPPORTED: Mapping[str, str] = {
 """`model_type` that no family file can support -> reason."""
 
 
-ADDED: dict[str, ModuleType] = {}
-"""Families registered from user files, by module name."""
+ADDED: dict[str, tuple[str, str]] = {}
+"""Families registered from user files: their path and a digest of their text, by module name."""
 
 
 def add_families(folder: str | Path) -> None:
@@ -133,18 +132,17 @@ def add_family(file: str | Path) -> None:
     name = f"{families.__name__}.{path.stem}"
     if path.stem in _packaged():
         raise ConfigError(f"family {file}: the package has a family {path.stem}; the file's name is the model_type")
-    if name in ADDED and ADDED[name].__file__ == str(path):
+    content = digest(path.read_bytes())
+    if name in ADDED and ADDED[name] == (str(path), content):
         return
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = run_module(name, path)
     except Exception as error:
         raise ConfigError(f"family {file}: cannot be imported ({type(error).__name__}: {error})") from error
     if missing := [part for part in ("ARCHITECTURE", "NAMES", "config_from_hf") if part not in vars(module)]:
+        del sys.modules[name]
         raise ConfigError(f"family {file}: lacks {', '.join(missing)}")
-    ADDED[name] = sys.modules[name] = module
+    ADDED[name] = str(path), content
 
 
 WRAPPERS = frozenset(module.name for module in pkgutil.iter_modules(multimodal.__path__)) - {"tower"}

@@ -27,7 +27,7 @@ from posttrain.tracking.steps import LAYOUTS
 
 COLORS = ("#3b7dd8", "#d8703b", "#3ba55d", "#a55dc4", "#c4a13b", "#3bb8c4", "#c43b6e", "#7a7a7a")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 280, 52, 12, 26, 24
-CODE = "code.json"
+CODE, INPUTS = "code.json", "inputs.json"
 Curve = Sequence[tuple[int, Interval]]
 
 
@@ -183,12 +183,12 @@ def _rows(result: RunResult, place: int) -> list[dict[str, Any]]:
 
 
 def _identity(result: RunResult, config: RunConfig) -> str:
-    """Settings and code of a run but for its seed, and for what has no effect."""
+    """Settings, code and inputs of a run but for its seed, and for what has no effect."""
     same = config.model_copy(update={"seed": 0, "tensorboard": True, "trackers": (), "profile": None})
-    code = result.output / CODE
-    text = code.read_text(encoding="utf-8") if code.is_file() else ""
+    files = [file for name in (CODE, INPUTS) if (file := result.output / name).is_file()]
+    texts = [dump_config(same), *(file.read_text(encoding="utf-8") for file in files)]
     # Rows and templates given in Python lie in the run's own folder.
-    return f"{dump_config(same)}\0{text}".replace(config.output, "").replace(str(result.output), "")
+    return "\0".join(texts).replace(config.output, "").replace(str(result.output), "")
 
 
 def _headlines(results: Sequence[RunResult], places: Sequence[int], kind: str) -> list[str]:
@@ -304,8 +304,9 @@ def _settings(groups: Sequence[SeedGroup]) -> dict[str, list[Any]]:
     )
     flat = [_flat(group.configs[0]) for group in groups]
     found = {key: [_setting(one, key) for one in flat] for key in keys}
-    digests = [_code(group.runs[0]) for group in groups]
-    found |= {"code": digests} if len(set(digests)) > 1 else {}
+    for name, file in {"code": CODE, "data": INPUTS}.items():
+        digests = [_digest_of(group.runs[0], file) for group in groups]
+        found |= {name: digests} if len(set(digests)) > 1 else {}
     made_by = [dict(calls[-1]) if (calls := group.runs[0].versions) else {} for group in groups]
     for name in dict.fromkeys(name for one in made_by for name in one):
         numbers = [one.get(name, "-") for one in made_by]
@@ -327,8 +328,8 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     return flat
 
 
-def _code(result: RunResult) -> str:
-    file = result.output / CODE
+def _digest_of(result: RunResult, name: str) -> str:
+    file = result.output / name
     return digest(file.read_text(encoding="utf-8"), 8) if file.is_file() else "-"
 
 

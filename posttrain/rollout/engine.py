@@ -88,6 +88,7 @@ class NativeEngine:
             raise ConfigError("rollout.merge_lora: the model has no adapter to merge; remove the option")
         self._copies = Copies(quantize) if quantize != "none" or merge_lora else None
         self._adapters = Adapters(adapters) if adapters is not None else None
+        self._model = model
         weights = self._weights_of(model)
         self._placement = choose_placement(tensor, *weights, device_memory(), slots=slots)
         self._loaded = Loaded.of(*weights, version, self._placement)
@@ -247,8 +248,10 @@ class NativeEngine:
         self._loaded = Loaded.of(*self._weights_of(model), version, self._placement)
         self._scheduler.forget()
         self._runner.forget()
-        if ModelWeights(model).tower_training[0] != "frozen":
+        # A tower that was trained, and that of another model, sees other features in the same pictures.
+        if model is not self._model or ModelWeights(model).tower_training[0] != "frozen":
             self._runner.images.kept.forget_features()
+        self._model = model
 
     def update_drafter(self, weights: Mapping[str, Array]) -> None:
         """Draft with copies of these arrays of the block drafter from the next dispatch on."""

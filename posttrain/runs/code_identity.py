@@ -23,6 +23,7 @@ import numpy as np
 
 from posttrain.config import (
     PPO,
+    DistillSection,
     Locator,
     OnlineSection,
     RLSection,
@@ -36,7 +37,6 @@ from posttrain.config.secrets import names_secret
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest
 from posttrain.user_code import is_object_spec
-from posttrain.weights.locate import origin_of_folder
 
 CODE_NAME = "code.json"
 OWN = Path(__file__).resolve().parents[1]
@@ -77,12 +77,15 @@ def check_code(output: Path, config: RunConfig) -> None:
 
 def code_digests(config: RunConfig) -> dict[str, dict[str, str]]:
     """Digests of each user function's code by file, function or value, by place of use."""
-    found = {
+    family, of_family = config.model.family, UserCode()
+    if family is not None:
+        of_family.add_file(family.file)
+    found = {} if family is None else {f"model.family={family}": of_family.digests}
+    return found | {
         f"stages.{index}.{field}={named if isinstance(named, str) else named.__class__.__name__}": _digests_of(named)
         for index, section in enumerate(config.stages)
         for field, named in _functions(section)
     }
-    return found | _reward_models(config)
 
 
 def _digests_of(named: Any) -> dict[str, str]:
@@ -94,21 +97,12 @@ def _digests_of(named: Any) -> dict[str, str]:
     return code.digests
 
 
-def _reward_models(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Digests of the files of each reward model in a local folder."""
-    found = {}
-    for index, section in enumerate(config.stages):
-        for number, reward in enumerate(section.rewards if isinstance(section, OnlineSection) else ()):
-            if reward.model is not None and (folder := Path(reward.model.resolved)).is_dir():
-                parts = origin_of_folder(reward.model, folder).parts
-                found[f"stages.{index}.rewards.{number}.model={reward.model}"] = dict(parts)
-    return found
-
-
 def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
     if isinstance(section, OnlineSection):
         rewards = enumerate(section.rewards)
         yield from ((f"rewards.{index}.fn", reward.fn) for index, reward in rewards if reward.fn is not None)
+    if isinstance(section, OnlineSection | DistillSection) and section.rollout.engine is not None:
+        yield "rollout.engine", section.rollout.engine
     if isinstance(section, RLSection):
         if section.env is not None and section.env.fn is not None:
             yield "env.fn", section.env.fn
@@ -156,7 +150,7 @@ class UserCode:
         """Add the file of `file.py:name` or `module:name`, and what it imports, without importing anything."""
         source = name.object.rpartition(":")[0]
         if source.endswith(".py"):
-            self._add_file(name.folder / Path(source).expanduser())
+            self.add_file(name.folder / Path(source).expanduser())
         else:
             self._add_module(source, [name.folder, *map(Path, sys.path)])
 
@@ -164,7 +158,8 @@ class UserCode:
         """Add the code and the values of a function, class or object in memory."""
         self._add_value("settings", type(found).__name__, found)
 
-    def _add_file(self, path: Path) -> None:
+    def add_file(self, path: Path) -> None:
+        """Add a file of the user's, and what it imports, without importing anything."""
         path = path.resolve()
         if path not in self._files and _is_local(path):
             self._files.add(path)
@@ -192,14 +187,14 @@ class UserCode:
         """Add a module's file and those of the packages around it."""
         for part in accumulate(name.split("."), "{}/{}".format):
             files = (folder / f"{part}{end}" for folder in folders for end in ("/__init__.py", ".py"))
-            self._add_file(next(filter(Path.is_file, files), Path()))
+            self.add_file(next(filter(Path.is_file, files), Path()))
 
     def _add_loaded(self, name: str) -> None:
         """Add the files of a module in memory and of its submodules."""
         loaded = [module for key, module in sys.modules.items() if f"{key}.".startswith(f"{name}.")]
         for file in [getattr(module, "__file__", None) for module in loaded if name != "__main__"]:
             if file is not None:
-                self._add_file(Path(file))
+                self.add_file(Path(file))
 
     def _add_value(self, name: str, owner: str, value: Any) -> None:
         if not names_secret(name):  # keys may be renewed
@@ -263,7 +258,7 @@ class UserCode:
             return cells.values()  # settings of what an installed package has made, such as an optimiser
         tree = _tree_of(code)
         if path.is_file() and found.__globals__.get("__name__") != "__main__":
-            self._add_file(path)
+            self.add_file(path)
         elif path.is_file():
             self._add_code(f"{found.__qualname__} of {path.name}", tree, path.parent)
         else:

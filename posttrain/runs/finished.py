@@ -32,6 +32,7 @@ from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import add_family
 from posttrain.runs.folder import CONFIG_NAME
+from posttrain.runs.input_identity import read_inputs
 from posttrain.runs.prepare import run_clock
 from posttrain.stages.context import RoleDevices, StageRun, read_source
 from posttrain.stages.table import stage_kind, stage_names
@@ -86,7 +87,15 @@ def tokenizer_of(output: Path, name: str, config: RunConfig) -> Tokenizer:
     from_source = config.model.tokenizer is None and source is not None
     own = own_tokenizer(adapter) if from_source and adapter is not None else None
     folder = own or (source if from_source and source is not None else tokenizer_name(config.model))
-    return _with_images(run_tokenizer(folder, config.model).at(clock), str(source or folder), config.model)
+    tokenizer = _with_images(run_tokenizer(folder, config.model).at(clock), str(source or folder), config.model)
+    before = read_inputs(output).get("tokenizer", {})
+    changed = [part for part, value in tokenizer.identity.items() if before.get(part, value) != value]
+    if changed:
+        raise ConfigError(
+            f"{output}: the tokenizer {folder} has another {', '.join(changed)} than when the run began; restore it, "
+            "or give a model that the run has saved"
+        )
+    return tokenizer
 
 
 def _with_images(tokenizer: Tokenizer, path: str, section: ModelSection) -> Tokenizer:
@@ -97,11 +106,12 @@ def _with_images(tokenizer: Tokenizer, path: str, section: ModelSection) -> Toke
 
 
 def open_stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer, mesh: Mesh) -> StageRun:
-    """Context of a stage that has run, to load its model and make its trainer."""
+    """Context of a stage that has run, to load its model and make its trainer. ConfigError if its initial model is
+    another one today."""
     names = stage_names(config)
     index = names.index(name)
     source_name, adapter = read_source(output / name)
-    return StageRun(
+    stage = StageRun(
         name=name,
         kind=config.stages[index].kind,
         sampled=trains_on_samples(config.stages[index]),
@@ -119,6 +129,8 @@ def open_stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer,
         profile=None,
         stop=StopRequest(),
     )
+    stage.check_source()
+    return stage
 
 
 def trained_model(stage: StageRun, step: int | None) -> Decoder:

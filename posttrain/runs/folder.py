@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,10 @@ from posttrain.config.yaml_file import diff_config, dump_config, load_recorded
 from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import check_code, code_digests, remember_code
 from posttrain.runs.environment import versions
+from posttrain.runs.input_identity import check_inputs, input_digests, remember_inputs
 from posttrain.runtime import processes
 from posttrain.runtime.files import LOCK_NAME, digest, locked, write_whole
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.table import stage_names
 from posttrain.tracking.console import console
 
@@ -32,6 +35,8 @@ DEVICES = "devices.json"
 VERSIONS = "versions.json"
 SHOWN_VERSIONS = ("posttrain", "jax", "python")
 """Names of `versions.json` that one line has room for."""
+OF_ROWS = re.compile(r"(dataset|mix\.\d+|sets\.\d+)\.args\.revision$")
+"""Keys that say which rows are read, and no more."""
 NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
 """Keys that may differ between calls of the same run."""
 
@@ -61,24 +66,27 @@ class Growth:
 
 
 @contextmanager
-def claimed(output: Path, config: RunConfig) -> Iterator[Growth]:
+def claimed(prepared: Prepared) -> Iterator[Growth]:
     """Lock the run's folder, by the first process, with the stages that have more steps than before as the value, the
-    same in all processes. ConfigError if another run uses the folder, another configuration made it, or another process
-    does not see it or has other settings."""
+    same in all processes. ConfigError if another run uses the folder, other settings, code or data made it, or another
+    process does not see it or has other ones."""
+    config, output = prepared.config, Path(prepared.config.output)
     with contextlib.ExitStack() as held:
         growth = Growth(output=output, config=config)
         if processes.writes():
-            growth = held.enter_context(_locked(output, config))
+            growth = held.enter_context(_locked(output, prepared))
         if processes.count() > 1:
-            _check_others(output, config)
+            _check_others(output, prepared)
         yield replace(growth, names=tuple(processes.agreed(lambda: list(growth.names))))
 
 
-def _check_others(output: Path, config: RunConfig) -> None:
-    """ConfigError, in every process, if one has other settings or code, or does not see the folder of the first."""
+def _check_others(output: Path, prepared: Prepared) -> None:
+    """ConfigError, in every process, if one has other settings, code or inputs, or does not see the folder of the
+    first."""
     token = processes.agreed((output / LOCK_NAME).read_text)
-    settings = [dump_config(config), json.dumps(code_digests(config), sort_keys=True), __version__]
-    processes.check_same("settings, code and version of the run", digest("\n".join(settings)))
+    read = [code_digests(prepared.config), input_digests(prepared)]
+    settings = [dump_config(prepared.config), json.dumps(read, sort_keys=True), __version__]
+    processes.check_same("settings, code, inputs and version of the run", digest("\n".join(settings)))
     if processes.any_of(not _appears(output / LOCK_NAME, token)):
         raise ConfigError(
             f"output: a process does not see {output}, which process 0 has made; give a folder that all hosts share, "
@@ -99,7 +107,7 @@ def _appears(file: Path, content: str) -> bool:
 
 
 @contextmanager
-def _locked(output: Path, config: RunConfig) -> Iterator[Growth]:
+def _locked(output: Path, prepared: Prepared) -> Iterator[Growth]:
     with contextlib.ExitStack() as held:
         try:
             output.mkdir(parents=True, exist_ok=True)
@@ -110,7 +118,7 @@ def _locked(output: Path, config: RunConfig) -> Iterator[Growth]:
             ) from error
         except OSError as error:
             raise ConfigError(f"output: {output}: cannot be written: {error.strerror}; give another output") from error
-        yield _check_same(output, config)
+        yield _check_same(output, prepared)
 
 
 def remember_devices(output: Path, slices: int) -> None:
@@ -185,12 +193,13 @@ def machine_of_run(output: Path) -> str:
     return name
 
 
-def _check_same(output: Path, config: RunConfig) -> Growth:
-    """Stages that have more steps than before. ConfigError for settings or code that changed otherwise. Writes the
-    settings of a run that has not begun."""
-    file = output / CONFIG_NAME
+def _check_same(output: Path, prepared: Prepared) -> Growth:
+    """Stages that have more steps than before. ConfigError for settings, code or inputs that changed otherwise. Writes
+    the settings of a run that has not begun."""
+    config, file = prepared.config, output / CONFIG_NAME
     if not file.exists() or not _begun(output):
         remember_code(output, config)
+        remember_inputs(output, prepared)
         write_whole(file, dump_config(config))
         return Growth(output=output, config=config)
     before = load_recorded(file)
@@ -198,6 +207,8 @@ def _check_same(output: Path, config: RunConfig) -> Growth:
     extended = _extended_stages(before, config)
     may_grow = {f"stages.{index}.num_steps" for index in extended}
     differing = [key for key in diff_config(before, config) if key.partition(".")[0] not in NO_EFFECT]
+    # Rows are compared themselves, so that a run goes on with those of an earlier commit.
+    differing = [key for key in differing if not OF_ROWS.search(key)]
     changed = [key for key in differing if key not in may_grow]
     if changed:
         rule = " (num_steps may grow)" if any(key.endswith(".num_steps") for key in changed) else ""
@@ -206,6 +217,7 @@ def _check_same(output: Path, config: RunConfig) -> Growth:
             "give another output, or delete the folder to start over"
         )
     check_code(output, config)
+    check_inputs(output, prepared)
     names = stage_names(config)
     for index in extended:
         _check_extension(output, names, index, before.stages[index].steps)

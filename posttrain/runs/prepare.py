@@ -26,7 +26,7 @@ from posttrain.config import (
 )
 from posttrain.data.files import files_note
 from posttrain.data.packing import PackedBatches, Window
-from posttrain.data.pipeline import fingerprint, order, token_fingerprint, window_of
+from posttrain.data.pipeline import order, token_fingerprint, window_of
 from posttrain.data.sources import Sequences, checked_rows
 from posttrain.data.tokenizer import ADD_ROWS, Tokenizer
 from posttrain.errors import ConfigError, placed
@@ -419,10 +419,9 @@ def _lengths(source: EpochSource, chosen: Sequence[int]) -> list[Lengths]:
 
 
 def _digest(section: OfflineSection, num_epochs: float, seed: int, sources: Sequence[EpochSource]) -> str:
-    """Hash of everything that the count depends on, including as many rows and tokens as a resumed stream compares."""
+    """Hash of everything that the count depends on."""
     data = [
-        [fingerprint(of.dataset, of.rows), token_fingerprint(of.rows, of.tokenize), of.count, of.dataset.shuffle]
-        for of in sources
+        [dict(of.identity), token_fingerprint(of.rows, of.tokenize), of.count, of.dataset.shuffle] for of in sources
     ]
     weights = [of.dataset.weight for of in sources]
     settings: dict[str, Any] = {"num_epochs": num_epochs, "seed": seed, "data": data, "weights": weights}

@@ -54,7 +54,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     config = prepared.config
     output, names = Path(config.output), stage_names(config)
     chosen = _memory_choices(config, prepared.files, mesh, force=force)
-    with _outside_failures(output), claimed(output, config) as growth, host_log(output), stop_on_signals() as stop:
+    with _outside_failures(output), claimed(prepared) as growth, host_log(output), stop_on_signals() as stop:
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
         trained = _train_stages(prepared, mesh, watchers, stop, chosen, growth, strict=strict)

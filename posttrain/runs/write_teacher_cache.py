@@ -1,22 +1,24 @@
-"""Writing of teacher caches: each dataset is scored once; existing parts are kept."""
+"""Writing of teacher caches: each sequence is scored once, and a corrected row alone is scored anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from jax.sharding import Mesh
+
+from posttrain.batch import TopK
 from posttrain.cluster.reference import FrozenModel
 from posttrain.config import DistillSection, RunConfig
-from posttrain.data.pipeline import images_of, row_tokenizer
-from posttrain.data.sources import Rows, Sequences
-from posttrain.distill.cache import CacheFolder, write_shards
-from posttrain.distill.targets import teacher_shares
+from posttrain.data.pipeline import images_of
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.distill.cache import TeacherCache, unknown_rows, write_records
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
     TeacherSource,
     TopKScorer,
     aligned_scorer,
-    aligned_tokenizer,
     load_teacher,
     outside_teacher,
 )
@@ -25,7 +27,7 @@ from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.folder import remember_versions
 from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.stages.context import training_devices
-from posttrain.stages.distill import DatasetRows, DistillInputs, aligner_of, cache_folders
+from posttrain.stages.distill import CachedRows, DistillInputs, aligner_of, cache_folder, cached_rows
 from posttrain.stages.distill import sources as data_of
 from posttrain.tracking.console import console, progress_bar
 
@@ -47,73 +49,47 @@ def write_caches(config: RunConfig) -> None:
             continue
         assert isinstance(inputs, DistillInputs)
         for source in inputs.teachers:
-            folders = cache_folders(inputs, source, config.model, prepared.tokenizer, to_write=True)
-            for _, folder in folders:
-                folder.claim()
-                remember_versions(folder.folder)
-            left = []
-            for number, (data, folder) in enumerate(folders):
-                reader = _reader(inputs, source, number, data)
-                with progress_bar(f"comparing {folder.folder}"):
-                    shards = folder.unfit(reader)
-                if shards:
-                    left.append((folder, shards, reader))
-            if left:
-                section = inputs.section
-                if source.section.outside:
-                    teacher = outside_teacher(
-                        source,
-                        config.model,
-                        prepared.tokenizer,
-                        section,
-                        section.temperature,
-                        section.top_k or DEFAULT_TOP_K,
-                        mesh,
-                    )
-                else:
-                    model = load_teacher(source, config.model, prepared.tokenizer, mesh)
-                    k = left[0][0].format.k
-                    teacher = FrozenModel(model, mesh, temperature=section.temperature, k=k)
-                aligner = aligner_of(inputs, source)
-                length = section.row_tokens if aligner is None else aligner.row_tokens
-                # Teachers of other tokens read no pictures.
-                images = None if aligner is not None else images_of(section, dict(enumerate(data_of(inputs))))
-                _write(inputs, source, TopKScorer(teacher, section, row_shards(mesh), length, images), left)
+            _write_cache(config, inputs, source, prepared.tokenizer, mesh)
             console().print(f"teacher {source.title}: its cache is whole", markup=False)
 
 
-RowReader = Callable[[int], Sequences]
-"""Function from a row number to its sequences; none without teacher targets."""
-
-
-def _reader(inputs: DistillInputs, source: TeacherSource, number: int, data: DatasetRows) -> RowReader:
-    """Make the reader of the rows that a teacher scores."""
-    section, aligner = inputs.section, aligner_of(inputs, source)
-    if aligner is None:
-        tokenize: RowReader = row_tokenizer(section, *data, number=number)
-    else:
-        tokenize = aligned_tokenizer(section, aligner, number, data)
-    return lambda row: tokenize(row) if _has_share(section, source, data[1], row) else []
-
-
-def _write(
-    inputs: DistillInputs,
-    source: TeacherSource,
-    scorer: TopKScorer,
-    left: Sequence[tuple[CacheFolder, list[int], RowReader]],
+def _write_cache(
+    config: RunConfig, inputs: DistillInputs, source: TeacherSource, tokenizer: Tokenizer, mesh: Mesh
 ) -> None:
-    aligner = aligner_of(inputs, source)
-    score = scorer if aligner is None else aligned_scorer(aligner, scorer)
-    for folder, shards, reader in left:
-        with progress_bar(f"{source.title} into {folder.folder}", sum(len(folder.rows(s)) for s in shards)) as advance:
-            write_shards(folder, shards, reader, score, advance)
-        size = folder.format.num_bytes
-        line = f"{folder.folder}: {folder.num_rows:,} rows, {size} bytes for each token"
-        console().print(line, markup=False, soft_wrap=True)
+    """Score the rows of which a teacher's cache has no records; the teacher is loaded only if there are any."""
+    folder = cache_folder(inputs, source, config.model, tokenizer, to_write=True)
+    cache = TeacherCache(folder.create(), folder.format)
+    remember_versions(folder.folder)
+    left: list[tuple[CachedRows, list[int]]] = []
+    for data in cached_rows(inputs, source):
+        if not cache.units.is_complete(data.digest):
+            with progress_bar(f"comparing {data.rows.name} with {cache.units.folder}"):
+                left.append((data, unknown_rows(cache.units, range(len(data.rows)), data.tokenize)))
+    if any(rows for _, rows in left):
+        score = _scorer(config, inputs, source, tokenizer, mesh, folder.format.k)
+        for data, rows in left:
+            with progress_bar(f"{source.title} into {cache.units.folder}", len(rows)) as advance:
+                write_records(cache, rows, data.tokenize, score, advance)
+            size = folder.format.num_bytes
+            line = f"{cache.units.folder}: {len(rows):,} of {len(data.rows):,} rows scored, {size} bytes for each token"
+            console().print(line, markup=False, soft_wrap=True)
+    for data, _ in left:
+        cache.units.mark_complete(data.digest)
 
 
-def _has_share(section: DistillSection, source: TeacherSource, rows: Rows, row: int) -> bool:
-    if section.teacher_column is None:
-        return True
-    titles = [teacher.title for teacher in section.teachers]
-    return bool(teacher_shares(rows[row], section.teacher_column, titles)[titles.index(source.title)] > 0)
+def _scorer(
+    config: RunConfig, inputs: DistillInputs, source: TeacherSource, tokenizer: Tokenizer, mesh: Mesh, k: int
+) -> Callable[[Sequence[Mapping[str, np.ndarray]]], Iterator[TopK]]:
+    """Load a teacher. Function from sequences to their records, in the student's tokens."""
+    section, aligner = inputs.section, aligner_of(inputs, source)
+    if source.section.outside:
+        wanted = section.top_k or DEFAULT_TOP_K
+        teacher = outside_teacher(source, config.model, tokenizer, section, section.temperature, wanted, mesh)
+    else:
+        model = load_teacher(source, config.model, tokenizer, mesh)
+        teacher = FrozenModel(model, mesh, temperature=section.temperature, k=k)
+    if aligner is not None:
+        # Teachers of other tokens read no pictures.
+        return aligned_scorer(aligner, TopKScorer(teacher, section, row_shards(mesh), aligner.row_tokens, None))
+    images = images_of(section, dict(enumerate(data_of(inputs))))
+    return TopKScorer(teacher, section, row_shards(mesh), section.row_tokens, images)

@@ -186,15 +186,8 @@ class StageRun:
         parts = {f"adapter/{file}": digest for file, digest in adapter.items()}
         return replace(origin, parts={**origin.parts, **parts})
 
-    @contextmanager
-    def training(
-        self, trainer: Trainer, data: Resumable, section: TrainSection, held_out: HeldOut | None
-    ) -> Iterator[Training]:
-        """Open checkpoints, restore trainer and data from the newest one, and only then write to the run's folder.
-
-        After the last step write result and model; the model's folder marks the stage as finished.
-        """
-        # Also before the first checkpoint: the initial evaluation belongs to this model.
+    def check_source(self) -> None:
+        """ConfigError if the stage began with another model than it would load now; a new one begins with this."""
         source = self.remember(
             "source",
             lambda: {
@@ -204,6 +197,17 @@ class StageRun:
             },
         )
         check_origin(self.folder, source["parts"], self.origin)
+
+    @contextmanager
+    def training(
+        self, trainer: Trainer, data: Resumable, section: TrainSection, held_out: HeldOut | None
+    ) -> Iterator[Training]:
+        """Open checkpoints, restore trainer and data from the newest one, and only then write to the run's folder.
+
+        After the last step write result and model; the model's folder marks the stage as finished.
+        """
+        # Also before the first checkpoint: the initial evaluation belongs to this model.
+        self.check_source()
         processes.check_same(f"{self.name}: the data", json.dumps(data.state(), sort_keys=True))
         num_steps, best = section.steps, self._best(section, held_out)
         with Checkpointer(self.folder / "checkpoints") as checkpointer:

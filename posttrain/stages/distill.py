@@ -16,14 +16,16 @@ from posttrain.cluster.cluster import Caching
 from posttrain.cluster.reference import FrozenModel, Scorer
 from posttrain.config import DatasetSection, DistillSection, ModelSection, TeacherSection
 from posttrain.data.chat import Renderer
-from posttrain.data.pipeline import Prompts, fingerprint, pictures_of, row_tokenizer, token_fingerprint
+from posttrain.data.format import loss_on
+from posttrain.data.pipeline import Prompts, fingerprint, pictures_of, row_tokenizer
 from posttrain.data.prefetch import MAX_BATCHES, MeasuredStream
 from posttrain.data.sources import Rows, Sequences
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.distill.cache import CacheFolder, TeacherCache
+from posttrain.data.unit_cache import json_digest
+from posttrain.distill.cache import NO_RECORDS, CacheFolder, TeacherCache, unknown_rows
 from posttrain.distill.cross_tokenizer import Aligner
 from posttrain.distill.features import check_features, distill_loss, matching_of
-from posttrain.distill.targets import TeacherTargets
+from posttrain.distill.targets import TeacherTargets, teacher_shares
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
     OutsideTeacher,
@@ -36,9 +38,9 @@ from posttrain.distill.teachers import (
     num_ids,
     outside_teacher,
     teacher_digest,
-    teacher_sequence,
+    tokenizers_identity,
 )
-from posttrain.errors import RunError
+from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.rollouts import evaluate_prompts
 from posttrain.evaluation.sequences import Record
 from posttrain.kernels.logits.chunk_stats import Terms
@@ -53,7 +55,6 @@ from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.sampler import Sampler, Source, collect
 from posttrain.rl.teachers import distances, merged_distances, refuse_blind, shares_of
 from posttrain.runtime.event_loop import run_async
-from posttrain.runtime.files import digest
 from posttrain.stages.cluster import engine_metrics, forget_prompts, make_engine, sampler_gate, warm_up
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import EpochSource, Prepared
@@ -66,9 +67,11 @@ from posttrain.stages.sft import (
     sequences_of,
     train_batches,
 )
+from posttrain.tracking.console import progress_bar
 from posttrain.train.loop import prefetched
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace as changed
+from posttrain.weights.locate import family_digest
 
 UNREAD_STEPS = 3
 """Abort the run after this many consecutive steps without any token that aligns with the teacher's."""
@@ -89,6 +92,11 @@ class DistillInputs(SequenceInputs):
     def epoch_sources(self) -> Sequence[EpochSource] | int:
         """Datasets over which `num_epochs` passes, or the number of prompts, each with a row for its sample."""
         return super().epoch_sources if self.prompts is None else len(self.prompts.examples)
+
+    @property
+    def identity(self) -> Mapping[str, Mapping[str, str]]:
+        """Digests of all that the rows hold, and of the tokenizers of teachers, by part."""
+        return {**super().identity, **tokenizers_identity(self.teachers)}
 
 
 def prepare(section: DistillSection, prepared: Prepared) -> tuple[DistillInputs, list[str]]:
@@ -164,12 +172,7 @@ def run(stage: StageRun, inputs: DistillInputs) -> None:
             for source in inputs.teachers[len(inside) :]
         ]
     else:
-        caches = [
-            TeacherCache(
-                [folder for _, folder in cache_folders(inputs, source, stage.model, stage.tokenizer, to_write=False)]
-            )
-            for source in inputs.teachers
-        ]
+        caches = [open_cache(stage, inputs, source) for source in inputs.teachers]
     titles = [source.title for source in inputs.teachers]
     targets = TeacherTargets(
         titles,
@@ -248,47 +251,102 @@ def sources(inputs: DistillInputs) -> list[DatasetRows]:
     return datasets
 
 
-def cache_folders(
+def cache_folder(
     inputs: DistillInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
-) -> list[tuple[DatasetRows, CacheFolder]]:
-    """Cache folder of each dataset for a teacher, named by a digest of the data. `model`: the student's."""
-    section = inputs.section
+) -> CacheFolder:
+    """Cache of a teacher's records of the stage. `model` and `tokenizer`: the student's."""
+    section, aligner = inputs.section, aligner_of(inputs, source)
     assert section.cache is not None
-    folders = []
+    identity = {
+        "teacher": teacher_digest(source, needed=to_write),
+        "vocab_size": tokenizer.num_ids,
+        "top_k": min(section.top_k or DEFAULT_TOP_K, num_ids(source, tokenizer)),
+        "temperature": section.temperature,
+        "tokenizer": source.section.tokenizer,
+        **computed_in(source.section, model),
+    }
+    family = family_digest(model)
+    if family is not None:
+        identity["family"] = family
+    if aligner is not None:
+        # Its ids are translated to the student's, by the texts of both.
+        readers = (aligner.student.tokenizer, aligner.teacher.tokenizer)
+        identity["vocabularies"] = [one.identity["vocabulary"] for one in readers]
+    elif "images" in tokenizer.identity:
+        # What the teacher sees of a picture depends on how it is resized.
+        identity["images"] = tokenizer.identity["images"]
+    return CacheFolder(Path(section.cache) / source.title, identity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedRows:
+    """Rows of one dataset whose sequences a teacher's cache holds."""
+
+    rows: Rows
+    tokenize: Callable[[int], Sequences]
+    """Sequences of a row; none of one in which the teacher has no share."""
+    digest: str
+    """Digest of all that makes the sequences."""
+
+
+def cached_rows(inputs: DistillInputs, source: TeacherSource) -> list[CachedRows]:
+    """Rows that a teacher scores, by dataset."""
+    section, aligner = inputs.section, aligner_of(inputs, source)
+    titles = [teacher.title for teacher in section.teachers]
+    teacher = titles.index(source.title)
+
+    def reader(number: int, data: DatasetRows) -> Callable[[int], Sequences]:
+        dataset, rows, renderer = data
+        if aligner is None:
+            tokenize = row_tokenizer(section, dataset, rows, renderer, number=number)
+        else:
+            tokenize = aligned_tokenizer(section, aligner, number, data)
+        column = section.teacher_column
+        if column is None:
+            return tokenize
+        return lambda row: tokenize(row) if teacher_shares(rows[row], column, titles)[teacher] > 0 else []
+
+    made = []
     for number, (dataset, rows, renderer) in enumerate(sources(inputs)):
-        data = fingerprint(dataset, rows)
-        tokens = token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer))
-        identity = {
-            "teacher": teacher_digest(source, needed=to_write),
-            "data": data,
-            "tokens": tokens,
-            "vocab_size": tokenizer.num_ids,
-            "top_k": min(section.top_k or DEFAULT_TOP_K, num_ids(source, tokenizer)),
-            "temperature": section.temperature,
-            "teacher_column": section.teacher_column,
-            **computed_in(source.section, model),
-            **({"pictures": pictures_of(dataset, rows, renderer).fingerprint} if tokenizer.has_images else {}),
+        key = {
+            "data": fingerprint(dataset, rows),
+            "section": repr(dataset),
+            "fit": [section.row_tokens, section.overlong, section.row_patches, loss_on(section)],
+            "rendering": dict(renderer.tokenizer.identity),
+            "column": None if section.teacher_column is None else [section.teacher_column, titles, teacher],
+            "aligned": None if aligner is None else [dict(aligner.teacher.tokenizer.identity), aligner.row_tokens],
+            "pictures": pictures_of(dataset, rows, renderer).fingerprint if renderer.tokenizer.has_images else None,
         }
-        aligner = aligner_of(inputs, source)
-        if aligner is not None:
-            identity["aligned"] = token_fingerprint(rows, _read_by(section, aligner, number, (dataset, rows, renderer)))
-        # A file may be read through several templates.
-        folder = Path(section.cache) / source.title / f"{digest(data)}-{tokens}"
-        folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
-    return folders
+        made.append(CachedRows(rows=rows, tokenize=reader(number, (dataset, rows, renderer)), digest=json_digest(key)))
+    return made
+
+
+def open_cache(stage: StageRun, inputs: DistillInputs, source: TeacherSource) -> TeacherCache:
+    """Cache of a teacher, to train from. ConfigError if a row of the stage has no records in it."""
+    folder = cache_folder(inputs, source, stage.model, stage.tokenizer, to_write=False)
+    units = folder.open()
+    begun_with = stage.remember(f"records-{source.title}", lambda: units.folder.name)
+    if begun_with != units.folder.name:
+        raise ConfigError(
+            f"cannot resume: cache: {stage.folder} was trained from the records {folder.folder / begun_with}, and now "
+            f"they are {units.folder}: of another teacher or of other settings; restore them, or start a new run with "
+            "another output folder"
+        )
+    for data in cached_rows(inputs, source):
+        if units.is_complete(data.digest):
+            continue
+        with progress_bar(f"comparing {data.rows.name} with {units.folder}"):
+            unknown = unknown_rows(units, range(len(data.rows)), data.tokenize)
+        if unknown:
+            raise ConfigError(
+                f"cache: of {len(data.rows):,} rows of {data.rows.name}, {len(unknown):,} (row "
+                f"{data.rows.start + unknown[0]} is the first): {units.folder} {NO_RECORDS}"
+            )
+    return TeacherCache(units, folder.format)
 
 
 def aligner_of(inputs: DistillInputs, source: TeacherSource) -> Aligner | None:
     return inputs.aligners.get([one.title for one in inputs.teachers].index(source.title))
-
-
-def _read_by(section: DistillSection, aligner: Aligner, number: int, data: DatasetRows) -> Callable[[int], Sequences]:
-    tokenize = aligned_tokenizer(section, aligner, number, data)
-
-    def read(row: int) -> Sequences:
-        return [None if aligned is None else teacher_sequence(aligned) for aligned in tokenize(row)]
-
-    return read
 
 
 class Samples:

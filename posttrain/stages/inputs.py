@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,6 +39,11 @@ class Inputs(Protocol):
         """Renderers of the datasets that are trained on."""
         ...
 
+    @property
+    def identity(self) -> Mapping[str, Mapping[str, str]]:
+        """Digests of all that the rows hold, and of the pictures that they show, by dataset and part."""
+        ...
+
 
 @dataclass(frozen=True)
 class EpochSource:
@@ -48,6 +53,8 @@ class EpochSource:
     rows: Rows
     count: int
     tokenize: Callable[[int], Sequences]
+    identity: Mapping[str, str]
+    """Digests of what makes the sequences of the rows: tokenizer, chat template, pictures."""
     row_patches: int = 0
     """Most image patches beside a row."""
 

@@ -31,6 +31,7 @@ from posttrain.data.columns import RowKind, unread_columns, unread_note
 from posttrain.data.cuts import RowCuts
 from posttrain.data.image_rows import bad_image_metrics, bad_image_note, most_patches, picture_note
 from posttrain.data.pair_examples import ComparisonBatches, PairExamples
+from posttrain.data.pipeline import rendering_identity
 from posttrain.data.preference import is_paired, labelled_answers
 from posttrain.data.sources import checked_rows, each_row
 from posttrain.data.turns import stop_notes
@@ -48,6 +49,7 @@ from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_and_renderer
 from posttrain.train.loop import prefetched
 from posttrain.train.trainer import Trainer
+from posttrain.weights.locate import family_digest
 from posttrain.weights.scalar_head import add_scalar_head, with_padding
 
 PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
@@ -100,7 +102,16 @@ class PairInputs:
     def epoch_sources(self) -> Sequence[EpochSource]:
         """Units over which `num_epochs` passes."""
         units = self.units
-        return [EpochSource(self.section.dataset, units.rows, len(units), units.as_sequences, units.most_patches)]
+        identity = units.identity | rendering_identity(units.renderer)
+        return [
+            EpochSource(self.section.dataset, units.rows, len(units), units.as_sequences, identity, units.most_patches)
+        ]
+
+    @property
+    def identity(self) -> Mapping[str, Mapping[str, str]]:
+        """Digests of all that the rows hold, and of the pictures that they show, by dataset and part."""
+        held_out = {} if self.eval_units is None else {"eval_dataset": self.eval_units.identity}
+        return {"dataset": self.units.identity, **held_out}
 
 
 def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[PairInputs, list[str]]:
@@ -373,6 +384,7 @@ def _referenced(stage: StageRun, inputs: PairInputs, trainer: Trainer) -> PairDa
         dtype=stage.model.dtype,
         long_context=stage.model.long_context,
         num_tokens=stage.tokenizer.num_ids,
+        family=family_digest(stage.model),
     )
     known = with_reference(units, trainer, key, stage.folder, seed=stage.seed, num_steps=section.steps)
     held_out = None if eval_units is None else with_reference_of_all(eval_units, trainer, key, stage.folder)

@@ -25,11 +25,12 @@ from posttrain.data.format import prompt_conversation, prompt_is_text
 from posttrain.data.image_rows import no_picture_note
 from posttrain.data.messages import Message, Tools, parts_of, pictures_in
 from posttrain.data.pictures import Picture, Pictures
+from posttrain.data.pipeline import prompts_identity
 from posttrain.data.prompt_images import PromptImages
 from posttrain.data.sources import Rows, each_row, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import sampled_stop_notes
-from posttrain.distill.teachers import TeacherSource
+from posttrain.distill.teachers import TeacherSource, tokenizers_identity
 from posttrain.environments.conversation import Environments, tools_of
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError
@@ -57,8 +58,15 @@ class EvalSet:
 
     name: str | None
     """Name in metrics; None: `eval_dataset`."""
+    dataset: DatasetSection
+    rows: Rows
     renderer: Renderer
     examples: Sequence[Example]
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Digest of all that the rows hold, and of the pictures of the prompts, by part."""
+        return prompts_identity(self.dataset, self.rows, pictures_of_prompts(self.examples))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +101,13 @@ class RolloutInputs:
         """Number of prompts; online stages have `num_steps`."""
         return len(self.examples)
 
+    @property
+    def identity(self) -> Mapping[str, Mapping[str, str]]:
+        """Digests of all that the rows hold, and of the pictures of the prompts, by dataset and part."""
+        trained = prompts_identity(self.section.dataset, self.rows, pictures_of_prompts(self.examples))
+        held_out = ((f"evaluate.sets.{one.name}" if one.name else "eval_dataset", one) for one in self.eval_sets)
+        return {"dataset": trained, **{name: one.identity for name, one in held_out}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RLInputs(RolloutInputs):
@@ -107,6 +122,11 @@ class RLInputs(RolloutInputs):
     def loss(self) -> TokenLoss:
         """Loss of the algorithm."""
         return self.algorithm.loss
+
+    @property
+    def identity(self) -> Mapping[str, Mapping[str, str]]:
+        """Digests of all that the rows hold, and of the tokenizers of teachers, by part."""
+        return {**super().identity, **tokenizers_identity(self.teachers)}
 
 
 def roles_beside(inputs: RolloutInputs) -> list[str]:
@@ -150,7 +170,8 @@ def prepare_scored(
         _check_columns(rubric, (*eval_rows.columns, *_seen([], eval_renderer)))
         held_out, more = prompts_of(dataset, eval_rows, eval_renderer)
         name = dataset.name if isinstance(dataset, HeldOutSection) else None
-        eval_sets.append(EvalSet(name=name, renderer=eval_renderer, examples=held_out))
+        held_out_rows: dict[str, Any] = {"dataset": dataset, "rows": eval_rows, "renderer": eval_renderer}
+        eval_sets.append(EvalSet(name=name, examples=held_out, **held_out_rows))
         notes += more
     _refuse_blind(section, rubric, [*examples, *(example for one in eval_sets for example in one.examples)])
     conversations = None

@@ -16,7 +16,15 @@ from posttrain.data.columns import unread_columns, unread_note
 from posttrain.data.cuts import RowCuts, mean_metrics
 from posttrain.data.format import tokenize_example
 from posttrain.data.image_rows import bad_image_metrics, bad_image_note, most_patches, picture_note
-from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer, sequences_key
+from posttrain.data.pipeline import (
+    RowTargets,
+    SFTBatches,
+    rendering_identity,
+    require_one,
+    row_tokenizer,
+    rows_identity,
+    sequences_key,
+)
 from posttrain.data.prefetch import MeasuredStream
 from posttrain.data.sources import Rows, checked_rows, each_row
 from posttrain.data.turns import stop_notes
@@ -68,9 +76,26 @@ class SequenceInputs:
         tokenizer = self.renderer.tokenizer
         patches = most_patches(self.section, tokenizer)
         return [
-            EpochSource(one, rows, len(rows), row_tokenizer(self.section, one, rows, r), patches)
+            EpochSource(
+                one,
+                rows,
+                len(rows),
+                row_tokenizer(self.section, one, rows, r),
+                rendering_identity(r) | rows_identity(self.section, one, rows, r),
+                patches,
+            )
             for one, (rows, r) in data
         ]
+
+    @property
+    def identity(self) -> Mapping[str, Mapping[str, str]]:
+        """Digests of all that the rows hold, and of the pictures that they show, by dataset and part."""
+        names = ["dataset", *(f"mix.{number}" for number in range(len(self.mixed)))]
+        sources = list(zip(names, self.section.datasets, [(self.rows, self.renderer), *self.mixed], strict=True))
+        if self.section.eval_dataset is not None:
+            assert self.eval_rows is not None and self.eval_renderer is not None
+            sources.append(("eval_dataset", self.section.eval_dataset, (self.eval_rows, self.eval_renderer)))
+        return {name: rows_identity(self.section, dataset, *source) for name, dataset, source in sources}
 
 
 def prepare_sequences(

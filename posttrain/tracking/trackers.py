@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,15 @@ import numpy as np
 from posttrain.errors import ConfigError
 from posttrain.metrics import Sample
 from posttrain.runtime import processes
-from posttrain.runtime.files import digest
+from posttrain.runtime.files import write_whole
 from posttrain.tracking.sink import Sink, grouped, markdown_of, shown
 
 PROJECT = "posttrain"
 """Project of runs whose tracker has none in its environment, such as `WANDB_PROJECT`."""
+
+
+TRACKED = "tracked.txt"
+"""File of a stage with the identifier of its tracked run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +44,13 @@ class TrackedRun:
 
     @property
     def identifier(self) -> str:
-        """Identifier by which a resumed stage finds its tracked run again."""
-        return digest(f"{self.folder.resolve()}/{self.stage}")
+        """Identifier by which a resumed stage finds its tracked run again, also where it was moved; drawn for each run,
+        so that another one of the same folder does not continue it."""
+        file = self.folder / self.stage / TRACKED
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, secrets.token_hex(8))
+        return file.read_text(encoding="utf-8")
 
 
 def project() -> str:

@@ -85,14 +85,21 @@ def described(config: ModelConfig) -> str:
     return f"{config.model_type} of {config.num_layers} layers"
 
 
-def read_drafter(path: str | Path) -> StoredDrafter:
-    """Read a drafter's folder, or that of the stage or of the run which trained it. ConfigError where there is none, or
-    a part is missing."""
+def drafter_folder(path: str | Path) -> Path:
+    """Folder of a drafter: the one given, or below that of the stage or of the run which trained it. ConfigError where
+    there is none."""
     given = Path(path).expanduser()
     folders = [given, *(folder for name in PLACES for folder in (given / name, *sorted(given.glob(f"*/{name}"))))]
     folder = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
     if folder is None:
         raise ConfigError(f"{path} has no {CONFIG}; give the folder of a drafter, as a stage of kind drafter leaves it")
+    return folder
+
+
+def read_drafter(path: str | Path) -> StoredDrafter:
+    """Read a drafter's folder, or that of the stage or of the run which trained it. ConfigError where there is none, or
+    a part is missing."""
+    folder = drafter_folder(path)
     try:
         fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         target = fields.pop("target")

@@ -65,6 +65,20 @@ def find_folder(path: str | Path) -> Path:
         ) from error
 
 
+def local_weights(path: str) -> Path | None:
+    """Folder of a model whose weights are on this machine as a whole, in its own or the hub's cache; else None."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        local: dict[str, Any] = {"allow_patterns": HUB_FILES, "ignore_patterns": HUB_OTHERS, "local_files_only": True}
+        folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, **local))
+        _weight_files(folder)
+    except (ConfigError, LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder
+
+
 def check_digests(folder: Path) -> None:
     """ConfigError if weights differ from what was saved, in a folder that has digests; each process checks some."""
     if not (folder / DIGESTS).is_file():

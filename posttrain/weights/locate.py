@@ -233,6 +233,11 @@ def add_family_file(section: ModelSection) -> None:
         hf.add_family(section.family.file)
 
 
+def family_digest(section: ModelSection) -> str | None:
+    """Digest of the file with the model's family, on which all that its models say depends; None without one."""
+    return None if section.family is None else content_digest(section.family.file)
+
+
 def _config_file(name: str) -> Path | None:
     folder = Path(name)
     if folder.exists():

@@ -11,6 +11,7 @@ import pytest
 from posttrain.config import DatasetSection
 from posttrain.data import sources
 from posttrain.data.files import files_note, listed
+from posttrain.data.pipeline import fingerprint
 from posttrain.data.sources import load_rows
 from posttrain.errors import ConfigError
 
@@ -319,6 +320,39 @@ def test_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="no such file or folder here; the hub cannot be reached") as caught:
         load("owner/no-such-dataset-here", tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_streams_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dataset.args.streaming=True: rows are read by their numbers"):
+        load("owner/name", tmp_path, args={"streaming": True})
+
+
+def test_a_dataset_of_the_hub_is_known_by_its_rows_and_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library keeps the rows of each commit in a folder of that name."""
+    import datasets
+
+    commits = {revision: f"{number}" * 40 for number, revision in enumerate(("main", "earlier"), 1)}
+    for revision, commit in commits.items():
+        made = datasets.Dataset.from_dict({"a": [revision, "x"]})
+        made.save_to_disk(str(tmp_path / "owner___name" / "default" / "0.0.0" / commit))
+
+    def load_dataset(path: str, *, split: str, revision: str = "main") -> Any:
+        assert (path, split) == ("owner/name", "train")
+        folder = tmp_path / "owner___name" / "default" / "0.0.0" / commits[revision]
+        return datasets.load_from_disk(str(folder))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources, "hub_is_reachable", lambda: True)
+    texts = []
+    for args in {}, {"revision": "earlier"}, {}:
+        section = DatasetSection(path="owner/name", args=args)
+        rows = load_rows(section)
+        texts.append(fingerprint(section, rows))
+        assert rows.revision == commits[args.get("revision", "main")]
+    assert texts[0] == texts[2] != texts[1]
+    assert texts[1].startswith("name, 2 rows, ") and texts[1].endswith(f", revision {'2' * 40}")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

@@ -13,7 +13,7 @@ from posttrain.data.tokenizer import load_tokenizer
 from posttrain.weights.save import save_model
 from posttrain.weights.scalar_head import add_scalar_head
 from tests.distill.test_outside_teachers import Server, serving
-from tests.stages.runs import INIT, lines, posttrain, rl_stage, start, write_run
+from tests.stages.runs import INIT, ROWS, lines, posttrain, rl_stage, start, write_run
 from tests.tiny import model_of_fields
 
 STORIES = "models/stories260k"
@@ -186,7 +186,7 @@ def test_a_reward_model_is_no_teacher(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_one_file_through_two_templates_has_two_caches(tmp_path: Path, teacher: Path) -> None:
+def test_one_file_through_two_templates_is_scored_twice(tmp_path: Path, teacher: Path) -> None:
     other = {"path": "rows.jsonl", "chat": False, "completion": "{completion}!"}
     made = stage(
         teacher,
@@ -200,7 +200,11 @@ def test_one_file_through_two_templates_has_two_caches(tmp_path: Path, teacher: 
     for command in (("distill", "--cache"), ("run",)):
         done = posttrain(*command, file)
         assert done.code == 0, done.err
-    assert len(list((tmp_path / "cache").glob("*/*/cache.json"))) == 3
+    keys = [
+        key.tobytes() for file in (tmp_path / "cache").glob("*/*/shard-*/index.npz") for key in np.load(file)["keys"]
+    ]
+    # The held-out rows are the first of those with another template, and are scored with them.
+    assert len(keys) == len({*keys}) == 2 * len(ROWS)
 
 
 def test_samples_need_a_teacher_that_reads_them(tmp_path: Path, shared: Path) -> None:

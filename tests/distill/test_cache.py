@@ -13,8 +13,9 @@ import pytest
 
 from posttrain.batch import NO_ID, Batch, TopK
 from posttrain.data.sources import Sequences
+from posttrain.data.unit_cache import UnitCache
 from posttrain.distill import cache as teacher_cache
-from posttrain.distill.cache import CacheFolder, RecordFormat, TeacherCache, write_shards
+from posttrain.distill.cache import CacheFolder, RecordFormat, TeacherCache, unknown_rows, write_records
 from posttrain.distill.targets import TeacherTargets, teacher_shares
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.divergence import Divergence, divergence
@@ -22,7 +23,7 @@ from posttrain.kernels.logits.softmax import NO_LOGIT
 
 pytestmark = pytest.mark.fast
 
-IDENTITY = {"teacher": "t", "data": "d", "vocab_size": 512, "top_k": 4, "temperature": 1.0}
+IDENTITY = {"teacher": "t", "vocab_size": 512, "top_k": 4, "temperature": 1.0}
 
 
 def said_of(tokens: np.ndarray, k: int = 4, vocab_size: int = 512) -> TopK:
@@ -98,12 +99,17 @@ def score(sequences: Sequence[Any]) -> Iterator[TopK]:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher_cache, "SHARD_ROWS", 4)
+    monkeypatch.setattr(teacher_cache, "SHARD_SEQUENCES", 4)
 
 
-def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) -> None:
-    cache = CacheFolder(tmp_path / "c", IDENTITY, 10)
-    done: list[int] = []
+def opened(folder: Path, **changes: Any) -> TeacherCache:
+    made = CacheFolder(folder, {**IDENTITY, **changes})
+    return TeacherCache(made.create(), made.format)
+
+
+def test_written_in_parts_and_read_by_sequence(tmp_path: Path, small_shards: None) -> None:
+    """What a stopped call has scored stays; nothing is scored twice, and any order of rows finds its own records."""
+    cache = opened(tmp_path)
 
     def stopped(row: int) -> Any:
         if row == 6:
@@ -111,76 +117,107 @@ def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) ->
         return sequences_of(row)
 
     with pytest.raises(KeyboardInterrupt):
-        write_shards(cache, cache.shards, stopped, score, done.append)
-    assert done == [4] and cache.missing() == [1, 2]
-    with pytest.raises(ConfigError, match="lacks 2 of 3 shards"):
-        TeacherCache([cache])
-    asked: list[int] = []
+        write_records(cache, range(10), stopped, score, lambda _: None)
+    cache = opened(tmp_path)
+    assert unknown_rows(cache.units, range(10), sequences_of) == [5, 6, 7, 8, 9]
+    scored: list[np.ndarray] = []
 
-    def counted(row: int) -> Any:
-        asked.append(row)
-        return sequences_of(row)
+    def counted(sequences: Sequence[Any]) -> Iterator[TopK]:
+        scored.extend(sequence["tokens"] for sequence in sequences)
+        return score(sequences)
 
-    write_shards(cache, cache.missing(), counted, score, done.append)
-    assert asked == list(range(4, 10)) and sum(done) == 10
+    write_records(cache, [*range(4, 10), 7], sequences_of, counted, lambda _: None)
+    assert len(scored) == 5 and unknown_rows(cache.units, range(10), sequences_of) == []
 
-    other = CacheFolder(tmp_path / "other", {**IDENTITY, "data": "e"}, 2)
-    write_shards(other, other.shards, sequences_of, score, done.append)
-    whole = TeacherCache([cache, other])
-    rows = [(0, 9), (0, 1), (1, 1), (0, 4)]
-    places = np.zeros((len(rows) + 1, 8), np.int64)
-    read_from = []
-    for dataset, row in rows:
-        for sequence, found in zip(sequences_of(row), whole.places(dataset, row, sequences_of(row)), strict=True):
-            assert (sequence is None) == (found is None)
-            if sequence is not None and found is not None:
-                assert ((found > 0) == (sequence["loss_weight"] > 0)).all()
-                places[len(read_from), : len(found)] = found
-                read_from.append(sequence)
-    read = whole.read(places)
-    for index, sequence in enumerate(read_from):
-        at = np.flatnonzero(sequence["loss_weight"])
-        np.testing.assert_array_equal(read.ids[index, at], said_of(sequence["tokens"][at]).ids)
-    changed = {"tokens": np.asarray([1, 2, 3, 4], np.int32), "loss_weight": np.asarray([0, 0, 1, 1], np.float32)}
-    with pytest.raises(ConfigError, match="not those that"):
-        whole.places(0, 1, [changed])
+    rows = [9, 1, 5, 4]
+    for whole in (cache, opened(tmp_path)):
+        places = np.zeros((len(rows) + 1, 8), np.int64)
+        read_from = []
+        for row in rows:
+            for sequence, found in zip(sequences_of(row), whole.places(sequences_of(row)), strict=True):
+                assert (sequence is None) == (found is None)
+                if sequence is not None and found is not None:
+                    assert ((found > 0) == (sequence["loss_weight"] > 0)).all()
+                    places[len(read_from), : len(found)] = found
+                    read_from.append(sequence)
+        read = whole.read(places)
+        for index, sequence in enumerate(read_from):
+            at = np.flatnonzero(sequence["loss_weight"])
+            np.testing.assert_array_equal(read.ids[index, at], said_of(sequence["tokens"][at]).ids)
 
 
-def test_shards_of_rows_that_changed_are_written_anew(tmp_path: Path, small_shards: None) -> None:
-    """And no others; one that is being written anew does not count until it is whole."""
-    cache = CacheFolder(tmp_path, IDENTITY, 10)
-    write_shards(cache, cache.unfit(sequences_of), sequences_of, score, lambda _: None)
-    assert cache.unfit(sequences_of) == [] == cache.missing()
+def test_a_corrected_row_alone_is_scored_anew(tmp_path: Path, small_shards: None) -> None:
+    """And only that of which the teacher reads other tokens, asks at other places, or sees another picture."""
+    cache = opened(tmp_path)
+    write_records(cache, range(10), sequences_of, score, lambda _: None)
 
     def changed(row: int) -> Any:
-        return sequences_of(row + 1) if row == 5 else sequences_of(row)
+        return sequences_of(25) if row == 5 else sequences_of(row)
 
-    assert cache.unfit(changed) == [1]
+    assert unknown_rows(cache.units, range(10), changed) == [5]
+    with pytest.raises(ConfigError, match="has no records of this text"):
+        cache.places(changed(5))
+    scored = list[Any]()
 
-    def stopped(sequences: Sequence[Any]) -> Iterator[TopK]:
-        raise KeyboardInterrupt
+    def counted(sequences: Sequence[Any]) -> Iterator[TopK]:
+        scored.extend(sequences)
+        return score(sequences)
 
-    with pytest.raises(KeyboardInterrupt):
-        write_shards(cache, [1], changed, stopped, lambda _: None)
-    assert cache.unfit(changed) == [1]
-    write_shards(cache, [1], changed, score, lambda _: None)
-    assert cache.unfit(changed) == [] and cache.unfit(sequences_of) == [1]
-    (sequence,) = changed(5)
-    (places,) = TeacherCache([cache]).places(0, 5, [sequence])
-    assert places is not None and (places > 0).tolist() == (sequence["loss_weight"] > 0).tolist()
+    write_records(cache, range(10), changed, counted, lambda _: None)
+    assert len(scored) == 1 and scored[0]["tokens"].tolist() == [2500, 2501, 2502]
+    assert unknown_rows(cache.units, range(10), sequences_of) == [], "those of the row before stay"
+    (sequence,) = sequences_of(1)
+    assert sequence is not None
+    others = {
+        "tokens": sequence["tokens"] + 1,
+        "loss_weight": 1 - sequence["loss_weight"],
+        "files": np.asarray([7]),
+        "rope_positions": np.zeros(4, np.int32),
+    }
+    for name, value in others.items():
+        with pytest.raises(ConfigError, match="no records"):
+            cache.places([{**sequence, name: value}])
 
 
 def test_a_cache_of_other_things_is_refused(tmp_path: Path) -> None:
-    CacheFolder(tmp_path, IDENTITY, 2).claim()
+    with pytest.raises(ConfigError, match="is empty; write it with posttrain distill --cache"):
+        CacheFolder(tmp_path, IDENTITY).open()
+    first = CacheFolder(tmp_path, IDENTITY).create()
+    assert CacheFolder(tmp_path, IDENTITY).open().folder == first.folder
     for name, value in {"teacher": "u", "top_k": 8, "temperature": 2.0}.items():
-        with pytest.raises(ConfigError, match=f"written with {name}="):
-            CacheFolder(tmp_path, {**IDENTITY, name: value}, 2).check()
-    with pytest.raises(ConfigError, match="num_rows"):
-        CacheFolder(tmp_path, IDENTITY, 3).claim()
-    # A teacher that is not there any more cannot be compared.
-    CacheFolder(tmp_path, {**IDENTITY, "teacher": None}, 2).check()
-    with pytest.raises(ConfigError, match="posttrain distill --cache"):
-        CacheFolder(tmp_path / "none", IDENTITY, 2).check()
+        with pytest.raises(ConfigError, match=f"written with {name}=.*, and now it is {value!r}"):
+            CacheFolder(tmp_path, {**IDENTITY, name: value}).open()
+    with pytest.raises(ConfigError, match="written with images=None, and now it is 'p'"):
+        CacheFolder(tmp_path, {**IDENTITY, "images": "p"}).open()
+    # A teacher that is not there any more cannot be compared, unless there are records of two.
+    unknown = CacheFolder(tmp_path, {**IDENTITY, "teacher": None})
+    assert unknown.open().folder == first.folder
+    other = CacheFolder(tmp_path, {**IDENTITY, "teacher": "u"}).create()
+    assert other.folder != first.folder
+    with pytest.raises(ConfigError, match="records of 2 states of teacher"):
+        unknown.open()
+
+
+def test_many_shards_are_read_through_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of open files of a process is bounded, whatever the number of shards."""
+    monkeypatch.setattr(teacher_cache, "SHARD_SEQUENCES", 1)
+    cache = opened(tmp_path)
+    write_records(cache, range(200, 500), sequences_of, score, lambda _: None)
+    assert len(list(cache.units.folder.glob("shard-*"))) == 300
+    again = UnitCache(cache.units.folder)
+    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").is_dir() else 0
+    found = []
+    for row in range(200, 500):
+        (sequence,) = sequences_of(row)
+        assert sequence is not None
+        (places,) = TeacherCache(again, cache.format).places([sequence])
+        assert places is not None
+        topk = TeacherCache(again, cache.format).read(places[None])
+        found.append(topk.ids[0, -1])
+        np.testing.assert_array_equal(topk.ids[0, -1], said_of(sequence["tokens"][-1:]).ids[0])
+    assert len(found) == 300
+    if before:
+        assert len(list(Path("/proc/self/fd").iterdir())) - before <= 130
 
 
 def test_whose_a_row_is() -> None:
@@ -198,11 +235,10 @@ def test_whose_a_row_is() -> None:
 def test_arrays_of_a_row(tmp_path: Path, small_shards: None) -> None:
     caches = []
     for name in ("small", "large"):
-        folder = CacheFolder(tmp_path / name, IDENTITY, 10)
-        write_shards(folder, folder.shards, sequences_of, score, lambda _: None)
-        caches.append(TeacherCache([folder]))
+        caches.append(opened(tmp_path / name))
+        write_records(caches[-1], range(10), sequences_of, score, lambda _: None)
     taught = TeacherTargets(["small", "large"], "t", caches)
-    _, none, arrays = taught.arrays(0, 4, {"t": "large"}, sequences_of(4))
+    _, none, arrays = taught.arrays(0, {"t": "large"}, sequences_of(4))
     sequence = sequences_of(4)[2]
     assert none is None and sequence is not None and arrays is not None
     assert list(arrays) == list(taught.lengths(16))

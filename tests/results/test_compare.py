@@ -70,6 +70,16 @@ def test_seeds_are_one_group_and_prompts_are_paired(tmp_path: Path) -> None:
     assert said.code == 0 and "B less A" in said.out
 
 
+def test_other_data_are_no_other_seed(tmp_path: Path) -> None:
+    """Runs with the same settings on other rows are not averaged. Red without: settings and code alone are compared."""
+    runs = [run_folder(tmp_path / name, seed, [0.5]) for seed, name in enumerate("abc")]
+    for out, rows in zip(runs, ("x", "x", "y"), strict=True):
+        (out / "inputs.json").write_text(json.dumps({"dataset": {"dataset": f"rows.jsonl, 24 rows, {rows}"}}))
+    found = pt.compare(*runs)
+    assert [[config.seed for config in group.configs] for group in found.groups] == [[0, 1], [2]]
+    assert found.settings.keys() == {"data"} and len(set(found.settings["data"])) == 2
+
+
 def sft_folder(folder: Path, seed: int, nll: Sequence[float], weight: Sequence[float], **changes: Any) -> Path:
     """Folder of an SFT run with these sums of each held-out sequence after it."""
     held_out = changes.pop("held_out", "held_out.jsonl")

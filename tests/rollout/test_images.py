@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from numpy.testing import assert_allclose
 
 from posttrain.batch import Batch
@@ -215,6 +216,16 @@ def test_features_are_kept_for_a_tower_that_stays(case: Case, monkeypatch: pytes
         case.engine.metrics()
         case.complete(prompt, max_tokens=1)
         assert case.engine.metrics()["rollout/images_encoded"] == encoded, (train, limit)
+    # Red without: features of the first model's tower stand at the pictures of another one's.
+    monkeypatch.setattr(cache, "limit", 2**20)
+    other = nnx.clone(case.model)
+    for model, encoded in ((case.model, 1), (case.model, 0), (other, 1), (other, 0), (case.model, 1)):
+        case.engine.metrics()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(case.model.config.vision), "trained", ())
+            case.engine.update_weights(model, 1)
+        case.complete(prompt, max_tokens=1)
+        assert case.engine.metrics()["rollout/images_encoded"] == encoded
     case.engine.update_weights(case.model, 0)
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from posttrain.config import LoRA
+from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.models import hf
+from posttrain.runs.code_identity import code_digests
 from posttrain.user_code import import_transformers
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.lora import attach_lora
@@ -195,8 +197,17 @@ def test_a_family_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
         "model_type='qwen99' is not supported"
         in posttrain("check", write_run(tmp_path, sft_stage(), model=model)).error
     )
-    done = posttrain("check", write_run(tmp_path, sft_stage(), model=model | {"family": "qwen99.py"}))
+    file = write_run(tmp_path, sft_stage(), model=model | {"family": "qwen99.py"})
+    done = posttrain("check", file)
     assert done.code == 0 and "model: qwen99, 1 layers" in done.out
+    # In the same process another text of the file is another family, and other code of a run.
+    before = code_digests(load_config(file))
+    family = tmp_path / "qwen99.py"
+    family.write_text(family.read_text() + "\n\ndef config_from_hf(fields):\n    raise ValueError('edited')\n")
+    changed = code_digests(load_config(file))
+    assert before.keys() == changed.keys() == {"model.family=qwen99.py"} and before != changed
+    edited = posttrain("check", file)
+    assert edited.code != 0 and "edited" in edited.err, (edited.out, edited.err)
     (tmp_path / "qwen98.py").write_text("NAMES = {}")
     error = posttrain("check", write_run(tmp_path, sft_stage(), model=model | {"family": "qwen98.py"})).error
     assert error.startswith("model.family: ") and error.endswith("qwen98.py: lacks ARCHITECTURE, config_from_hf")

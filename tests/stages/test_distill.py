@@ -108,6 +108,59 @@ def test_with_a_teacher_in_the_step_and_from_its_cache(folder: Path) -> None:
         assert last[f"eval/perplexity{end}"] == pytest.approx(np.exp(last[f"eval/nll{end}"]))
 
 
+def test_a_cache_is_read_by_content(folder: Path) -> None:
+    """One corrected row is scored alone. What another text, another temperature or another teacher would say is
+    refused by name, and never read."""
+
+    def cached(**changes: Any) -> Path:
+        dataset = {"path": "texts.jsonl", "chat": False, **changes.pop("dataset", {})}
+        made = distill_stage(cache=str(folder / "cache"), top_k=261, dataset=dataset, eval_dataset=None, num_steps=1)
+        number = len(list(folder.glob("*.yaml")))
+        return write_run(folder, {**made, **changes}, name=f"{number}.yaml", output=str(folder / f"out-{number}"))
+
+    def write(rows: Sequence[Any]) -> None:
+        (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def kl(file: Path) -> float:
+        outcome = command("run", file)
+        assert outcome.code == 0, outcome.err
+        return float(
+            next(line["distill/kl"] for line in lines(file.parent / f"out-{file.stem}") if "distill/kl" in line)
+        )
+
+    with inside(folder):
+        write(ROWS)
+        written = command("distill", "--cache", cached())
+        assert written.code == 0 and f"{len(ROWS)} of {len(ROWS)} rows scored" in written.out, written.err
+        write([*ROWS[:5], {**ROWS[5], "completion": "other"}, *ROWS[6:]])
+        refused = command("run", cached())
+        assert refused.code == 2 and f"of {len(ROWS)} rows of texts.jsonl, 1 (row 5 is the first)" in refused.error
+        written = command("distill", "--cache", cached())
+        assert written.code == 0 and f"1 of {len(ROWS)} rows scored" in written.out, written.err
+        again = command("distill", "--cache", cached())
+        assert again.code == 0 and "rows scored" not in again.out
+        live = kl(cached(cache=None, top_k=None))
+        assert kl(cached()) == pytest.approx(live, rel=1e-3)
+        # The same dataset behind another text: no row is known.
+        refused = command("run", cached(dataset={"prompt": "Q: {prompt}"}))
+        assert refused.code == 2 and f"{len(ROWS)} (row 0 is the first)" in refused.error, refused.error
+        for change, name in ({"temperature": 2.0}, "temperature=1.0, and now it is 2.0"), ({"top_k": 5}, "top_k=261"):
+            refused = command("run", cached(**change))
+            assert refused.code == 2 and f"was written with {name}" in refused.error
+        # Another teacher behind the same name, of the same sizes and shapes.
+        fields = {**INIT, "vocab_size": 261, "hidden_size": 32, "initializer_range": 0.5}
+        save_model(init_model(fields, dtype=jnp.float32, seed=9), folder / "teacher", tokenizer=load_tokenizer("bytes"))
+        refused = command("run", cached())
+        assert refused.code == 2 and "was written with teacher=" in refused.error
+        written = command("distill", "--cache", cached())
+        assert written.code == 0 and f"{len(ROWS)} of {len(ROWS)} rows scored" in written.out, written.err
+        other = kl(cached(cache=None, top_k=None))
+        assert other != pytest.approx(live, rel=5e-3) and kl(cached()) == pytest.approx(other, rel=1e-3)
+        shutil.rmtree(folder / "teacher")
+        refused = command("run", cached())
+        assert refused.code == 2 and "has records of 2 states of teacher" in refused.error
+
+
 @pytest.mark.thorough
 def test_several_teachers(folder: Path) -> None:
     """One of them, or shares of both, in the step; one has more rows in its vocabulary than there are tokens.

@@ -32,7 +32,7 @@ from posttrain.rl.returns import RewardKL
 from posttrain.rl.sampler import Sampler, Source, sampling_params
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
-from posttrain.stages.distill import DistillInputs, cache_folders, terms_of
+from posttrain.stages.distill import DistillInputs, cache_folder, terms_of
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RLInputs
 from posttrain.stages.sft import SequenceInputs, SFTInputs
@@ -487,16 +487,15 @@ def test_distillation(folder: Path, tmp_path: Path) -> None:
         assert {array.dtype for array in ModelWeights(model).read().values()} == kinds
     cached = inputs("stages.0.cache=said", "stages.0.top_k=5")
     model = loaded.model
-    ((_, cache),) = cache_folders(cached, cached.teachers[0], model, tokenizer, to_write=True)
-    assert cache.format.k == 5 and cache.folder.parts[:2] == ("said", "t")
+    cache = cache_folder(cached, cached.teachers[0], model, tokenizer, to_write=True)
+    assert cache.format.k == 5 and cache.folder.parts == ("said", "t")
     changes = {"quantize": "int8", "dtype": "bfloat16"}
     for name, value in changes.items():
         source = inputs("stages.0.cache=said", f"stages.0.teachers.0.{name}={value}").teachers[0]
-        ((_, other),) = cache_folders(cached, source, model, tokenizer, to_write=True)
+        other = cache_folder(cached, source, model, tokenizer, to_write=True)
         assert other.identity[name] == value != cache.identity[name]
-    ((_, other),) = cache_folders(
-        cached, cached.teachers[0], model.model_copy(update={"compute_dtype": "bfloat16"}), tokenizer, to_write=True
-    )
+    computed = model.model_copy(update={"compute_dtype": "bfloat16"})
+    other = cache_folder(cached, cached.teachers[0], computed, tokenizer, to_write=True)
     assert other.identity["compute_dtype"] == "bfloat16" != cache.identity["compute_dtype"]
     for override, text in {"top_k=5": "needs a cache", "teacher_column=who": "has no effect with one teacher"}.items():
         with pytest.raises(ConfigError, match=text):

@@ -234,7 +234,7 @@ def test_sampling_resumes_with_its_pictures(tmp_path: Path, shared: Path, rows: 
             before = (tmp_path / "1.png").read_bytes()
             Image.new("RGB", (61, 50), "red").save(tmp_path / "1.png")
             outcome = posttrain("run", file)
-            assert outcome.code != 0 and "cannot resume: pictures was" in outcome.err
+            assert outcome.code != 0 and "cannot resume: pictures of dataset was" in outcome.err
             (tmp_path / "1.png").write_bytes(before)
         finish(file)
         ends.append(weights(folder / "out", "0-rl"))

@@ -18,6 +18,7 @@ from posttrain.cluster.reference_cache import check_scored, with_reference
 from posttrain.config import PreferenceSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.pair_examples import ComparisonBatches, PairExamples
+from posttrain.data.unit_cache import UnitCache, UnitValues, unit_key
 from posttrain.errors import ConfigError
 from posttrain.evaluation.pairs import PairEvaluation, calibration_error
 from posttrain.losses.preference import PreferenceLoss
@@ -321,7 +322,7 @@ def test_only_what_a_run_sees_is_scored_and_in_shards(
     monkeypatch.setattr(trainer, "stats", scored)
     referenced(99)
     every = [unit for unit in map(made.units, range(12)) if unit is not None]
-    assert scored_units(cache) == sorted(map(reference_cache.unit_key, every)) and len(every) == 12
+    assert scored_units(cache) == sorted(map(unit_key, every)) and len(every) == 12
     for name in ("a", "b"):
         with_reference(made.units, trainer, {"model": name}, tmp_path, seed=3, num_steps=1)
     assert len(list(cache.iterdir())) == 2
@@ -334,8 +335,9 @@ def test_another_unit_is_not_taken_for_the_known_one(tmp_path: Path) -> None:
     assert unit is not None
     (tmp_path / "cache").mkdir()
     values = np.zeros(int((unit["loss_weight"] > 0).sum()), np.float32)
-    scored = reference_cache._Scored(reference_cache.unit_key(unit), values)
-    known = reference_cache.CachedLogps(reference_cache._write(tmp_path / "cache", [scored]).parent)
+    cache = UnitCache(tmp_path / "cache")
+    cache.write([UnitValues(unit_key(unit), values)])
+    known = reference_cache.CachedLogps(UnitCache(tmp_path / "cache"))
     np.testing.assert_array_equal(known(7, {**unit, "unit": unit["unit"] + 7}), values)
     for name in ("tokens", "loss_weight", "positions", "part", "parent"):
         assert np.isnan(known(0, {**unit, name: unit[name] + 1})).all(), name

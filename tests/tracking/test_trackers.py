@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,15 @@ def feed(sink: Any) -> None:
     sink.tables(3, {"moe/share": np.ones((2, 2))})
     sink.samples(3, [ROW])
     sink.close()
+
+
+def test_a_tracked_run_is_known_by_its_folder_not_by_its_path(run: TrackedRun, tmp_path: Path) -> None:
+    """A resumed run finds its own, also where it was moved; a new run at the same place does not continue the old."""
+    first = run.identifier
+    assert replace(run).identifier == first and replace(run, stage="1-rl").identifier != first
+    (tmp_path / "math").rename(tmp_path / "moved")
+    assert replace(run, folder=tmp_path / "moved").identifier == first
+    assert run.identifier != first
 
 
 def test_wandb(run: TrackedRun) -> None:
