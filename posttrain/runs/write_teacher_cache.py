@@ -59,7 +59,7 @@ def _write_cache(
     """Score the rows of which a teacher's cache has no records; the teacher is loaded only if there are any."""
     folder = cache_folder(inputs, source, config.model, tokenizer, to_write=True)
     cache = TeacherCache(folder.create(), folder.format)
-    remember_versions(folder.folder)
+    remember_versions(cache.units.folder)
     left: list[tuple[CachedRows, list[int]]] = []
     for data in cached_rows(inputs, source):
         if not cache.units.is_complete(data.digest):
