@@ -237,9 +237,8 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
         named = [feature.stage["rewards"] for feature in (one, other) if feature.stage.get("rewards")]
         stage["rewards"] = [{"fn": f"pairs_code.py:{n}"} for n in (named or [[] if paid else ["low"]])[0]]
     if "teachers" in stage:
-        stage["teachers"] = [{"path": str(teacher), "name": f"t{n}"} for n in range(len(stage["teachers"]))]
-        if len(stage["teachers"]) == 1:
-            del stage["teachers"][0]["name"]
+        paths = [teacher, teacher / "second"][: len(stage["teachers"])]
+        stage["teachers"] = [{"path": str(path), "name": f"t{n}"} for n, path in enumerate(paths)]
     if "speculative" in (a, b):
         stage = merged(stage, {"rollout": {"speculative": {"path": str(teacher / "drafter")}}})
     init = INIT | {"max_position_embeddings": LENGTH}
@@ -263,7 +262,7 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
         return {"role": "assistant", "content": text}
 
     return {
-        "chat": [{"prompt": [user(n)], "answer": str(n)} for n in range(1, 7)],
+        "chat": [{"prompt": [user(n)], "answer": str(n), "who": f"t{n % 2}"} for n in range(1, 7)],
         "turns": [{"messages": [user(n), said("ab"), user(n + 1), said(f"c{n}")]} for n in range(6)],
         "plain": [{"prompt": f"{n}+1=", "completion": str(n + 1), "who": f"t{n % 2}"} for n in range(6)],
         "answered": [
@@ -282,8 +281,9 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
 def write_teacher(folder: Path) -> Path:
     """Write a model with random weights, the tokenizer of the runs, and a block drafter."""
     fields = {**INIT, "vocab_size": 261, "max_position_embeddings": LENGTH}
-    model = init_model(fields, dtype=jnp.float32, seed=1)
-    save_model(model, folder, tokenizer=load_tokenizer("bytes"))
+    for path, seed in ((folder, 1), (folder / "second", 2)):
+        model = init_model(fields, dtype=jnp.float32, seed=seed)
+        save_model(model, path, tokenizer=load_tokenizer("bytes"))
     sizes = DrafterConfig(embed_dim=INIT["hidden_size"], vocab_size=261, tokens=2, window=3, layers=1)
     attach_drafter(model, sizes, seed=0)
     save_drafter(model, folder / "drafter")

@@ -1,0 +1,508 @@
+"""Observer of whole RL runs from outside: what each step learned from and did, compared with `tests.oracles`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posttrain.batch import Batch
+from posttrain.models.decoder import Decoder
+from posttrain.rl.assemble import sample_rows
+from posttrain.runtime.xla import Recent
+from posttrain.train.trainer import Trainer
+from posttrain.weights.load import load_model
+from posttrain.weights.state import ModelWeights
+from tests.oracles import (
+    OptimizerReference,
+    Rollouts,
+    Sample,
+    algorithm_of,
+    credit_of_tokens,
+    critic_credit,
+    gradient_reference,
+    is_learned,
+    keep_highest_entropies,
+    policy_loss_reference,
+    sample_advantages,
+    total_reward,
+    value_loss_reference,
+)
+
+ROWS = 16
+"""Rows of a pass of `PlainModel`."""
+PROGRAMS = Recent[Any](16)
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class OfRow(NamedTuple):
+    """What a model says of the tokens of a row, float64; of a critic `values` alone."""
+
+    logps: np.ndarray
+    entropy: np.ndarray
+    values: np.ndarray
+
+
+class PlainModel:
+    """Statistics of a model by its full logits, each row by itself, on one device; and gradients by its parameters."""
+
+    def __init__(self, model: Decoder, temperature: float):
+        weights = ModelWeights(model)
+        shapes, trainable = weights.outline(), weights.trainable()
+        self.trainable, self.temperature = trainable, temperature
+
+        def forward(trained: Any, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
+            own = shapes.bind({**frozen, **trained})
+            own.compute = dataclasses.replace(own.compute, mesh=None)
+            tokens = jnp.asarray(batch.tokens)
+            experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
+            hidden, _, _ = own.forward(
+                tokens,
+                jnp.asarray(batch.positions),
+                jnp.asarray(batch.segments),
+                experts=experts,
+                images=own.images_of(batch),
+            )
+            first = ((0, 0), (1, 0))
+            if own.config.scalar_head:
+                return {"values": jnp.pad(own.scores(hidden)[:, :-1], first)}
+            logits = own.logits(hidden)[:, :-1, : own.config.vocab_size].astype(jnp.float32) / temperature
+            logs = jax.nn.log_softmax(logits)
+            logps = jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1)[..., 0]
+            entropy = -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+            return {"logps": jnp.pad(logps, first), "entropy": jnp.pad(entropy, first)}
+
+        def make() -> tuple[Any, Any]:
+            def pull(trained: Any, frozen: Any, batch: Batch, cotangents: Any) -> Any:
+                return jax.vjp(lambda x: forward(x, frozen, batch), trained)[1](cotangents)[0]
+
+            return jax.jit(forward), jax.jit(pull)
+
+        key = (weights.graph, frozenset((p, x.shape, x.dtype) for p, x in weights.structs().items()), temperature)
+        self._forward, self._pull = PROGRAMS.of(key, make)
+
+    def stats(self, weights: Arrays, rows: Sequence[Any]) -> list[OfRow]:
+        """Statistics of each row under these weights."""
+        made = []
+        for some, batch in passes(rows):
+            out = self._forward(*self._split(weights), batch)
+            arrays = {name: np.asarray(x, np.float64) for name, x in out.items()}
+            none = np.zeros(batch.shape)
+            of = [arrays.get(name, none) for name in OfRow._fields]
+            made += [OfRow(*(x[n, : len(row.tokens)] for x in of)) for n, row in enumerate(some)]
+        return made
+
+    def gradient(
+        self, weights: Arrays, rows: Sequence[Any], cotangents: Mapping[str, Sequence[np.ndarray]]
+    ) -> dict[str, np.ndarray]:
+        """Gradient by the trained parameters of the sum of statistics times their cotangents."""
+        total: dict[str, np.ndarray] = {}
+        for start, (some, batch) in zip(range(0, len(rows), ROWS), passes(rows), strict=True):
+            padded = {name: np.zeros(batch.shape, np.float32) for name in cotangents}
+            for name, one in cotangents.items():
+                for number in range(len(some)):
+                    values = one[start + number]
+                    padded[name][number, : len(values)] = values
+            for path, x in self._pull(*self._split(weights), batch, padded).items():
+                total[path] = total.get(path, 0.0) + np.asarray(x, np.float64)
+        return total
+
+    def _split(self, weights: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+        trained = {path: x for path, x in weights.items() if path in self.trainable}
+        return trained, {path: x for path, x in weights.items() if path not in trained}
+
+
+def passes(rows: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Batch]]:
+    """Batches of `ROWS` rows, one sequence in each."""
+    for start in range(0, len(rows), ROWS):
+        some = rows[start : start + ROWS]
+        if some[0].images is not None:
+            yield some, pictured(some)
+            continue
+        arrays = np.zeros((4, ROWS, 64), np.int32)
+        experts = None
+        if some[0].experts is not None:
+            experts = np.full((ROWS, 64, *some[0].experts.shape[1:]), -1, np.int32)
+        for number, row in enumerate(some):
+            size = len(row.tokens)
+            arrays[0, number, :size] = row.tokens
+            arrays[1, number, :size] = np.arange(size)
+            arrays[2, number, :size] = 1
+            arrays[3, number, :size] = row.sampled
+            if experts is not None:
+                experts[number, :size] = row.experts
+        tokens, positions, segments, sampled = arrays
+        weight = sampled.astype(np.float32)
+        yield some, Batch(tokens=tokens, positions=positions, segments=segments, loss_weight=weight, experts=experts)
+
+
+def pictured(rows: Sequence[Any]) -> Batch:
+    """One sequence with its pictures in each row, as the package lays them out."""
+    raise NotImplementedError(sample_rows)
+
+
+def on_host(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Copies of parameters, which the next update donates."""
+    return {path: np.array(x) for path, x in weights.items()}
+
+
+@dataclass(kw_only=True)
+class Update:
+    """An update of a learner, and what the run told of it."""
+
+    batch: Batch
+    stats: list[OfRow]
+    """Statistics of all rows before it."""
+    before: dict[str, np.ndarray]
+    after: dict[str, np.ndarray]
+    """Trained parameters after it."""
+    loss: float
+    grad_norm: float
+    skipped: bool
+
+
+@dataclass(kw_only=True)
+class Step:
+    """A step as it was seen from outside."""
+
+    run: Rollouts
+    rows: list[Any]
+    record: dict[tuple[int, int], tuple[float, float]]
+    """Reward and advantage of each sample by number of group and sample, of the run."""
+    updates: list[Update] = field(default_factory=list)
+    critic_updates: list[Update] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[tuple[int, ...]]:
+        return [tuple(row.tokens) for row in self.rows]
+
+
+class Observer:
+    """Looks at steps of RL. The reference is followed here, too: `mixup` of the new weights each time."""
+
+    def __init__(self, stage: Mapping[str, Any], teachers: Sequence[Path]):
+        self.stage, self.teachers = stage, teachers
+        self.algorithm = algorithm_of(stage)
+        self.temperature: float = stage["sampling"].get("temperature", 1.0)
+        self.steps: list[Step] = []
+        self.reference: dict[str, np.ndarray] | None = None
+        self.actor: PlainModel | None = None
+        self.critic: PlainModel | None = None
+
+    def begin(self, cluster: Any, rollouts: Any) -> None:
+        """Take note of a step's samples, and of what all models say of them, before its first update."""
+        actor = cluster.actor
+        if self.actor is None:
+            self.actor = PlainModel(actor.model, self.temperature)
+        weights = on_host(actor.weights)
+        self.follow({path: x.astype(np.float64) for path, x in weights.items() if path in self.actor.trainable})
+        assert self.reference is not None
+        rows: list[Any] = []
+        groups = []
+        total_PG = rollouts.rewards.total_PG
+        for p, group in enumerate(rollouts.groups_P):
+            made = []
+            for g, sample in enumerate(group):
+                rewards = {name: float(part[p, g]) for name, part in rollouts.rewards.parts_PG.items()}
+                made.append(self.sample(sample, rewards, len(rows)))
+                rows += sample.rows
+            groups.append(made)
+        own = {path: x.astype(weights[path].dtype) for path, x in self.reference.items()}
+        old, sampler = self.actor.stats(weights, rows), [np.asarray(row.logps, np.float64) for row in rows]
+        ref = self.actor.stats({**weights, **own}, rows)
+        none = [np.zeros(len(row.tokens)) for row in rows]
+        run = Rollouts(
+            groups=groups,
+            weights=self.weights,
+            sampled=[np.asarray(row.sampled, bool) for row in rows],
+            sampler=sampler,
+            behaviour=[x - np.asarray(row.kept_logps, np.float64) for x, row in zip(sampler, rows, strict=True)],
+            old=sampler if self.algorithm.get("old_logps") == "sampler" else [one.logps for one in old],
+            entropy=[one.entropy for one in old],
+            ref=[one.logps for one in ref],
+            teacher=self.taught(rows) if "teachers" in self.stage else none,
+            values=self.values(cluster, rows) if self.algorithm["kind"] == "ppo" else none,
+        )
+        assert rollouts.weights == self.weights
+        for group, totals in zip(groups, total_PG, strict=True):
+            expected = [total_reward(sample, self.weights) for sample in group]
+            np.testing.assert_allclose(totals, expected, rtol=1e-5, atol=1e-6)
+        kept = sorted(self.kept(groups), key=lambda group: group[0].group)
+        self.steps.append(Step(run=dataclasses.replace(run, groups=kept), rows=rows, record={}))
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each reward by its name, as the configuration has it."""
+        named = {one["fn"].rsplit(":", 1)[1]: one.get("weight", 1.0) for one in self.stage["rewards"]}
+        if "agent" in self.stage or "fn" in self.stage.get("env", {}):
+            named["env"] = 1.0
+        return named
+
+    def sample(self, sample: Any, rewards: dict[str, float], first: int) -> Sample:
+        """A sample, whose rows begin with this number. Without an environment it is one turn."""
+        turns = [(first + n, t.start, t.end, t.reward or 0.0) for n, t in sample.turns_in_time]
+        if not turns:
+            places = np.flatnonzero(sample.sampled)
+            turns = [(first, int(places[0]), int(places[-1]) + 1, 0.0)]
+        row, _, end, _ = turns[-1]
+        ends = {*self.stage["sampling"]["stop_token_ids"], 256}
+        cut = sample.rows[row - first].tokens[end - 1] not in ends
+        assert cut == (sample.stop == "length"), (cut, sample.stop)
+        return Sample(
+            group=sample.group,
+            number=sample.sample,
+            rewards=rewards,
+            rows=range(first, first + len(sample.rows)),
+            cut=cut,
+            turns=turns,
+        )
+
+    def kept(self, groups: Sequence[Sequence[Sample]]) -> list[Sequence[Sample]]:
+        """Groups to learn from: those with different rewards where that is wanted, or all if none has them."""
+        totals = [[total_reward(sample, self.weights) for sample in group] for group in groups]
+        mixed = [bool(np.nanmax(one) - np.nanmin(one) > 1e-6) for one in totals]
+        if "refill" in self.stage:
+            return [group for group, useful in zip(groups, mixed, strict=True) if useful]
+        if self.algorithm["filter"] == "mixed" and any(mixed):
+            return [group for group, useful in zip(groups, mixed, strict=True) if useful]
+        return list(groups)
+
+    def follow(self, now: dict[str, np.ndarray]) -> None:
+        """Move the reference."""
+        moving = self.stage.get("reference", {})
+        if self.reference is None:
+            self.reference = now
+        elif "refresh_every" in moving:
+            share = moving.get("mixup", 1.0)
+            self.reference = {path: share * x + (1 - share) * self.reference[path] for path, x in now.items()}
+
+    def taught(self, rows: Sequence[Any]) -> list[np.ndarray]:
+        """Log-probabilities of each row's teacher."""
+        of_teachers = []
+        for folder in self.teachers:
+            model, weights = teacher_model(folder)
+            of_teachers.append(PlainModel(model, self.temperature).stats(weights, rows))
+        numbers = [int(row.example.row["who"][1:]) if len(of_teachers) > 1 else 0 for row in rows]
+        return [of_teachers[number][n].logps for n, number in enumerate(numbers)]
+
+    def values(self, cluster: Any, rows: Sequence[Any]) -> list[np.ndarray]:
+        trainer = cluster.critic.trainer
+        if self.critic is None:
+            self.critic = PlainModel(trainer.model, 1.0)
+        return [one.values for one in self.critic.stats(on_host(trainer.weights), [unrouted(row) for row in rows])]
+
+    def step(self, trainer: Trainer, batch: Batch, update: Callable[[], Any]) -> Any:
+        """Look at an update of actor or critic."""
+        of_critic = trainer.model.config.scalar_head
+        model, step = self.critic if of_critic else self.actor, self.steps[-1]
+        assert model is not None
+        before = on_host(trainer.weights)
+        rows = [unrouted(row) for row in step.rows] if of_critic else step.rows
+        stats = model.stats(before, rows)
+        told = update()
+        seen = Update(
+            batch=batch,
+            stats=stats,
+            before=before,
+            after=on_host(trainer.params),
+            loss=told["loss"].value(),
+            grad_norm=float(told["grad_norm"]),
+            skipped=float(told["update_skipped"]) > 0,
+        )
+        (step.critic_updates if of_critic else step.updates).append(seen)
+        return told
+
+    def end(self, result: Any) -> None:
+        """Take note of what a step tells of its samples."""
+        self.steps[-1].record.update(
+            ((sample.group, sample.sample), (float(result.rewards.total_PG[p, g]), float(result.advantages_PG[p, g])))
+            for p, group in enumerate(result.groups_P)
+            for g, sample in enumerate(group)
+        )
+
+    def check(self) -> None:
+        """Everything that the run did is the oracle's: samples of each update, advantages, losses, gradients, updates
+        of the weights, and what the record has."""
+        actor = OptimizerReference(self.stage["optimizer"])
+        critic = OptimizerReference({"learning_rate": 1e-5, **self.algorithm.get("critic", {}).get("optimizer", {})})
+        entropy_coef, latest = self.algorithm["entropy_coef"], 0.0
+        target = self.algorithm["entropy_target"]
+        for step in self.steps:
+            run = step.run
+            samples = [s for group in run.groups for s in group if is_learned(s, run, self.algorithm)]
+            advantages, returns = self.credit(run, samples)
+            self.check_record(step)
+            algorithm = dict(self.algorithm)
+            if target is not None:  # arXiv:2505.22312: the bonus acts while the entropy is at most its target
+                algorithm["entropy_coef"] = entropy_coef if latest <= target else 0.0
+            parts = self.parts(step, samples)
+            entropies = []
+            for number, update in zip(parts, step.updates, strict=True):
+                self.check_credit(step, update.batch, advantages, number)
+                if number:
+                    self.check_update(step, update, number, advantages, algorithm, actor)
+                    entropies += [update.stats[row].entropy[run.sampled[row]] for s in number for row in s.rows]
+            if target is not None and entropies:
+                latest = float(np.concatenate(entropies).mean())
+                change = self.algorithm["entropy_step"] * (1 if latest < target else -1)
+                entropy_coef = max(0.0, entropy_coef + change)
+            for part, update in zip(parts, step.critic_updates, strict=self.algorithm["kind"] == "ppo"):
+                if part:
+                    self.check_critic(step, update, part, returns, critic)
+
+    def credit(self, run: Rollouts, samples: Sequence[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Advantages and, of a critic, returns of each token."""
+        coef = self.stage.get("teacher_coef", 1.0) if "teachers" in self.stage else None
+        if self.algorithm["kind"] == "ppo":
+            advantages, returns = critic_credit(run, samples, self.algorithm)
+        else:
+            advantages = returns = credit_of_tokens(run, self.algorithm, coef)
+        if self.algorithm["top_entropy"] is not None and samples:
+            learned = [row for s in samples for row in s.rows]
+            keep_highest_entropies(advantages, learned, run, self.algorithm["top_entropy"])
+        return advantages, returns
+
+    def check_record(self, step: Step) -> None:
+        """Reward and advantage that the record has of each sample; NaN of those without."""
+        advantages, _ = sample_advantages(step.run, self.algorithm)
+        expected = dict.fromkeys(step.record, np.nan)
+        for group, of_group in zip(step.run.groups, advantages, strict=True):
+            expected |= {(s.group, s.number): a for s, a in zip(group, of_group, strict=True)}
+            for sample in group:
+                reward, _ = step.record[sample.group, sample.number]
+                np.testing.assert_allclose(reward, total_reward(sample, step.run.weights), rtol=1e-5)
+        for key, (_, advantage) in step.record.items():
+            np.testing.assert_allclose(np.nan_to_num(advantage), np.nan_to_num(expected[key]), rtol=1e-3, atol=1e-3)
+
+    def parts(self, step: Step, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Samples of each update: each epoch passes over every part of the groups once, whatever the order."""
+        updates, epochs = self.stage.get("updates", 1), self.stage.get("update_epochs", 1)
+        assert len(step.updates) == updates * epochs
+        each = [[step.run.groups[i] for i in some] for some in np.array_split(np.arange(len(step.run.groups)), updates)]
+        learned = {id(sample) for sample in samples}
+        parts = [[s for group in some for s in group if id(s) in learned] for some in each]
+        texts = [Counter(step.tokens[row] for s in part for row in s.rows) for part in parts]
+        made: list[list[Sample]] = []
+        for epoch in range(epochs):
+            left = list(range(updates))
+            for update in step.updates[epoch * updates : (epoch + 1) * updates]:
+                seen = Counter(tokens for tokens, _, _ in segments(update.batch))
+                alike = [number for number in left if texts[number] == seen]
+                assert alike, (seen, [texts[number] for number in left])
+                assert epoch or alike[0] == left[0], "the first epoch goes in order"
+                left.remove(alike[0])
+                made.append(parts[alike[0]])
+        return made
+
+    def check_credit(self, step: Step, batch: Batch, credit: list[np.ndarray], part: Sequence[Sample]) -> None:
+        """Each sampled token is learned from, with the oracle's advantage. Equal rows may be of samples with different
+        rewards."""
+        rows = [row for sample in part for row in sample.rows]
+        for tokens, place, number in segments(batch):
+            got = np.asarray(batch.advantages)[number, place]
+            weight = np.asarray(batch.loss_weight)[number, place]
+            alike = [row for row in rows if step.tokens[row] == tokens]
+            assert weight.tolist() == step.run.sampled[alike[0]].tolist()
+            near = [np.allclose(got, credit[row], rtol=self.tolerance, atol=self.tolerance) for row in alike]
+            assert any(near), (got, [credit[row] for row in alike])
+
+    @property
+    def tolerance(self) -> float:
+        return 2e-3
+
+    def check_update(
+        self,
+        step: Step,
+        update: Update,
+        part: Sequence[Sample],
+        credit: list[np.ndarray],
+        algorithm: Mapping[str, Any],
+        optimizer: OptimizerReference,
+    ) -> None:
+        """Loss of the actor, its gradient, and the update of its weights."""
+        held = [one.logps for one in update.stats]
+        entropy = [one.entropy for one in update.stats]
+        at: dict[str, Any] = {"held": held, "algorithm": algorithm}
+        loss = functools.partial(policy_loss_reference, step.run, part, credit)
+        np.testing.assert_allclose(
+            update.loss, loss(held, entropy, **at), rtol=self.tolerance, atol=self.tolerance / 50, err_msg="loss"
+        )
+        learned = {row for sample in part for row in sample.rows}
+        masks = [x & (row in learned) for row, x in enumerate(step.run.sampled)]
+        cotangents = {
+            "logps": gradient_reference(lambda new: loss(new, entropy, **at), held, masks),
+            "entropy": [np.zeros(len(x)) for x in held],
+        }
+        if algorithm["entropy_coef"]:
+            cotangents["entropy"] = gradient_reference(lambda new: loss(held, new, **at), entropy, masks)
+        assert self.actor is not None
+        self.check_gradient(update, self.actor.gradient(update.before, step.rows, cotangents), optimizer)
+
+    def check_critic(
+        self,
+        step: Step,
+        update: Update,
+        part: Sequence[Sample],
+        returns: list[np.ndarray],
+        optimizer: OptimizerReference,
+    ) -> None:
+        """Loss of the critic, its gradient, and the update of its weights."""
+        values = [one.values for one in update.stats]
+
+        def loss(values: Sequence[np.ndarray]) -> float:
+            return value_loss_reference(step.run, part, returns, values, self.algorithm["value_clip"])
+
+        np.testing.assert_allclose(
+            update.loss, loss(values), rtol=self.tolerance, atol=self.tolerance / 50, err_msg="value loss"
+        )
+        learned = {row for sample in part for row in sample.rows}
+        masks = [x & (row in learned) for row, x in enumerate(step.run.sampled)]
+        assert self.critic is not None
+        rows = [unrouted(row) for row in step.rows]
+        gradient = self.critic.gradient(update.before, rows, {"values": gradient_reference(loss, values, masks)})
+        self.check_gradient(update, gradient, optimizer)
+
+    def check_gradient(self, update: Update, gradient: dict[str, np.ndarray], optimizer: OptimizerReference) -> None:
+        """Norm of a gradient, and the weights after its update."""
+        norm = np.sqrt(sum(np.square(x).sum() for x in gradient.values()))
+        np.testing.assert_allclose(
+            update.grad_norm, norm, rtol=5 * self.tolerance, atol=self.tolerance / 50, err_msg="norm of the gradient"
+        )
+        before = {path: update.before[path].astype(np.float64) for path in gradient}
+        if update.skipped:
+            assert all(np.array_equal(update.before[path], update.after[path]) for path in gradient)
+            return
+        expected = optimizer.update(before, gradient)
+        moved = {path: update.after[path].astype(np.float64) - x for path, x in before.items()}
+        size = np.sqrt(sum(np.square(x).sum() for x in expected.values()))
+        error = np.sqrt(sum(np.square(moved[path] - x).sum() for path, x in expected.items()))
+        assert error < optimizer.tolerance * size, f"update of the weights: {error / size:.3g} of it is wrong"
+
+
+def unrouted(row: Any) -> Any:
+    """Row without the actor's experts."""
+    return row if row.experts is None else dataclasses.replace(row, experts=None)
+
+
+def segments(batch: Batch) -> Iterator[tuple[tuple[int, ...], slice, int]]:
+    """Tokens, place and row of each sequence of a batch."""
+    for row, ids in enumerate(np.asarray(batch.segments)):
+        for number in np.unique(ids[ids > 0]):
+            where = np.flatnonzero(ids == number)
+            place = slice(int(where[0]), int(where[-1]) + 1)
+            yield tuple(np.asarray(batch.tokens)[row, place].tolist()), place, row
+
+
+@functools.cache
+def teacher_model(folder: Path) -> tuple[Decoder, dict[str, np.ndarray]]:
+    model = load_model(folder, dtype=jnp.float32)
+    return model, on_host(ModelWeights(model).read())
