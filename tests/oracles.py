@@ -189,7 +189,9 @@ def algorithm_of(stage: Mapping[str, Any]) -> dict[str, Any]:
     changed = changed or bool({"quantize", "cache_dtype"} & stage.get("rollout", {}).keys())
     applied = weights["apply"] == "always" or (weights["apply"] == "auto" and changed)
     made["weights"] = weights if applied else None
-    turns = (stage.get("env") or stage.get("agent") or {"max_turns": 1})["max_turns"]
+    turns = 1
+    if "env" in stage or "agent" in stage:
+        turns = stage["env"]["max_turns"] if "env" in stage else stage["agent"].get("max_turns", 16)
     made["longest"] = min(turns * stage["sampling"]["max_tokens"], stage["row_tokens"])
     return made
 
@@ -494,7 +496,8 @@ class OptimizerReference:
     """Updates of an optimiser with a constant rate, on the gradient clipped to norm 1. arXiv:1711.05101 (AdamW),
     arXiv:2302.06675 (Lion), arXiv:1804.04235 (Adafactor), arXiv:2502.16982 (Muon, by singular vectors)."""
 
-    def __init__(self, fields: Mapping[str, Any]):
+    def __init__(self, fields: Mapping[str, Any], tolerance: float = 0.0):
+        self.least_tolerance = tolerance
         self.rate: float = fields["learning_rate"]
         self.kind: str = "sgd" if "fn" in fields else fields.get("kind", "adamw")
         self.betas = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}.get(self.kind, (0.0, 0.0))
@@ -506,7 +509,7 @@ class OptimizerReference:
     def tolerance(self) -> float:
         """Error of an update as a share of it: signs of tiny gradients are rounding, and Muon's polynomials end near
         1."""
-        return {"adamw": 0.03, "lion": 0.1, "muon": 0.1}.get(self.kind, 0.02)
+        return max(self.least_tolerance, {"adamw": 0.03, "lion": 0.1, "muon": 0.1}.get(self.kind, 0.02))
 
     def update(self, params: Mapping[str, np.ndarray], gradient: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Changes of parameters [..., in, out]."""

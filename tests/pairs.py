@@ -21,10 +21,14 @@ from posttrain.runs.prepare import prepare
 from posttrain.weights.drafter import attach_drafter, save_drafter
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
+from posttrain.weights.scalar_head import add_scalar_head
 from tests.stages.runs import INIT, ROOT, write_run
 
 PAGE = ROOT / "docs" / "reference" / "pairs.md"
 LENGTH = 128
+SIZES = {"max_position_embeddings": LENGTH, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Heads that two devices can split."""
+MESH = {"data": 1, "fsdp": -1}
 ENDS = [*range(0, 260, 3)]
 """Stop tokens of a random model, so that most turns end before `max_tokens`."""
 
@@ -54,7 +58,12 @@ REWRITING = """\
 """It drops earlier answers, so that each turn is a sequence of its own."""
 
 CODE = '''
+import jax.numpy as jnp
+import numpy as np
+
+from posttrain.batch import LossOutput
 from posttrain.environments.types import Reply
+from posttrain.tree import Mean
 
 
 def low(completion_tokens, **_):
@@ -63,6 +72,23 @@ def low(completion_tokens, **_):
 
 def short(completion_tokens, **_):
     return [1.0 + 1.0 / (1 + sum(t % 2 for t in c)) for c in completion_tokens]
+
+
+def twice(rewards_PG):
+    """Advantages of one's own."""
+    return 2 * (rewards_PG - np.nanmean(rewards_PG, axis=1, keepdims=True))
+
+
+class Likelihood:
+    """Loss of one's own: REINFORCE, as a mean over tokens."""
+
+    kl_coef = 0.0
+
+    def __call__(self, stats, batch):
+        weight = jnp.asarray(batch.loss_weight)
+        advantages = jnp.where(weight > 0, jnp.asarray(batch.advantages), 0.0)
+        total = -(advantages * jnp.where(weight > 0, stats.logps, 0.0)).sum()
+        return LossOutput(loss=Mean(total=total, weight=weight.sum()), metrics={})
 
 
 class Talk:
@@ -107,6 +133,7 @@ class Feature(NamedTuple):
     stage: dict[str, Any]
     model: Mapping[str, Any] = MappingProxyType({})
     devices: int = 1
+    mesh: Mapping[str, int] = MappingProxyType({})
     one_of: str | None = None
     """Name of a choice; two features of one choice are no pair, since both set the same field."""
 
@@ -115,14 +142,65 @@ def _file(name: str) -> dict[str, Any]:
     return {"path": f"{name}.jsonl"}
 
 
+def merged(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested fields of all; later ones count."""
+    made = dict(base)
+    for changes in others:
+        for name, value in changes.items():
+            both = isinstance(value, dict) and isinstance(made.get(name), dict)
+            made[name] = merged(made[name], value) if both else value
+    return made
+
+
 ENV: dict[str, Any] = {"fn": "pairs_code.py:Talk", "max_turns": 2, "timeout_s": 60.0}
 TALKS: dict[str, Any] = {"env": ENV, "rewards": []}
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
+MOE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+MOE |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
+
+
+def _algorithm(kind: str, **fields: Any) -> Feature:
+    return Feature({"algorithm": {"kind": kind, **fields}}, one_of="algorithm")
+
+
+def _optimizer(**fields: Any) -> Feature:
+    return Feature({"optimizer": fields}, one_of="optimizer")
+
+
+def _mesh(**axes: int) -> Feature:
+    return Feature({}, devices=2, mesh={"data": 1, "fsdp": 1, **axes}, one_of="mesh")
+
+
+CRITIC: dict[str, Any] = {"kind": "ppo", "gamma": 0.9, "gae_lambda": 0.8, "value_clip": 0.01}
+CRITIC["critic"] = {"optimizer": {"learning_rate": 1e-2}}
 RL = {
     "gdpo": Feature({"algorithm": {"kind": "gdpo"}, "rewards": ["low", "short"]}, one_of="algorithm"),
-    "gspo": Feature({"algorithm": {"kind": "gspo"}}, one_of="algorithm"),
-    "reinforce_plus_plus": Feature({"algorithm": {"kind": "reinforce_plus_plus"}}, one_of="algorithm"),
-    "ppo": Feature({"algorithm": {"kind": "ppo", "gae_lambda": 1.0}}, one_of="algorithm"),
+    "gspo": _algorithm("gspo"),
+    "gspo_token": _algorithm("gspo_token"),
+    "luspo": _algorithm("luspo"),
+    "reinforce_plus_plus": _algorithm("reinforce_plus_plus"),
+    "reinforce_plus_plus_baseline": _algorithm("reinforce_plus_plus_baseline"),
+    "rloo": _algorithm("rloo"),
+    "dr_grpo": _algorithm("dr_grpo"),
+    "dapo": _algorithm("dapo"),
+    "cispo": _algorithm("cispo", clip_high=0.05),
+    "sapo": _algorithm("sapo"),
+    "vespo": _algorithm("vespo"),
+    "gmpo": _algorithm("gmpo", clip_low=0.05, clip_high=0.05),
+    "distill": Feature({"algorithm": {"kind": "distill"}, "teachers": [{"path": "teacher"}]}, one_of="algorithm"),
+    "ppo": Feature({"algorithm": CRITIC}, one_of="algorithm"),
+    "gae_level": Feature({**TALKS, "algorithm": {**CRITIC, "gae_level": "turn"}}, one_of="algorithm"),
+    "warmup": Feature({"algorithm": merged(CRITIC, {"critic": {"warmup": 1}})}, one_of="algorithm"),
+    "surrogate": Feature({"algorithm": {"surrogate": "cispo"}}),
+    "advantage_scale": Feature({"algorithm": {"advantage_scale": "batch"}}),
+    "advantage": Feature({"algorithm": {"advantage": "pairs_code.py:twice"}}),
+    "loss": Feature({"algorithm": {"loss": "pairs_code.py:Likelihood"}}),
+    "dual_clip": Feature({"update_epochs": 2, "algorithm": {"dual_clip": 1.21}}),
+    "off_policy_mask": Feature({"update_epochs": 2, "algorithm": {"off_policy_mask": 0.01}}),
+    "entropy_coef": Feature({"algorithm": {"entropy_coef": 0.1}}, one_of="entropy"),
+    "entropy_target": Feature(
+        {"algorithm": {"entropy_coef": 0.1, "entropy_target": 5.6, "entropy_step": 0.05}}, one_of="entropy"
+    ),
     "env": Feature(TALKS, one_of="env"),
     "split_turns": Feature({**TALKS, "env": {**ENV, "split_turns": True}}, one_of="env"),
     "turn_advantages": Feature({**TALKS, "algorithm": {"turn_advantages": True}}, one_of="env"),
@@ -131,22 +209,53 @@ RL = {
     "asynchronous": Feature({"asynchronous": {"max_staleness": 1}}, one_of="asynchronous"),
     "in_flight": Feature({"asynchronous": {"max_staleness": 1, "in_flight": True}}, one_of="asynchronous"),
     "refill": Feature({"refill": {"limit": 1}}),
-    "curriculum": Feature({"curriculum": {"pools": [0.0, 0.5, 1.0], "draw": [0.5, 0.5]}}),
-    "teachers": Feature({"teachers": [{"path": "teacher"}]}),
+    "curriculum": Feature({"curriculum": {"pools": [0.0, 0.6, 1.0], "draw": [1.0, 0.0]}}),
+    "teachers": Feature({"teachers": [{"path": "teacher"}]}, one_of="teachers"),
+    "teacher_column": Feature({"teachers": [{"path": "teacher"}] * 2, "teacher_column": "who"}, one_of="teachers"),
     "kl_in": Feature({"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}, one_of="kl"),
+    "kl_estimator": Feature(
+        {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k2", "kl_bias_correction": False}}, one_of="kl"
+    ),
     "reference": Feature({"algorithm": {"kl_coef": 0.1}, "reference": {"refresh_every": 1, "mixup": 0.5}}, one_of="kl"),
     "importance_sampling": Feature(
-        {"sampling": {"top_p": 0.9}, "algorithm": {"importance_sampling": {"level": "sequence_mean"}}}
+        {"sampling": {"top_p": 0.9}, "algorithm": {"importance_sampling": {"level": "sequence_mean"}}},
+        one_of="importance",
     ),
-    "truncated": Feature({"algorithm": {"truncated": "mask"}}),
+    "mask": Feature(
+        {
+            "sampling": {"top_p": 0.9},
+            "algorithm": {"importance_sampling": {"level": "sequence_sum", "bound": "mask", "low": 0.6}},
+        },
+        one_of="importance",
+    ),
+    "reject": Feature(
+        {"sampling": {"top_p": 0.9}, "algorithm": {"importance_sampling": {"bound": "reject", "low": 0.901}}},
+        one_of="importance",
+    ),
+    "old_logps": Feature({"algorithm": {"old_logps": "sampler"}}),
+    "truncated": Feature({"algorithm": {"truncated": "mask"}, "sampling": {"max_tokens": 4}}),
     "top_entropy": Feature({"algorithm": {"top_entropy": 0.5}}),
+    "temperature": Feature({"sampling": {"temperature": 0.7}}),
+    "grammar": Feature({"sampling": {"grammar": {"regex": "[a-p]{2,9}"}}}),
     "updates": Feature({"updates": 2}),
     "update_epochs": Feature({"update_epochs": 2}),
+    "eval_dataset": Feature({"eval_dataset": _file("chat"), "eval_every": 1}),
+    "model": Feature({"rewards": ["model"]}),
+    "muon": _optimizer(kind="muon"),
+    "lion": _optimizer(kind="lion"),
+    "adafactor": _optimizer(kind="adafactor"),
+    "fn": _optimizer(fn="optax:sgd"),
+    "qk_clip": Feature({"optimizer": {"qk_clip": 1e-3}}, {"init": {"model_type": "llama"}}, one_of="init"),
+    "record_routing": Feature({"rollout": {"record_routing": True}}, {"init": MOE}, one_of="init"),
+    "dtype": Feature({}, {"dtype": "bfloat16"}),
     "lora": Feature({}, LORA),
     "rollout.quantize": Feature({"rollout": {"quantize": "int8"}}),
     "speculative": Feature({"rollout": {"speculative": {"kind": "block", "optimizer": {"learning_rate": 1e-2}}}}),
     "cache_dtype": Feature({"rollout": {"cache_dtype": "int8"}}),
     "placement": Feature({"placement": {"rollout": {"devices": 1}}}, devices=2),
+    "data": _mesh(data=2),
+    "fsdp": _mesh(fsdp=2),
+    "tensor": _mesh(tensor=2),
 }
 SFT = {
     "packing": Feature({"packing": False}),
@@ -216,16 +325,6 @@ def pairs(features: Mapping[str, Feature]) -> list[Pair]:
     return [(a, b) for a, b in every if features[a].one_of is None or features[a].one_of != features[b].one_of]
 
 
-def merged(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested fields of all; later ones count."""
-    made = dict(base)
-    for changes in others:
-        for name, value in changes.items():
-            both = isinstance(value, dict) and isinstance(made.get(name), dict)
-            made[name] = merged(made[name], value) if both else value
-    return made
-
-
 def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
     """Write a run of two steps with both features."""
     one, other = STAGES[kind][a], STAGES[kind][b]
@@ -235,15 +334,19 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
         # Conversations are paid by their environment or agent; the environment of tools alone pays nothing.
         paid = "agent" in stage or "fn" in stage.get("env", {})
         named = [feature.stage["rewards"] for feature in (one, other) if feature.stage.get("rewards")]
-        stage["rewards"] = [{"fn": f"pairs_code.py:{n}"} for n in (named or [[] if paid else ["low"]])[0]]
+        functions: dict[str, dict[str, Any]] = {n: {"fn": f"pairs_code.py:{n}"} for n in ("low", "short")}
+        functions["short"]["weight"] = 0.5
+        functions["model"] = {"model": str(teacher / "reward"), "name": "model"}
+        stage["rewards"] = [functions[n] for n in (named or [[] if paid else ["low"]])[0]]
     if "teachers" in stage:
         paths = [teacher, teacher / "second"][: len(stage["teachers"])]
         stage["teachers"] = [{"path": str(path), "name": f"t{n}"} for n, path in enumerate(paths)]
     if "speculative" in (a, b):
         stage = merged(stage, {"rollout": {"speculative": {"path": str(teacher / "drafter")}}})
-    init = INIT | {"max_position_embeddings": LENGTH}
+    init = INIT | SIZES
     model = {"init": init, "tokenizer": "bytes", "chat_template": "short.jinja"}
-    file = write_run(folder, stage, model=merged(model, one.model, other.model))
+    mesh = {**MESH, **one.mesh, **other.mesh}
+    file = write_run(folder, stage, model=merged(model, one.model, other.model), mesh=mesh)
     (folder / "pairs_code.py").write_text(CODE)
     (folder / "short.jinja").write_text(TEMPLATE)
     (folder / "rewriting.jinja").write_text(REWRITING)
@@ -280,10 +383,15 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
 
 def write_teacher(folder: Path) -> Path:
     """Write a model with random weights, the tokenizer of the runs, and a block drafter."""
-    fields = {**INIT, "vocab_size": 261, "max_position_embeddings": LENGTH}
+    fields = {**INIT, **SIZES, "vocab_size": 261}
     for path, seed in ((folder, 1), (folder / "second", 2)):
         model = init_model(fields, dtype=jnp.float32, seed=seed)
         save_model(model, path, tokenizer=load_tokenizer("bytes"))
+    model = init_model(fields, dtype=jnp.float32, seed=3)
+    add_scalar_head(model, seed=3)
+    template = folder.parent / "short.jinja"
+    template.write_text(TEMPLATE)
+    save_model(model, folder / "reward", tokenizer=load_tokenizer("bytes").with_chat_template(template))
     sizes = DrafterConfig(embed_dim=INIT["hidden_size"], vocab_size=261, tokens=2, window=3, layers=1)
     attach_drafter(model, sizes, seed=0)
     save_drafter(model, folder / "drafter")

@@ -156,14 +156,13 @@ def saved(folder: Path, kind: str) -> dict[str, bytes]:
 
 def observer_of(file: Path, teacher: Path) -> Observer:
     """Observer of a run, which knows its configuration as it is written."""
-    config = yaml.safe_load(file.read_text())
-    return Observer(config["stages"][0], [teacher, teacher / "second"])
+    return Observer(yaml.safe_load(file.read_text()), [teacher, teacher / "second"])
 
 
 def check_pair(folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str) -> None:
     """Run a pair of features for two steps, and once more from where a kill in the second leaves it."""
     one, other = STAGES[kind][a], STAGES[kind][b]
-    devices, fields = max(one.devices, other.devices), merged(BASE[kind], one.stage, other.stage)
+    devices, fields = one.devices + other.devices - 1, merged(BASE[kind], one.stage, other.stage)
     file, half = write(folder, teacher, kind, a, b), fields.get("updates", 1) * fields.get("update_epochs", 1)
     observer = observer_of(file, teacher) if kind == "rl" else None
     whole = run(file, kind, devices, monkeypatch, killed_at=half, observer=observer)
@@ -225,7 +224,7 @@ def test_a_seeded_fault_turns_its_pair_red(
     tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     a, b, place, attribute, substitute = FAULTS[name]
-    devices = max(STAGES["rl"][a].devices, STAGES["rl"][b].devices)
+    devices = STAGES["rl"][a].devices + STAGES["rl"][b].devices - 1
 
     def red(folder: Path) -> bool:
         file = write(folder, teacher, "rl", a, b)
