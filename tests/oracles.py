@@ -499,6 +499,7 @@ class OptimizerReference:
     def __init__(self, fields: Mapping[str, Any], tolerance: float = 0.0):
         self.least_tolerance = tolerance
         self.rate: float = fields["learning_rate"]
+        self.qk_clip: float | None = fields.get("qk_clip")
         self.kind: str = "sgd" if "fn" in fields else fields.get("kind", "adamw")
         self.betas = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}.get(self.kind, (0.0, 0.0))
         self.steps = 0
@@ -545,3 +546,34 @@ def rms(path: str, x: np.ndarray) -> np.ndarray:
     """Root of the mean square of a parameter, of those in a stack of layers of each."""
     axes = tuple(range(1 if path.startswith("stages.") else 0, x.ndim))
     return np.sqrt(np.square(x).mean(axis=axes, keepdims=True))
+
+
+LAYER = "stages.0.blocks.0"
+
+
+def largest_logits(weights: Mapping[str, np.ndarray], tokens: Sequence[int], init: Mapping[str, Any]) -> np.ndarray:
+    """Largest attention logit of each head, at least 0, of a llama of one layer on a sequence."""
+    heads, groups, dim = init["num_attention_heads"], init["num_key_value_heads"], init["head_dim"]
+    x = weights["embed.embedding"][list(tokens)].astype(np.float64)
+    x = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + init["rms_norm_eps"])
+    x = x * weights[f"{LAYER}.attention_norm.scale"][0]
+    angles = np.arange(len(tokens))[:, None] / init["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+
+    def turned(name: str, number: int) -> np.ndarray:
+        made = (x @ weights[f"{LAYER}.attention.{name}.kernel"][0]).reshape(len(tokens), number, dim)
+        first, second = np.split(made, 2, axis=-1)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    keys = np.repeat(turned("k", groups), heads // groups, axis=1)
+    logits = np.einsum("thd,shd->hts", turned("q", heads), keys) / np.sqrt(dim)
+    seen = np.tril(np.ones(logits.shape[1:], bool))
+    return np.maximum(np.where(seen, logits, -np.inf).max(axis=(1, 2)), 0.0)
+
+
+def query_key_products(weights: Mapping[str, np.ndarray], init: Mapping[str, Any]) -> np.ndarray:
+    """Bilinear form [heads, D, D] of each head's queries and keys."""
+    heads, groups, dim = init["num_attention_heads"], init["num_key_value_heads"], init["head_dim"]
+    queries = weights[f"{LAYER}.attention.q.kernel"][0].astype(np.float64).reshape(-1, heads, dim)
+    keys = weights[f"{LAYER}.attention.k.kernel"][0].astype(np.float64).reshape(-1, groups, dim)
+    return np.einsum("ihd,jhd->hij", queries, np.repeat(keys, heads // groups, axis=1))

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from PIL import Image
 
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
@@ -59,6 +60,7 @@ REWRITING = """\
 
 CODE = '''
 import jax.numpy as jnp
+from PIL import Image
 import numpy as np
 
 from posttrain.batch import LossOutput
@@ -92,16 +94,15 @@ class Likelihood:
 
 
 class Talk:
-    """Two turns, paid for at the end."""
+    """Two turns, each paid for."""
 
     def __init__(self, answer, tools=()):
         self.said = []
 
     def reply(self, message):
         self.said.append(str(message["content"]))
-        done = len(self.said) == 2
-        reward = 1.0 + sum(map(ord, "".join(self.said))) % 7 if done else None
-        return Reply(messages=[{"role": "user", "content": "go"}], done=done, reward=reward)
+        reward = 1.0 + sum(map(ord, self.said[-1])) % 7
+        return Reply(messages=[{"role": "user", "content": "go"}], done=len(self.said) == 2, reward=reward)
 
 
 def play(base_url, api_key, model, messages):
@@ -156,6 +157,20 @@ ENV: dict[str, Any] = {"fn": "pairs_code.py:Talk", "max_turns": 2, "timeout_s": 
 TALKS: dict[str, Any] = {"env": ENV, "rewards": []}
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
 MOE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+VISION: dict[str, Any] = {
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 4,
+    "text_config": {**{name: value for name, value in (INIT | SIZES).items() if name != "model_type"}},
+    "vision_config": {
+        "num_hidden_layers": 1,
+        "hidden_size": 20,
+        "num_attention_heads": 2,
+        "intermediate_size": 36,
+        "patch_size": 5,
+        "image_size": 20,
+    },
+}
+VISION["text_config"] |= {"query_pre_attn_scalar": 8, "sliding_window": 16}
 MOE |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
 
 
@@ -205,7 +220,16 @@ RL = {
     "split_turns": Feature({**TALKS, "env": {**ENV, "split_turns": True}}, one_of="env"),
     "turn_advantages": Feature({**TALKS, "algorithm": {"turn_advantages": True}}, one_of="env"),
     "agent": Feature({"agent": {"fn": "pairs_code.py:play", "max_rows": 2}, "rewards": []}, one_of="env"),
-    "tools": Feature({"tools": [{"fn": "pairs_code.py:look"}], "tool_format": "hermes", "env": {"max_turns": 2}}),
+    "tools": Feature(
+        {
+            "tools": [{"fn": "pairs_code.py:look"}],
+            "tool_format": "pythonic",
+            "env": {"max_turns": 2},
+            "rewards": ["short"],
+            # Every turn is a call, of which no random model would write one.
+            "sampling": {"max_tokens": 20, "grammar": {"regex": '\\[look\\(word="[a-d]"\\)\\]'}},
+        }
+    ),
     "asynchronous": Feature({"asynchronous": {"max_staleness": 1}}, one_of="asynchronous"),
     "in_flight": Feature({"asynchronous": {"max_staleness": 1, "in_flight": True}}, one_of="asynchronous"),
     "refill": Feature({"refill": {"limit": 1}}),
@@ -247,6 +271,9 @@ RL = {
     "fn": _optimizer(fn="optax:sgd"),
     "qk_clip": Feature({"optimizer": {"qk_clip": 1e-3}}, {"init": {"model_type": "llama"}}, one_of="init"),
     "record_routing": Feature({"rollout": {"record_routing": True}}, {"init": MOE}, one_of="init"),
+    "vision": Feature(
+        {"dataset": _file("seen")}, {"init": VISION, "vision": "frozen", "chat_template": None}, one_of="init"
+    ),
     "dtype": Feature({}, {"dtype": "bfloat16"}),
     "lora": Feature({}, LORA),
     "rollout.quantize": Feature({"rollout": {"quantize": "int8"}}),
@@ -344,12 +371,16 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
     if "speculative" in (a, b):
         stage = merged(stage, {"rollout": {"speculative": {"path": str(teacher / "drafter")}}})
     init = INIT | SIZES
+    # A model with a tower has its sizes in two parts.
+    init = {} if "vision" in {**one.model, **other.model} else init
     model = {"init": init, "tokenizer": "bytes", "chat_template": "short.jinja"}
     mesh = {**MESH, **one.mesh, **other.mesh}
     file = write_run(folder, stage, model=merged(model, one.model, other.model), mesh=mesh)
     (folder / "pairs_code.py").write_text(CODE)
     (folder / "short.jinja").write_text(TEMPLATE)
     (folder / "rewriting.jinja").write_text(REWRITING)
+    for number in range(2):
+        Image.new("RGB", (20, 20), (120 * number, 60, 200)).save(folder / f"{number}.png")
     for name, rows in _rows().items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -366,6 +397,15 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
 
     return {
         "chat": [{"prompt": [user(n)], "answer": str(n), "who": f"t{n % 2}"} for n in range(1, 7)],
+        "seen": [
+            {
+                "prompt": [{"role": "user", "content": f"{n}?"}],
+                "image": f"{n % 2}.png",
+                "answer": str(n),
+                "who": f"t{n % 2}",
+            }
+            for n in range(1, 7)
+        ],
         "turns": [{"messages": [user(n), said("ab"), user(n + 1), said(f"c{n}")]} for n in range(6)],
         "plain": [{"prompt": f"{n}+1=", "completion": str(n + 1), "who": f"t{n % 2}"} for n in range(6)],
         "answered": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posttrain.batch import Batch
+from posttrain.batch import Batch, model_inputs
 from posttrain.models.decoder import Decoder
 from posttrain.rl.assemble import sample_rows
 from posttrain.runtime.xla import Recent
@@ -31,7 +32,9 @@ from tests.oracles import (
     gradient_reference,
     is_learned,
     keep_highest_entropies,
+    largest_logits,
     policy_loss_reference,
+    query_key_products,
     sample_advantages,
     total_reward,
     value_loss_reference,
@@ -42,6 +45,8 @@ ROWS = 16
 PROGRAMS = Recent[Any](16)
 
 Arrays = Mapping[str, np.ndarray]
+SCALED = (".attention.q.kernel", ".attention.k.kernel")
+"""Parameters that `qk_clip` scales."""
 
 
 class OfRow(NamedTuple):
@@ -155,8 +160,11 @@ def passes(rows: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Batch]]:
 
 
 def pictured(rows: Sequence[Any]) -> Batch:
-    """One sequence with its pictures in each row, as the package lays them out."""
-    raise NotImplementedError(sample_rows)
+    """Batch with one sequence and its picture in each row, of which those at the end are copies."""
+    made = [model_inputs(sample_rows([row], row_tokens=64, num_rows=1)[0]) for row in rows]
+    made += [made[0]] * (ROWS - len(made))
+    batch: Batch = jax.tree.map(lambda *x: np.concatenate(x), *made)
+    return batch
 
 
 def on_host(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -183,6 +191,8 @@ class Update:
 class Step:
     """A step as it was seen from outside."""
 
+    version: int
+    """Version of the actor's weights before it."""
     run: Rollouts
     rows: list[Any]
     record: dict[tuple[int, int], tuple[float, float]]
@@ -195,12 +205,26 @@ class Step:
         return [tuple(row.tokens) for row in self.rows]
 
 
+@dataclass
+class Text:
+    """Row of tokens alone."""
+
+    tokens: list[int]
+    images: None = None
+    experts: None = None
+
+    @property
+    def sampled(self) -> list[bool]:
+        return [True] * len(self.tokens)
+
+
 class Observer:
     """Looks at steps of RL. The reference is followed here, too: `mixup` of the new weights each time."""
 
     def __init__(self, config: Mapping[str, Any], teachers: Sequence[Path]):
         self.stage, self.teachers = config["stages"][0], teachers
-        self.bfloat16 = config["model"].get("dtype") == "bfloat16"
+        self.model = config["model"]
+        self.bfloat16 = self.model.get("dtype") == "bfloat16"
         stage = self.stage
         self.algorithm = algorithm_of(stage)
         self.temperature: float = stage["sampling"].get("temperature", 1.0)
@@ -234,6 +258,7 @@ class Observer:
         old, sampler = self.actor.stats(weights, rows), [np.asarray(row.logps, np.float64) for row in rows]
         ref = self.actor.stats({**weights, **own}, rows)
         none = [np.zeros(len(row.tokens)) for row in rows]
+        assert not self.bfloat16 or all(x.dtype == jnp.bfloat16 for x in weights.values())
         self.versions[cluster.version] = weights
         self.check_samples(cluster.version, groups, rows)
         run = Rollouts(
@@ -253,7 +278,9 @@ class Observer:
             expected = [total_reward(sample, self.weights) for sample in group]
             np.testing.assert_allclose(totals, expected, rtol=1e-5, atol=1e-6)
         kept = sorted(self.kept(groups), key=lambda group: group[0].group)
-        self.steps.append(Step(run=dataclasses.replace(run, groups=kept), rows=rows, record={}))
+        self.steps.append(
+            Step(version=cluster.version, run=dataclasses.replace(run, groups=kept), rows=rows, record={})
+        )
 
     @property
     def weights(self) -> dict[str, float]:
@@ -298,7 +325,8 @@ class Observer:
             apart = np.abs(np.concatenate(gap) - np.concatenate(told))
             assert apart.mean() < (0.05 if self.rounded else 1e-4), f"sampler and trainer differ by {apart}"
         ends = {*self.stage["sampling"]["stop_token_ids"], 258, 260}
-        for sample in (sample for group in groups for sample in group):
+        flat = [sample for group in groups for sample in group]
+        for sample in flat:
             for row, start, end, _ in sample.turns:
                 said = rows[row].tokens[start:end]
                 assert not ends & set(said[:-1]), said
@@ -306,11 +334,51 @@ class Observer:
                 assert all(rows[row].sampled[start:end])
             places = sum(end - start for _, start, end, _ in sample.turns)
             assert places == sum(sum(rows[row].sampled) for row in sample.rows)
+        self.check_scores(groups, rows)
+        if "grammar" in self.stage["sampling"]:
+            texts = [
+                bytes(t for t in rows[row].tokens[start:end] if t not in ends)
+                for s in flat
+                for row, start, end, _ in s.turns
+            ]
+            assert all(re.fullmatch(rb"[a-p]*", text) for text in texts), texts
         if "curriculum" in self.stage and not ahead["max_staleness"]:
             begun = [rows[group[0].rows[0]].example.index for group in sorted(groups, key=lambda one: one[0].group)]
             for index in begun:
                 assert index not in self.prompts or len(self.prompts) == 6, (begun, self.prompts)
                 self.prompts.add(index)
+
+    def check_scores(self, groups: Sequence[Sequence[Sample]], rows: Sequence[Any]) -> None:
+        """A reward model's score of a sample is that of the last token of its last row, where they have one
+        template."""
+        samples = [sample for group in groups for sample in group if "model" in sample.rewards]
+        if not samples or self.model["chat_template"] != "short.jinja":
+            return
+        model, weights = loaded(self.teachers[0] / "reward")
+        scores = PlainModel(model, 1.0).stats(weights, [unrouted(rows[sample.rows[-1]]) for sample in samples])
+        expected = [one.scores[-1] for one in scores]
+        np.testing.assert_allclose([s.rewards["model"] for s in samples], expected, rtol=1e-3, atol=1e-5)
+
+    def check_evaluations(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Mean rewards of greedy answers to all prompts, before each step: the share of the answer below 128, and 1. Of
+        one turn, by the same arithmetic as the sampler's."""
+        assert self.actor is not None
+        others = {"env", "agent"} & self.stage.keys() or "grammar" in self.stage["sampling"]
+        if others or self.rounded or list(self.weights) != ["low"] or self.model["chat_template"] != "short.jinja":
+            return
+        prompts = [[259, ord("u"), *f"{n}?".encode(), 260, 259, ord("a")] for n in range(1, 7)]
+        ends = {*self.stage["sampling"]["stop_token_ids"], 258, 260}
+        for weights, line in zip(self.versions.values(), told, strict=False):
+            answers: list[list[int]] = [[] for _ in prompts]
+            for _ in range(self.stage["sampling"]["max_tokens"]):
+                texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+                # The token after the last one is the best at the place behind it.
+                stats = self.actor.stats(weights, [Text([*text, 0]) for text in texts])
+                for answer, one in zip(answers, stats, strict=True):
+                    if not ends & set(answer):
+                        answer.append(int(one.best[-1]))
+            expected = np.mean([1.0 + sum(t < 128 for t in answer) / len(answer) for answer in answers])
+            np.testing.assert_allclose(line["eval/reward"], expected, rtol=1e-5)
 
     @property
     def rounded(self) -> bool:
@@ -340,7 +408,7 @@ class Observer:
         """Log-probabilities of each row's teacher."""
         of_teachers = []
         for folder in self.teachers:
-            model, weights = teacher_model(folder)
+            model, weights = loaded(folder)
             of_teachers.append(PlainModel(model, self.temperature).stats(weights, rows))
         several = "teacher_column" in self.stage
         numbers = [int(row.example.row["who"][1:]) if several else 0 for row in rows]
@@ -400,11 +468,11 @@ class Observer:
                 algorithm["entropy_coef"] = entropy_coef if latest <= target else 0.0
             parts = self.parts(step, samples)
             entropies = []
-            for number, update in zip(parts, step.updates, strict=True):
-                self.check_credit(step, update.batch, advantages, number)
-                if number:
-                    self.check_update(step, update, number, advantages, algorithm, actor)
-                    entropies += [update.stats[row].entropy[run.sampled[row]] for s in number for row in s.rows]
+            for part, update in zip(parts, step.updates, strict=True):
+                self.check_credit(step, update.batch, advantages, part)
+                if part:
+                    self.check_update(step, update, part, advantages, algorithm, actor)
+                    entropies += [update.stats[row].entropy[run.sampled[row]] for s in part for row in s.rows]
             if target is not None and entropies:
                 latest = float(np.concatenate(entropies).mean())
                 change = self.algorithm["entropy_step"] * (1 if latest < target else -1)
@@ -499,7 +567,14 @@ class Observer:
         if algorithm["entropy_coef"]:
             cotangents["entropy"] = gradient_reference(lambda new: loss(held, new, **at), entropy, masks)
         assert self.actor is not None
-        self.check_gradient(update, self.actor.gradient(update.before, step.rows, cotangents), optimizer)
+        # A critic may learn alone at first, and equal rewards teach nothing.
+        warm = step.version >= algorithm.get("critic", {}).get("warmup", 0)
+        largest = max(np.abs(credit[row]).max() for row in learned)
+        skipped = False if warm and largest > 1e-5 else None if warm and largest > 1e-8 else True
+        gradient = self.actor.gradient(update.before, step.rows, cotangents)
+        changes = self.check_gradient(update, gradient, optimizer, skipped=skipped)
+        if optimizer.qk_clip is not None and changes:
+            self.check_clip(step, update, part, changes, optimizer.qk_clip)
 
     def check_critic(
         self,
@@ -523,23 +598,42 @@ class Observer:
         assert self.critic is not None
         rows = [unrouted(row) for row in step.rows]
         gradient = self.critic.gradient(update.before, rows, {"values": gradient_reference(loss, values, masks)})
-        self.check_gradient(update, gradient, optimizer)
+        self.check_gradient(update, gradient, optimizer, skipped=False)
 
-    def check_gradient(self, update: Update, gradient: dict[str, np.ndarray], optimizer: OptimizerReference) -> None:
-        """Norm of a gradient, and the weights after its update."""
+    def check_clip(
+        self, step: Step, update: Update, part: Sequence[Sample], changes: Mapping[str, np.ndarray], limit: float
+    ) -> None:
+        """Products of each head's queries and keys after an update: scaled by what its largest logit was above the
+        limit."""
+        after = {path: update.before[path] + change for path, change in changes.items()}
+        texts = [step.tokens[row] for sample in part for row in sample.rows]
+        largest = np.max([largest_logits(update.before, text, self.model["init"]) for text in texts], axis=0)
+        factors = np.minimum(1.0, limit / np.maximum(largest, limit))
+        expected = query_key_products(after, self.model["init"]) * factors[:, None, None]
+        made = query_key_products(update.after, self.model["init"])
+        np.testing.assert_allclose(made, expected, rtol=0.05, atol=0.03 * np.abs(expected).max())
+
+    def check_gradient(
+        self, update: Update, gradient: dict[str, np.ndarray], optimizer: OptimizerReference, *, skipped: bool | None
+    ) -> dict[str, np.ndarray]:
+        """Norm of a gradient, and the weights after its update; returns their changes before any clip of attention.
+        `skipped`: whether there is none; None: rounding decides."""
         norm = np.sqrt(sum(np.square(x).sum() for x in gradient.values()))
         np.testing.assert_allclose(
             update.grad_norm, norm, rtol=5 * self.tolerance, atol=self.tolerance / 50, err_msg="norm of the gradient"
         )
         before = {path: update.before[path].astype(np.float64) for path in gradient}
+        assert skipped is None or update.skipped == skipped
         if update.skipped:
             assert all(np.array_equal(update.before[path], update.after[path]) for path in gradient)
-            return
+            return {}
         expected = optimizer.update(before, gradient)
-        moved = {path: update.after[path].astype(np.float64) - x for path, x in before.items()}
+        compared = [path for path in before if not (optimizer.qk_clip and path.endswith(SCALED))]
+        moved = {path: update.after[path].astype(np.float64) - before[path] for path in compared}
         size = np.sqrt(sum(np.square(x).sum() for x in expected.values()))
-        error = np.sqrt(sum(np.square(moved[path] - x).sum() for path, x in expected.items()))
-        assert error < optimizer.tolerance * size, f"update of the weights: {error / size:.3g} of it is wrong"
+        error = np.sqrt(sum(np.square(x - expected[path]).sum() for path, x in moved.items()))
+        assert error <= optimizer.tolerance * size, f"update of the weights: {error / size:.3g} of it is wrong"
+        return expected
 
 
 def unrouted(row: Any) -> Any:
@@ -557,6 +651,6 @@ def segments(batch: Batch) -> Iterator[tuple[tuple[int, ...], slice, int]]:
 
 
 @functools.cache
-def teacher_model(folder: Path) -> tuple[Decoder, dict[str, np.ndarray]]:
+def loaded(folder: Path) -> tuple[Decoder, dict[str, np.ndarray]]:
     model = load_model(folder, dtype=jnp.float32)
     return model, on_host(ModelWeights(model).read())

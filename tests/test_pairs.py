@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
 
 from posttrain.batch import Batch
-from posttrain.cluster.reference import Reference
-from posttrain.losses import policy, reduce
-from posttrain.losses.ratios import ImportanceSampling
-from posttrain.rl import algorithms, async_loop
+from posttrain.rl import async_loop
 from posttrain.rl import step as rl_step
-from posttrain.rl.returns import RewardKL
 from posttrain.rl.step import learn
+from posttrain.runtime.xla import Recent
 from posttrain.train.trainer import Trainer
 from tests.often import often
 from tests.pairs import (
@@ -41,6 +36,7 @@ from tests.pairs import (
     write,
     write_teacher,
 )
+from tests.rl_faults import FAULTS
 from tests.rl_observer import Observer
 from tests.stages.runs import lines, posttrain
 
@@ -86,6 +82,7 @@ class Learned(NamedTuple):
     batches: list[Batch]
     """Batch of each update of the actor."""
     told: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
 
 
 def run(
@@ -126,7 +123,10 @@ def run(
         patch.setattr(async_loop, "learn", learned)
         outcome = posttrain("run", file, devices=devices)
     assert outcome.code == 0, outcome.out + outcome.err
-    return Learned(batches, [line for line in lines(out) if "grad_norm" in line])
+    told = lines(out)
+    return Learned(
+        batches, [line for line in told if "grad_norm" in line], [line for line in told if "eval/reward" in line]
+    )
 
 
 def wait_for(folder: Path) -> None:
@@ -154,26 +154,41 @@ def saved(folder: Path, kind: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (folder / "out" / f"0-{kind}").glob("*/*.safetensors")}
 
 
-def observer_of(file: Path, teacher: Path) -> Observer:
-    """Observer of a run, which knows its configuration as it is written."""
-    return Observer(yaml.safe_load(file.read_text()), [teacher, teacher / "second"])
+def check_rl(
+    folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, a: str, b: str, *, killed_at: int = 0
+) -> Path:
+    """Run a pair of RL for two steps, and compare all that it did with the oracle."""
+    file, devices = write(folder, teacher, "rl", a, b), STAGES["rl"][a].devices + STAGES["rl"][b].devices - 1
+    observer = Observer(yaml.safe_load(file.read_text()), [teacher, teacher / "second"])
+    whole = run(file, "rl", devices, monkeypatch, killed_at=killed_at, observer=observer)
+    assert len(observer.steps) == 2
+    observer.check()
+    assert all(np.isfinite(line["loss"]) for line in whole.told)
+    assert any(line["grad_norm"] > 0 for line in whole.told)
+    if "truncated" in (a, b) and "tools" not in (a, b):
+        assert any(sample.cut for step in observer.steps for group in step.run.groups for sample in group)
+    if "eval_dataset" in (a, b):
+        assert len(whole.evaluations) >= 2
+        observer.check_evaluations(whole.evaluations)
+    if "speculative" in (a, b):
+        assert any(line["rollout/speculative/share"] > 0 for line in whole.told), "the last step may sample none"
+        assert all(line["drafter/grad_norm"] > 0 for line in whole.told)
+    return file
 
 
 def check_pair(folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str) -> None:
     """Run a pair of features for two steps, and once more from where a kill in the second leaves it."""
     one, other = STAGES[kind][a], STAGES[kind][b]
-    devices, fields = one.devices + other.devices - 1, merged(BASE[kind], one.stage, other.stage)
-    file, half = write(folder, teacher, kind, a, b), fields.get("updates", 1) * fields.get("update_epochs", 1)
-    observer = observer_of(file, teacher) if kind == "rl" else None
-    whole = run(file, kind, devices, monkeypatch, killed_at=half, observer=observer)
-    if observer is not None:
-        assert len(observer.steps) == 2
-        observer.check()
-    assert all(np.isfinite(line["loss"]) for line in whole.told)
-    assert any(line["grad_norm"] > 0 for line in whole.told)
-    if "speculative" in (a, b):
-        assert any(line["rollout/speculative/share"] > 0 for line in whole.told), "the last step may sample none"
-        assert all(line["drafter/grad_norm"] > 0 for line in whole.told)
+    fields = merged(BASE[kind], one.stage, other.stage)
+    half = fields.get("updates", 1) * fields.get("update_epochs", 1)
+    devices = one.devices + other.devices - 1
+    if kind == "rl":
+        file = check_rl(folder, teacher, monkeypatch, a, b, killed_at=half)
+    else:
+        file = write(folder, teacher, kind, a, b)
+        told = run(file, kind, devices, monkeypatch, killed_at=half).told
+        assert all(np.isfinite(line["loss"]) for line in told)
+        assert any(line["grad_norm"] > 0 for line in told)
     expected = saved(folder, kind)
     shutil.rmtree(folder / "out")
     (folder / "killed").rename(folder / "out")
@@ -183,59 +198,17 @@ def check_pair(folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kin
         assert saved(folder, kind) == expected
 
 
-def unweighted(self: Any, proximal: Any, behaviour: Any, mask: Any, ids: Any) -> Any:
-    ratio, metrics = IMPORTANCE(self, proximal, behaviour, mask, ids)
-    return jnp.ones_like(ratio), metrics
-
-
-def first_reward(parts_PG: Any, weights: Any, penalties_PG: Any) -> Any:
-    first = next(iter(parts_PG))
-    return DECOUPLED({first: parts_PG[first]}, weights, penalties_PG)
-
-
-IMPORTANCE, DECOUPLED, PENALTY = ImportanceSampling.__call__, algorithms.decoupled, RewardKL.__call__
-ENTROPIES, LEVEL, COUNTS, TEACHERS = (
-    rl_step.top_entropy,
-    policy.level_log_ratio,
-    reduce.sample_counts,
-    rl_step.add_teachers,
-)
-FAULTS: dict[str, tuple[str, str, Any, str, Callable[..., Any]]] = {
-    "reward penalised with the wrong sign": ("kl_in", "top_entropy", RewardKL, "__call__", lambda *x: -PENALTY(*x)),
-    "importance weights all 1": ("importance_sampling", "truncated", ImportanceSampling, "__call__", unweighted),
-    "lowest entropies": (
-        *("top_entropy", "kl_in", rl_step, "top_entropy"),
-        lambda parts, entropies, share: ENTROPIES(parts, [-one for one in entropies], share),
-    ),
-    "first reward alone": ("gdpo", "curriculum", algorithms, "decoupled", first_reward),
-    "token ratios": ("gspo", "update_epochs", policy, "level_log_ratio", lambda _, *x: LEVEL("token", *x)),
-    "rows counted as samples": ("agent", "teachers", reduce, "sample_counts", lambda w, s, _: COUNTS(w, s, None)),
-    "teacher pushed away": (
-        *("teachers", "truncated", rl_step, "add_teachers"),
-        lambda batch, teacher, coef: TEACHERS(batch, teacher, -coef),
-    ),
-    "standing reference": ("agent", "reference", Reference, "refresh", lambda *_: None),
-}
-"""Pair, place and substitute of each seeded fault."""
-
-
 @pytest.mark.parametrize("name", often(FAULTS, "lowest entropies"))
 def test_a_seeded_fault_turns_its_pair_red(
     tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    a, b, place, attribute, substitute = FAULTS[name]
-    devices = STAGES["rl"][a].devices + STAGES["rl"][b].devices - 1
-
-    def red(folder: Path) -> bool:
-        file = write(folder, teacher, "rl", a, b)
-        observer = observer_of(file, teacher)
-        run(file, "rl", devices, monkeypatch, observer=observer)
-        try:
-            observer.check()
-        except AssertionError:
-            return True
-        return False
-
-    assert not red(tmp_path / "right")
-    monkeypatch.setattr(place, attribute, substitute)
-    assert red(tmp_path / "wrong")
+    """The pair itself is run by another test."""
+    (a, b), place, attribute, wrong = FAULTS[name]
+    monkeypatch.setattr(place, attribute, wrong(getattr(place, attribute)))
+    for programs in Recent.every:  # those of an equal run without the fault
+        programs.clear()
+    with pytest.raises((AssertionError, KeyError)):
+        check_rl(tmp_path, teacher, monkeypatch, a, b)
+    monkeypatch.undo()
+    for programs in Recent.every:
+        programs.clear()
