@@ -241,6 +241,9 @@ RL = {
         {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k2", "kl_bias_correction": False}}, one_of="kl"
     ),
     "reference": Feature({"algorithm": {"kl_coef": 0.1}, "reference": {"refresh_every": 1, "mixup": 0.5}}, one_of="kl"),
+    "reference.model": Feature(
+        {"algorithm": {"kl_coef": 0.1}, "reference": {"model": "base"}}, {"lora": {"rank": 2}}, one_of="kl"
+    ),
     "importance_sampling": Feature(
         {"sampling": {"top_p": 0.9}, "algorithm": {"importance_sampling": {"level": "sequence_mean"}}},
         one_of="importance",
@@ -340,6 +343,28 @@ BASE: dict[str, dict[str, Any]] = {
 }
 STAGES = {"rl": RL, "sft": SFT, "preference": PREFERENCE, "distill": DISTILL}
 
+
+ABOUT = """\
+# Features together
+
+Made by `tests/pairs.py`. The tests run each pair of these features for two steps (`+`), or it is refused by name (`x`,
+with the reason below). A dot: both choose for the same field. A run that was killed between the steps ends with the
+same bits.
+
+In RL a `+` proves that all that a run does is what `tests/oracles.py` computes, float64 NumPy from the papers that
+shares no code with the package:
+
+- samples are drawn by the weights that they name, as old as `asynchronous` allows, with the log-probabilities that a
+  forward pass of each row by itself gives; they end at the first stop token or limit, and environments, agents and
+  reward models pay what they say;
+- groups are kept as filter and `refill` say, and an epoch learns once from each sample, with all of its rows;
+- rewards and advantages of the record, the advantage of each token, and a critic's values and returns;
+- the loss of each update of actor and critic, and the norm of its gradient, by central differences through full logits;
+- the weights after each update, by the optimiser's formula, or the same bits where the update is skipped.
+
+Each feature has a fault in `tests/rl_faults.py` that turns such a pair red, but for `dtype`, `fsdp` and `tensor`.
+"""
+"""Head of the page."""
 
 Pair = tuple[str, str]
 Refusals = dict[Pair, str | None]
@@ -462,11 +487,7 @@ def refused(kind: str) -> list[Pair]:
 def page(found: Mapping[str, Refusals]) -> str:
     """Documentation page of the pairs."""
     text = [
-        "# Features together\n",
-        "Made by `tests/pairs.py`. The tests run each pair of these features for two steps (`+`): a run that was",
-        "killed in between ends with the same bits. In RL every sampled token is learned from once per epoch; without",
-        "a critic its advantage and the loss of each update are those of `tests/oracles.py`, NumPy from the papers.",
-        "Or the pair is refused by name (`x`, with the reason below). A dot: both choose for the same field.\n",
+        ABOUT,
     ]
     for kind, refused in found.items():
         names = list(STAGES[kind])

@@ -161,7 +161,7 @@ def without_pictures(right: Any) -> Any:
 
 
 def half_of_adapter(right: Any) -> Any:
-    return lambda self: frozenset(path for path in right(self) if not path.endswith("q.adapters.b")) or right(self)
+    return lambda self: frozenset(path for path in right(self) if not path.endswith("lora_a"))
 
 
 FAULTS: dict[str, Fault] = {

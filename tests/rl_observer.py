@@ -67,7 +67,7 @@ class PlainModel:
     def __init__(self, model: Decoder, temperature: float):
         weights = ModelWeights(model)
         shapes, structs = weights.outline(), weights.structs()
-        adapter = frozenset(path for path in structs if ".adapters." in path)
+        adapter = frozenset(path for path in structs if path.endswith(("lora_a", "lora_b")))
         trainable = adapter or frozenset(path for path in structs if not path.startswith("tower."))
         self.trainable, self.scalar_head = trainable, model.config.scalar_head
 
@@ -255,6 +255,8 @@ class Observer:
                 rows += sample.rows
             groups.append(made)
         own = {path: x.astype(weights[path].dtype) for path, x in self.reference.items()}
+        if self.stage.get("reference", {}).get("model") == "base":
+            own = {path: np.zeros_like(x) for path, x in weights.items() if path.endswith("lora_b")}
         old, sampler = self.actor.stats(weights, rows), [np.asarray(row.logps, np.float64) for row in rows]
         ref = self.actor.stats({**weights, **own}, rows)
         none = [np.zeros(len(row.tokens)) for row in rows]
@@ -332,6 +334,8 @@ class Observer:
                 assert not ends & set(said[:-1]), said
                 assert said[-1] in ends or len(said) == self.stage["sampling"]["max_tokens"], said
                 assert all(rows[row].sampled[start:end])
+            paid = sum(reward for *_, reward in sample.turns)
+            np.testing.assert_allclose(sample.rewards.get("env", paid), paid, rtol=1e-6)
             places = sum(end - start for _, start, end, _ in sample.turns)
             assert places == sum(sum(rows[row].sampled) for row in sample.rows)
         self.check_scores(groups, rows)
@@ -433,7 +437,7 @@ class Observer:
             batch=batch,
             stats=stats,
             before=before,
-            after=on_host(trainer.params),
+            after=on_host(trainer.weights),
             loss=told["loss"].value(),
             grad_norm=float(told["grad_norm"]),
             skipped=float(told["update_skipped"]) > 0,
