@@ -287,36 +287,118 @@ RL = {
     "fsdp": _mesh(fsdp=2),
     "tensor": _mesh(tensor=2),
 }
-SFT = {
+TRAINED = {
+    "adamw": Feature(
+        {"optimizer": {"weight_decay": 0.1, "schedule": "linear", "clip_value": 0.02, "max_grad_norm": 0.5}},
+        one_of="optimizer",
+    ),
+    "lion": Feature({"optimizer": {"kind": "lion"}}, one_of="optimizer"),
+    "adafactor": Feature({"optimizer": {"kind": "adafactor", "min_factored": 8}}, one_of="optimizer"),
+    "muon": Feature({"optimizer": {"kind": "muon", "iteration": "newton_schulz"}}, one_of="optimizer"),
+    "optax": Feature({"optimizer": {"fn": "optax:sgd", "learning_rate": 1.0}}, one_of="optimizer"),
+    "moments": Feature({"optimizer": {"moments": "int8"}}),
+    "ema": Feature({"optimizer": {"ema": {"decay": 0.5}}}),
+    "bfloat16": Feature({}, {"dtype": "bfloat16"}),
+    "lora": Feature({}, LORA),
+    "quantize": Feature({}, {**LORA, "quantize": "nf4"}),
+    "mixture": Feature({"router": {"balance_coef": 0.1, "z_coef": 0.01}}, {"init": MOE}, one_of="family"),
+    "data": _mesh(data=2),
+    "fsdp": _mesh(fsdp=2),
+    "tensor": _mesh(tensor=2),
+    "micro_batch_rows": Feature({"micro_batch_rows": 2}),
+}
+"""Features of how offline stages train."""
+FITTED = {
     "packing": Feature({"packing": False}),
     "truncate": Feature({"overlong": "truncate", "row_tokens": 20}, one_of="overlong"),
     "drop": Feature({"overlong": "drop", "row_tokens": 20}, one_of="overlong"),
+}
+
+
+def _held_out(name: str) -> dict[str, Any]:
+    return {"eval_dataset": _file(name), "eval_every": 1}
+
+
+MIX = {"mix": [{"path": "plain.jsonl", "chat": False}]}
+SFT = {
+    **FITTED,
+    "split": Feature({"overlong": "split", "row_tokens": 20, "dataset": _file("texts")}, one_of="overlong"),
     "last_turn_only": Feature({"last_turn_only": True}),
     "train_on_prompt": Feature({"train_on_prompt": True}),
-    "mix": Feature({"mix": [{"path": "plain.jsonl", "chat": False}]}),
+    "mix": Feature(MIX),
     "dft": Feature({"loss": "dft"}),
+    "label_smoothing": Feature({"label_smoothing": 0.1}),
     "noise_alpha": Feature({"noise_alpha": 5.0}),
-    "micro_batch_rows": Feature({"micro_batch_rows": 2}),
-    "moments": Feature({"optimizer": {"moments": "int8"}}),
     "chat_template": Feature({}, {"chat_template": "rewriting.jinja"}),
-    "lora": Feature({}, LORA),
-    "quantize": Feature({}, {**LORA, "quantize": "nf4"}),
+    "eval_dataset": Feature(_held_out("held_turns")),
+    "qk_clip": Feature({"optimizer": {"qk_clip": 0.5}}, {"init": {"model_type": "llama"}}, one_of="family"),
+    **TRAINED,
 }
 DISTILL = {
-    **{name: SFT[name] for name in ("packing", "truncate", "drop", "mix", "micro_batch_rows", "lora", "quantize")},
-    "beta": Feature({"beta": 0.5}),
-    "cross_entropy": Feature({"cross_entropy": 0.5}),
+    **FITTED,
+    "mix": Feature(MIX),
+    "temperature": Feature({"temperature": 2.0}),
+    "beta": Feature({"beta": 0.3}, one_of="beta"),
+    "reverse": Feature({"beta": 1.0}, one_of="beta"),
+    "cross_entropy": Feature({"cross_entropy": 0.3}),
     "features": Feature({"features": {"hidden": {"layers": {0: 0}}}}),
     "on_policy": Feature({"on_policy": 1.0, "sampling": {"max_tokens": 6, "stop_token_ids": ENDS}}),
-    "two_teachers": Feature({"teachers": [{"path": "teacher"}] * 2, "teacher_column": "who"}),
+    "two_teachers": Feature({"teachers": [{"path": "teacher"}] * 2, "teacher_column": "who"}, one_of="teachers"),
+    "top_k": Feature(
+        {"teachers": [{"path": "teacher", "mesh": {"data": 1, "fsdp": 1}, "devices": "shared"}], "top_k": 8},
+        one_of="teachers",
+    ),
+    "cache": Feature({"cache": "cache", "top_k": 8}, one_of="teachers"),
+    "eval_dataset": Feature(_held_out("held_answers")),
+    **{name: one for name, one in TRAINED.items() if name not in ("adamw", "lion", "adafactor", "muon", "optax")},
+}
+COMPARED = {
+    "share_prompts": Feature({"share_prompts": False}),
+    "eval_dataset": Feature(_held_out("held_pairs")),
+    **FITTED,
+    **{name: one for name, one in TRAINED.items() if name not in ("adamw", "lion", "adafactor", "muon", "optax")},
 }
 PREFERENCE = {
     "ipo": Feature({"loss": "ipo"}, one_of="loss"),
     "kto": Feature({"loss": "kto", "dataset": _file("judged")}, one_of="loss"),
     "simpo": Feature({"loss": "simpo"}, one_of="loss"),
+    "orpo": Feature({"loss": "orpo"}, one_of="loss"),
+    "combined": Feature(
+        {"loss": {"kind": ["sigmoid", "sft"], "weights": [1.0, 0.3], "beta": 0.5, "label_smoothing": 0.1}},
+        one_of="loss",
+    ),
+    "use_weighting": Feature({"loss": {"kind": "sigmoid", "use_weighting": True, "beta": 0.5}}, one_of="loss"),
+    "tail_weight": Feature({"loss": {"kind": "sigmoid", "tail_weight": 0.5, "beta": 0.5}}, one_of="loss"),
     "live": Feature({"reference": "live"}),
-    "share_prompts": Feature({"share_prompts": True}),
-    **{name: SFT[name] for name in ("packing", "truncate", "drop", "micro_batch_rows", "moments", "lora", "quantize")},
+    **COMPARED,
+}
+REWARD_MODEL = {
+    "center_coef": Feature(
+        {"loss": {"kind": "bradley_terry", "center_coef": 0.1}, "dataset": _file("margins")}, one_of="loss"
+    ),
+    "process": Feature({"loss": "process", "dataset": _file("steps")}, one_of="loss"),
+    **COMPARED,
+}
+DRAFTER = {
+    **FITTED,
+    "last_turn_only": Feature({"last_turn_only": True}),
+    "train_on_prompt": Feature({"train_on_prompt": True}),
+    "mix": Feature(MIX),
+    "layers": Feature({"layers": 2}),
+    "eval_dataset": Feature(_held_out("held_turns")),
+    **{name: TRAINED[name] for name in ("moments", "ema", "bfloat16", "data", "fsdp", "tensor", "micro_batch_rows")},
+}
+ONLINE_PREFERENCE = {
+    "ipo": Feature({"loss": "ipo"}, one_of="loss"),
+    "combined": Feature({"loss": {"kind": ["sigmoid", "sft"], "weights": [1.0, 0.3]}}, one_of="loss"),
+    "rewards": Feature({"rewards": ["low", "short"]}),
+    "share_prompts": Feature({"share_prompts": False}),
+    "rollout.quantize": Feature({"rollout": {"quantize": "int8"}}),
+    "cache_dtype": Feature({"rollout": {"cache_dtype": "int8"}}),
+    **{
+        name: TRAINED[name]
+        for name in ("moments", "bfloat16", "lora", "quantize", "mixture", "data", "fsdp", "tensor", "micro_batch_rows")
+    },
 }
 OFFLINE: dict[str, Any] = {
     "num_steps": 2,
@@ -340,8 +422,29 @@ BASE: dict[str, dict[str, Any]] = {
     "sft": {**OFFLINE, "dataset": _file("turns")},
     "distill": {**OFFLINE, "dataset": _file("answered"), "teachers": [{"path": "teacher"}]},
     "preference": {**OFFLINE, "dataset": _file("pairs")},
+    "reward_model": {**OFFLINE, "dataset": _file("pairs")},
+    "drafter": {**OFFLINE, "dataset": _file("turns"), "tokens": 2, "window": 3},
+    "online_preference": {
+        "dataset": _file("chat"),
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "row_tokens": 64,
+        "num_steps": 2,
+        "rewards": [],
+        "sampling": {"max_tokens": 6, "stop_token_ids": ENDS},
+        "optimizer": {"learning_rate": 1e-2},
+        "checkpoint_every": 1,
+    },
 }
-STAGES = {"rl": RL, "sft": SFT, "preference": PREFERENCE, "distill": DISTILL}
+STAGES = {
+    "rl": RL,
+    "sft": SFT,
+    "preference": PREFERENCE,
+    "distill": DISTILL,
+    "reward_model": REWARD_MODEL,
+    "online_preference": ONLINE_PREFERENCE,
+    "drafter": DRAFTER,
+}
 
 
 ABOUT = """\
@@ -362,7 +465,18 @@ shares no code with the package:
 - the loss of each update of actor and critic, and the norm of its gradient, by central differences through full logits;
 - the weights after each update, by the optimiser's formula, or the same bits where the update is skipped.
 
-Each feature has a fault in `tests/rl_faults.py` that turns such a pair red, but for `dtype`, `fsdp` and `tensor`.
+Each feature of RL has a fault in `tests/rl_faults.py` that turns such a pair red, but for `dtype`, `fsdp` and `tensor`.
+
+In the other stages a `+` proves what `tests/offline_oracles.py` computes in the same way, from the files of data and
+the papers:
+
+- the tokens of each row as the template writes them, cut or dropped as `overlong` says, with the positions, loss
+  weights, roles, margins and shares of teachers of each; every row is seen as often as every other;
+- the loss of each update, its metrics and the norm of its gradient, from full logits of each sequence by itself,
+  against the model of the stage's beginning and the teachers where there are some;
+- what the optimiser makes of the gradient, the average of the weights, and the loss of held-out rows at each step.
+
+Faults in `tests/stages/test_pairs.py` turn such pairs red.
 """
 """Head of the page."""
 
@@ -390,15 +504,24 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
         functions["short"]["weight"] = 0.5
         functions["model"] = {"model": str(teacher / "reward"), "name": "model"}
         stage["rewards"] = [functions[n] for n in (named or [[] if paid else ["low"]])[0]]
+    if kind == "online_preference":
+        stage["rewards"] = [{"fn": f"pairs_code.py:{name}"} for name in stage["rewards"] or ["low"]]
     if "teachers" in stage:
-        paths = [teacher, teacher / "second"][: len(stage["teachers"])]
-        stage["teachers"] = [{"path": str(path), "name": f"t{n}"} for n, path in enumerate(paths)]
+        paths = [teacher, teacher / ("second" if kind == "rl" else "peaked")][: len(stage["teachers"])]
+        given = enumerate(zip(stage["teachers"], paths, strict=True))
+        stage["teachers"] = [{**one, "path": str(path), "name": f"t{n}"} for n, (one, path) in given]
+    if "cache" in stage:
+        stage["cache"] = str(folder / "cache")
     if "speculative" in (a, b):
         stage = merged(stage, {"rollout": {"speculative": {"path": str(teacher / "drafter")}}})
     init = INIT | SIZES
+    if kind != "rl":
+        init |= {"initializer_range": 0.3}  # far from uniform, so that wrong numbers differ from right ones
     # A model with a tower has its sizes in two parts.
     init = {} if "vision" in {**one.model, **other.model} else init
     model = {"init": init, "tokenizer": "bytes", "chat_template": "short.jinja"}
+    if kind == "drafter":
+        model = {"path": str(teacher / "peaked"), "chat_template": "short.jinja"}
     mesh = {**MESH, **one.mesh, **other.mesh}
     file = write_run(folder, stage, model=merged(model, one.model, other.model), mesh=mesh)
     (folder / "pairs_code.py").write_text(CODE)
@@ -406,19 +529,23 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
     (folder / "rewriting.jinja").write_text(REWRITING)
     for number in range(2):
         Image.new("RGB", (20, 20), (120 * number, 60, 200)).save(folder / f"{number}.png")
-    for name, rows in _rows().items():
+    for name, rows in rows_of_datasets().items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
-def _rows() -> dict[str, list[dict[str, Any]]]:
-    """Rows of each dataset; one of them is longer than 20 tokens."""
+def rows_of_datasets() -> dict[str, list[dict[str, Any]]]:
+    """Rows of each dataset. Of most, 20 tokens leave no answer of one, and of another a part."""
 
     def user(n: int) -> dict[str, str]:
         return {"role": "user", "content": f"{n}?" if n else "how many is that?"}
 
     def said(text: str) -> dict[str, str]:
         return {"role": "assistant", "content": text}
+
+    def shares(n: int) -> dict[str, float]:
+        """Weight of each of two teachers."""
+        return {"t0": 0.25 * (n % 3), "t1": 1 - 0.25 * (n % 3)}
 
     return {
         "chat": [{"prompt": [user(n)], "answer": str(n), "who": f"t{n % 2}"} for n in range(1, 7)],
@@ -431,27 +558,70 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
             }
             for n in range(1, 7)
         ],
-        "turns": [{"messages": [user(n), said("ab"), user(n + 1), said(f"c{n}")]} for n in range(6)],
-        "plain": [{"prompt": f"{n}+1=", "completion": str(n + 1), "who": f"t{n % 2}"} for n in range(6)],
+        "turns": [
+            {"messages": [user(n), said("ab"), user(n + 1), said(f"c{n}" if n != 4 else "c4 and more")]}
+            for n in range(6)
+        ],
+        "plain": [{"prompt": f"{n}+1=", "completion": str(n + 1), "who": shares(n)} for n in range(6)],
         "answered": [
             {
                 "prompt": [user(n)],
                 "completion": [said(f"a{n}" if n > 1 else "an answer that is long")],
-                "who": f"t{n % 2}",
+                "who": shares(n),
             }
             for n in range(1, 7)
         ],
-        "pairs": [{"prompt": [user(n)], "chosen": [said("yes")], "rejected": [said(f"no{n}")]} for n in range(6)],
-        "judged": [{"prompt": [user(n)], "completion": [said(f"a{n}")], "label": n % 2 == 0} for n in range(6)],
+        "pairs": [
+            {
+                "prompt": [user(n)],
+                "chosen": [said({2: "y", 4: "yes, of course"}.get(n, "yes"))],
+                "rejected": [said("n" if n == 2 else f"no{n}")],
+            }
+            for n in range(6)
+        ],
+        "judged": [
+            {"prompt": [user(n)], "completion": [said(f"a{n}" if n != 4 else "a4 and more")], "label": n % 2 == 0}
+            for n in range(6)
+        ],
+        "margins": [
+            {"prompt": [user(n)], "chosen": [said("yes")], "rejected": [said(f"no{n}")], "margin": 0.5 * n}
+            for n in range(6)
+        ],
+        "texts": [{"text": f"text {n}" * (n + 1)} for n in range(6)],
+        "steps": [
+            {
+                "prompt": [user(n)],
+                "completions": ["a", "bc", f"{n}"][: 1 + n % 3],
+                "labels": [n > 2, True, False][: 1 + n % 3],
+            }
+            for n in range(6)
+        ],
+        "held_turns": [{"messages": [user(n), said("ab"), user(n + 1), said(f"d{n}")]} for n in (1, 2, 1)],
+        "held_answers": [{"prompt": [user(n)], "completion": [said(f"b{n}")], "who": shares(n)} for n in (1, 2, 1)],
+        "held_pairs": [
+            {
+                "prompt": [user(n)],
+                "chosen": [said("ja")],
+                "rejected": [said(f"no{n}")],
+                "completions": ["a", "b"],
+                "labels": [n > 1, False],
+            }
+            for n in (1, 2, 5)
+        ],
     }
 
 
+def teacher_fields(name: str) -> dict[str, Any]:
+    """Arguments of `init_model` for a teacher by the name of its folder: `peaked` is far from uniform."""
+    fields = {**INIT, **SIZES, "vocab_size": 261} | ({"initializer_range": 0.3} if name == "peaked" else {})
+    return {"hf_config": fields, "dtype": jnp.float32, "seed": {"second": 2, "peaked": 4}.get(name, 1)}
+
+
 def write_teacher(folder: Path) -> Path:
-    """Write a model with random weights, the tokenizer of the runs, and a block drafter."""
+    """Write models with random weights, the tokenizer of the runs, and a block drafter."""
     fields = {**INIT, **SIZES, "vocab_size": 261}
-    for path, seed in ((folder, 1), (folder / "second", 2)):
-        model = init_model(fields, dtype=jnp.float32, seed=seed)
-        save_model(model, path, tokenizer=load_tokenizer("bytes"))
+    for path in (folder, folder / "second", folder / "peaked"):
+        save_model(init_model(**teacher_fields(path.name)), path, tokenizer=load_tokenizer("bytes"))
     model = init_model(fields, dtype=jnp.float32, seed=3)
     add_scalar_head(model, seed=3)
     template = folder.parent / "short.jinja"

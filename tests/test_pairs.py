@@ -46,6 +46,9 @@ KEPT: dict[str, list[Pair]] = {
     "sft": [("truncate", "mix")],
     "preference": [],
     "distill": [],
+    "reward_model": [],
+    "online_preference": [],
+    "drafter": [],
 }
 """Pairs that run each time; all others in thorough runs."""
 
