@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from posttrain.batch import Batch
 from posttrain.cluster.reference import Reference
@@ -20,7 +21,7 @@ from posttrain.data import format as data_format
 from posttrain.data import pair_examples, pipeline
 from posttrain.distill import features, targets
 from posttrain.distill import teachers as distill_teachers
-from posttrain.kernels.attention import blockwise
+from posttrain.kernels.attention import dispatch
 from posttrain.kernels.logits import divergence
 from posttrain.losses import pairs, preference, reward_model, sft
 from posttrain.losses.preference import KTOLoss, LogRatios, PreferenceLoss
@@ -29,6 +30,7 @@ from posttrain.losses.router import RouterLoss
 from posttrain.rl import online_dpo
 from posttrain.stages import distill as distill_stage
 from posttrain.stages import sft as sft_stage
+from posttrain.stages.preference import PREFERENCE_LOSSES
 from posttrain.train import layer_matching, muon, objective, optimizers, programs, transformations
 from posttrain.train.objective import Objective
 from posttrain.train.optimizers import Optimizer
@@ -102,6 +104,45 @@ def test_a_pair_runs(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPa
     check_pair(tmp_path, teacher, monkeypatch, kind, a, b)
 
 
+LOSSES: dict[str, Any] = {
+    "sigmoid": {"kind": "sigmoid", "divergence": "js_divergence"},
+    "sigmoid_norm": {"kind": "sigmoid_norm", "divergence": "forward_kl", "beta": 0.5},
+    "hinge": {"kind": "hinge", "divergence": "alpha_divergence", "alpha": 0.5},
+    "exo_pair": {"kind": "exo_pair", "label_smoothing": 0.01},
+    "nca_pair": "nca_pair",
+    "robust": {"kind": "robust", "label_smoothing": 0.1},
+    "bco_pair": "bco_pair",
+    "sppo_hard": "sppo_hard",
+    "aot": {"kind": ["aot", "sft"], "label_smoothing": 0.1},
+    "aot_unpaired": "aot_unpaired",
+    "apo_zero": "apo_zero",
+    "apo_down": "apo_down",
+    "discopop": "discopop",
+    "kto": {"kind": "kto", "desirable_weight": 2.0, "undesirable_weight": 0.5},
+    "apo_zero_unpaired": "apo_zero_unpaired",
+    "cpo": {"kind": "cpo", "label_smoothing": 0.1},
+    "cpo_hinge": "cpo_hinge",
+    "cpo_ipo": "cpo_ipo",
+    "simpo": {"kind": "simpo", "alpha": 0.1, "nll_coef": 0.5, "label_smoothing": 0.1},
+    "orpo": {"kind": "orpo", "beta": 0.5},
+    "sft": "sft",
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_every_loss_of_preference_is_the_oracles(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    file = write(tmp_path, teacher, "preference", "kto" if name in ("kto", "apo_zero_unpaired") else "ipo", "truncate")
+    written = yaml.safe_load(file.read_text())
+    written["stages"][0]["loss"] = LOSSES[name]
+    file.write_text(yaml.safe_dump(written))
+    observer = Observer(file)
+    run(file, 1, monkeypatch, observer, killed_at=0)
+    observer.check()
+
+
 def original(place: Any, name: str) -> Any:
     """Function before a fault takes its place."""
     return vars(place)[name]
@@ -152,7 +193,7 @@ FAULTS = {
     ),
     "neighbours seen": Fault(
         ("sft", "mix", "micro_batch_rows"),
-        blockwise,
+        dispatch,
         "visible",
         lambda right: lambda q, k, segments, others, *rest: right(q, k, segments * 0, others * 0, *rest),
     ),
