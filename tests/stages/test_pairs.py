@@ -255,9 +255,7 @@ FAULTS = {
         lambda _: lambda self, batch: np.asarray(self._actor.logps(batch)),
     ),
     "IPO of sums": Fault(("preference", "ipo", "truncate"), LogRatios, "mean_delta", lambda _: lambda self: self.delta),
-    "KTO without its KL": Fault(
-        ("preference", "kto", "packing"), KTOLoss, "_kl", lambda right: lambda self, *given: zero(right(self, *given))
-    ),
+    "KTO's KL below zero": Fault(("preference", "kto", "packing"), KTOLoss, "_kl", lambda _: unclipped),
     "SimPO's margin turned": Fault(
         ("preference", "simpo", "packing"),
         SimPOLoss,
@@ -351,8 +349,9 @@ FAULTS = {
 }
 
 
-def zero(mean: Mean) -> Mean:
-    return Mean(total=0 * mean.total, weight=mean.weight)
+def unclipped(self: KTOLoss, sequences: Any, ratios: Any) -> Mean:
+    others = (sequences.roles == 2) * (sequences.lengths > 0)
+    return Mean(total=(others * ratios).sum(), weight=1.0 * others.sum())
 
 
 def doubled_tail(found: Any) -> Any:
