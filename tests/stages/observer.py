@@ -22,6 +22,7 @@ from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from posttrain.weights.state import ModelWeights
 from tests import offline_oracles as oracles
+from tests import optimizer_oracles as updates
 from tests.offline_oracles import TURN, Labelled, Seen, Unit
 from tests.pairs import rows_of_datasets, teacher_fields
 from tests.stages.runs import lines
@@ -372,7 +373,7 @@ class Observer:
         first = self.updates[0].before
         section = self.fields["optimizer"]
         averages: list[Arrays] = []
-        parameters = oracles.Parameters(
+        parameters = updates.Parameters(
             {path: first[path] for path in self.trainer.params}, section, self.fields["num_steps"]
         )
         for update, line in zip(self.updates, told, strict=True):
@@ -383,7 +384,7 @@ class Observer:
                 noise = np.zeros((ROWS, TOKENS, update.noise.shape[-1]), np.float32)
                 for row, at in enumerate(one for _, places in found for one in places):
                     noise[row, : len(at.places)] = update.noise[at]
-                    oracles.check_noise(update.noise[at], self.fields["noise_alpha"])
+                    updates.check_noise(update.noise[at], self.fields["noise_alpha"])
                 assert len(np.unique(noise[noise != 0])) > 0.9 * np.count_nonzero(noise), "drawn for each row and step"
             blocks = self.blocks(update.batch, found) if self.kind == "drafter" else None
             value, gradient = self.value(occurrences, update.before, noise, blocks)
@@ -401,7 +402,8 @@ class Observer:
             heads = None
             if "qk_clip" in section:
                 sequences = [unit.sequences[0] for unit in occurrences]
-                heads = oracles.clip_of_heads(update.before, sequences, noise, section["qk_clip"])
+                size = self.model["init"]["head_dim"]
+                heads = updates.clip_of_heads(update.before, sequences, noise, section["qk_clip"], size)
                 assert min(heads) < 1, "the limit clips nothing"
             self.check_update(parameters, update, gradient, heads)
             averages.append(dict(parameters.average))
@@ -427,7 +429,7 @@ class Observer:
                 close(line[f"eval/{name}"], expected, f"eval/{name}", rtol)
 
     def check_update(
-        self, parameters: oracles.Parameters, update: Update, gradient: Arrays, heads: Sequence[float] | None
+        self, parameters: updates.Parameters, update: Update, gradient: Arrays, heads: Sequence[float] | None
     ) -> None:
         """Parameters move as the optimizer's oracle moves them. Numbers without a clear gradient are left out: the sign
         of Adam's first updates is that of rounding there."""
@@ -465,7 +467,7 @@ class Observer:
             return 0.3
         return 0.1 if section.get("moments", "float32") != "float32" else 0.01
 
-    def check_model(self, parameters: oracles.Parameters) -> None:
+    def check_model(self, parameters: updates.Parameters) -> None:
         """The saved model is that of the last update, or the average of all."""
         if self.kind == "drafter":
             return

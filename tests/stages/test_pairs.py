@@ -108,6 +108,7 @@ LOSSES: dict[str, Any] = {
     "sigmoid": {"kind": "sigmoid", "divergence": "js_divergence"},
     "sigmoid_norm": {"kind": "sigmoid_norm", "divergence": "forward_kl", "beta": 0.5},
     "hinge": {"kind": "hinge", "divergence": "alpha_divergence", "alpha": 0.5},
+    "ipo": {"kind": "ipo", "beta": 0.5},
     "exo_pair": {"kind": "exo_pair", "label_smoothing": 0.01},
     "nca_pair": "nca_pair",
     "robust": {"kind": "robust", "label_smoothing": 0.1},
