@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from posttrain.batch import Batch
 from posttrain.models.activations import HIDDEN, Taps
 from posttrain.models.decoder import Decoder
+from posttrain.runtime.xla import Recent
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from posttrain.weights.state import ModelWeights
@@ -30,7 +31,7 @@ from tests.stages.runs import lines
 ROWS, TOKENS, VOCAB = 32, 64, 261
 """Shape in which models read sequences, each in a row of its own; one program serves all runs."""
 Arrays = Mapping[str, np.ndarray]
-PROGRAMS: dict[Any, Any] = {}
+PROGRAMS = Recent[Any](8)
 
 
 class Outputs(NamedTuple):
@@ -44,13 +45,6 @@ class Outputs(NamedTuple):
     """Output of the first layer at the token before each."""
     routers: Any
     """Sums over tokens and MoE layers of the balance and of the squared log-partitions of routers."""
-
-
-def program(key: Any, make: Callable[[], Any]) -> Any:
-    """Compiled function of this key."""
-    if key not in PROGRAMS:
-        PROGRAMS[key] = make()
-    return PROGRAMS[key]
 
 
 def shifted(values: Any) -> Any:
@@ -88,7 +82,7 @@ class Outside:
 
     def __call__(self, weights: Arrays, sequences: Sequence[Labelled]) -> Outputs:
         """Outputs in float64."""
-        run = program(
+        run = PROGRAMS.of(
             ("read", self.structure.graph), lambda: jax.jit(lambda *given: read(self.structure, *given, None))
         )
         found = run(dict(weights), *laid_out(sequences)[:2])
@@ -157,6 +151,8 @@ class Observer:
         self.trainer: Trainer | None = None
         self.data = rows_of_datasets()
         self.out = file.parent / "out"
+        self.evaluated: list[list[Batch]] = []
+        """Batches of each evaluation of sequences."""
         self.groups: list[list[list[tuple[tuple[int, ...], int]]]] = []
         """Samples of each prompt of each online step: tokens, and place of the first that was sampled."""
 
@@ -386,10 +382,10 @@ class Observer:
                     noise[row, : len(at.places)] = update.noise[at]
                     updates.check_noise(update.noise[at], self.fields["noise_alpha"])
                 assert len(np.unique(noise[noise != 0])) > 0.9 * np.count_nonzero(noise), "drawn for each row and step"
+            if not occurrences:  # no sample is better than another
+                continue
             blocks = self.blocks(update.batch, found) if self.kind == "drafter" else None
             value, gradient = self.value(occurrences, update.before, noise, blocks)
-            if not occurrences:
-                continue
             close(line["loss"], value.loss, "loss", self.tolerance)
             for name, expected in value.metrics.items():
                 close(line[name], expected, name, self.tolerance)
@@ -413,9 +409,13 @@ class Observer:
     def check_evaluations(self, averages: Sequence[Arrays]) -> None:
         """Loss and metrics of the held-out rows are the oracle's at the beginning and after each update."""
         dataset = self.fields.get("eval_dataset")
-        if dataset is None or self.fields.get("on_policy") or self.kind == "drafter":
+        if dataset is None or self.fields.get("on_policy"):
             return
-        units = self.units(dataset)
+        units, blocks = self.units(dataset), None
+        if self.kind == "drafter":
+            (batch,) = self.evaluated[0]
+            found = list(self.units_in(batch, {unit.key: unit for unit in units}))
+            units, blocks = [unit for unit, _ in found], self.blocks(batch, found)
         told = [line for line in lines(self.out) if "eval/loss" in line]
         assert [line["step"] for line in told] == [*range(len(self.updates) + 1)]
         for line in told:
@@ -423,7 +423,7 @@ class Observer:
             weights = {**self.updates[0].before, **(self.updates[step - 1].after if step else {})}
             if step and "ema" in self.fields["optimizer"]:
                 weights |= {path: one.astype(np.float32) for path, one in averages[step - 1].items()}
-            value, _ = self.value(units, weights, None)
+            value, _ = self.value(units, weights, None, blocks)
             rtol = 5 * self.tolerance if "ema" in self.fields["optimizer"] else self.tolerance
             for name, expected in {"loss": value.loss, **value.metrics}.items():
                 close(line[f"eval/{name}"], expected, f"eval/{name}", rtol)
@@ -535,9 +535,21 @@ class Observer:
             seen = Seen(out.logps, out.logits, scores=out.scores, **{**constants, **matched})
             return oracles.LOSSES[kind](jnp, seen, fields).loss + router_loss(out.routers, lengths), out
 
-        names = ("router", "loss", "beta", "temperature", "cross_entropy", "features", "label_smoothing", "top_k")
+        names = (
+            "tokens",
+            "window",
+            "layers",
+            "router",
+            "loss",
+            "beta",
+            "temperature",
+            "cross_entropy",
+            "features",
+            "label_smoothing",
+            "top_k",
+        )
         key = (kind, json.dumps({name: fields.get(name) for name in names}), structure.graph, *sorted(trained))
-        run = program(key, lambda: jax.jit(jax.grad(loss, has_aux=True)))
+        run = PROGRAMS.of(key, lambda: jax.jit(jax.grad(loss, has_aux=True)))
         wide = {path: np.asarray(x, np.float32) for path, x in trained.items()}
         frozen = {path: x for path, x in before.items() if path not in trained}
         given = {name: np.asarray(x, np.float32) for name, x in constants.items()}

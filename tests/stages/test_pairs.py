@@ -48,7 +48,8 @@ __all__ = ["own_cache", "teacher"]
 def run(file: Path, devices: int, monkeypatch: pytest.MonkeyPatch, observer: Observer | None, killed_at: int) -> int:
     """Run to the end, and count the updates. `killed_at`: keep the files of this step, as a kill in the next one would
     leave them."""
-    out, step, pairs_of, number = file.parent / "out", Trainer.step, online_dpo.pairs_of_groups, 0
+    out, number = file.parent / "out", 0
+    step, evaluate, pairs_of = Trainer.step, Trainer.evaluate, online_dpo.pairs_of_groups
 
     def spied(self: Trainer, batch: Batch, *, update: bool = True) -> Any:
         nonlocal number
@@ -61,6 +62,12 @@ def run(file: Path, devices: int, monkeypatch: pytest.MonkeyPatch, observer: Obs
             return step(self, batch, update=update)
         return observer.step(self, batch, lambda: step(self, batch, update=update))
 
+    def evaluated(self: Trainer, batches: Any, each: Any = None) -> Any:
+        given = list(batches)
+        if observer is not None:
+            observer.evaluated.append(given)
+        return evaluate(self, given, each)
+
     def paired(groups_P: Any, roles_PG: Any) -> Any:
         if observer is not None:
             observer.groups.append([[(tuple(s.tokens), s.sampled.index(True)) for s in group] for group in groups_P])
@@ -68,6 +75,7 @@ def run(file: Path, devices: int, monkeypatch: pytest.MonkeyPatch, observer: Obs
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", spied)
+        patch.setattr(Trainer, "evaluate", evaluated)
         patch.setattr(online_dpo, "pairs_of_groups", paired)
         outcome = posttrain("run", file, devices=devices)
     assert outcome.code == 0, outcome.out + outcome.err
