@@ -220,16 +220,6 @@ RL = {
     "split_turns": Feature({**TALKS, "env": {**ENV, "split_turns": True}}, one_of="env"),
     "turn_advantages": Feature({**TALKS, "algorithm": {"turn_advantages": True}}, one_of="env"),
     "agent": Feature({"agent": {"fn": "pairs_code.py:play", "max_rows": 2}, "rewards": []}, one_of="env"),
-    "tools": Feature(
-        {
-            "tools": [{"fn": "pairs_code.py:look"}],
-            "tool_format": "pythonic",
-            "env": {"max_turns": 2},
-            "rewards": ["short"],
-            # Every turn is a call, of which no random model would write one.
-            "sampling": {"max_tokens": 20, "grammar": {"regex": '\\[look\\(word="[a-d]"\\)\\]'}},
-        }
-    ),
     "asynchronous": Feature({"asynchronous": {"max_staleness": 1}}, one_of="asynchronous"),
     "in_flight": Feature({"asynchronous": {"max_staleness": 1, "in_flight": True}}, one_of="asynchronous"),
     "refill": Feature({"refill": {"limit": 1}}),
@@ -264,6 +254,20 @@ RL = {
     "top_entropy": Feature({"algorithm": {"top_entropy": 0.5}}),
     "temperature": Feature({"sampling": {"temperature": 0.7}}),
     "grammar": Feature({"sampling": {"grammar": {"regex": "[a-p]{2,9}"}}}),
+    "tools": Feature(
+        {
+            "tools": [{"fn": "pairs_code.py:look"}],
+            "tool_format": "pythonic",
+            "env": {"max_turns": 2},
+            "rewards": ["short"],
+            # Every turn is a call, of which no random model would write one.
+            "sampling": {
+                "max_tokens": 20,
+                "stop_token_ids": [258],
+                "grammar": {"regex": '\\[look\\(word="[a-d]"\\)\\]'},
+            },
+        }
+    ),
     "updates": Feature({"updates": 2}),
     "update_epochs": Feature({"update_epochs": 2}),
     "eval_dataset": Feature({"eval_dataset": _file("chat"), "eval_every": 1}),
@@ -275,7 +279,7 @@ RL = {
     "qk_clip": Feature({"optimizer": {"qk_clip": 1e-3}}, {"init": {"model_type": "llama"}}, one_of="init"),
     "record_routing": Feature({"rollout": {"record_routing": True}}, {"init": MOE}, one_of="init"),
     "vision": Feature(
-        {"dataset": _file("seen")}, {"init": VISION, "vision": "frozen", "chat_template": None}, one_of="init"
+        {"dataset": _file("seen")}, {"init": VISION, "vision": "tower", "chat_template": None}, one_of="init"
     ),
     "dtype": Feature({}, {"dtype": "bfloat16"}),
     "lora": Feature({}, LORA),
@@ -656,9 +660,7 @@ def refused(kind: str) -> list[Pair]:
 
 def page(found: Mapping[str, Refusals]) -> str:
     """Documentation page of the pairs."""
-    text = [
-        ABOUT,
-    ]
+    text = [ABOUT]
     for kind, refused in found.items():
         names = list(STAGES[kind])
         text += [f"## {kind}\n", "| | " + " | ".join(str(n + 1) for n in range(len(names) - 1)) + " |"]

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,7 +26,7 @@ from posttrain.rl.step import EntropyControl
 from posttrain.rollout import speculative
 from posttrain.rollout.types import Transcript
 from posttrain.train import muon, objective, programs, transformations
-from posttrain.train.trainer import FrozenTowers
+from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.state import ModelWeights
 
@@ -154,8 +153,8 @@ def with_drafts_unread(right: Any) -> Any:
 
 
 def without_pictures(right: Any) -> Any:
-    def wrong(*x: Any) -> Any:
-        return jax.tree.map(np.zeros_like, right(*x))
+    def wrong(self: Any, batch: Any, **options: Any) -> Any:
+        return right(self, replace(batch, patches=np.zeros_like(batch.patches)), **options)
 
     return wrong
 
@@ -281,7 +280,7 @@ FAULTS: dict[str, Fault] = {
     "first teacher alone": Fault(("teacher_column", "lora"), Teachers, "logps", first_teacher),
     # Conversations.
     "a token of the environment": Fault(("env", "lora"), Transcript, "add_turn", after_the_last_turn),
-    "a result of a tool": Fault(("tools", "lora"), Transcript, "add", replies_are_sampled),
+    "a result of a tool": Fault(("tools", "updates"), Transcript, "add", replies_are_sampled),
     "turns counted as samples": Fault(
         ("split_turns", "lora"), reduce, "sample_counts", lambda right: lambda w, s, _: right(w, s, None)
     ),
@@ -327,7 +326,7 @@ FAULTS: dict[str, Fault] = {
         "_sample",
         experts_unread,
     ),
-    "no pictures": Fault(("truncated", "vision"), FrozenTowers, "_finish", without_pictures),
+    "no pictures": Fault(("truncated", "vision"), Trainer, "_arguments", without_pictures),
     "half an adapter": Fault(("truncated", "lora"), ModelWeights, "trainable", half_of_adapter),
     "old weights in 8 bits": Fault(("lora", "rollout.quantize"), WeightSync, "__call__", constant(lambda *_: {})),
     "drafted tokens with other logps": Fault(("lora", "speculative"), speculative, "_joined", with_drafts_unread),
