@@ -342,12 +342,11 @@ class Observer:
             assert places == sum(sum(rows[row].sampled) for row in sample.rows)
         self.check_scores(groups, rows)
         if "grammar" in self.stage["sampling"]:
-            texts = [
-                bytes(t for t in rows[row].tokens[start:end] if t not in ends)
-                for s in flat
-                for row, start, end, _ in s.turns
-            ]
-            assert all(re.fullmatch(rb"[a-p]*", text) for text in texts), texts
+            # Whole turns are in its language, with the stop token behind them.
+            turns = [rows[row].tokens[start:end] for sample in flat for row, start, end, _ in sample.turns]
+            texts = [bytes(list(turn[:-1])) for turn in turns if turn[-1] in ends]
+            regex = self.stage["sampling"]["grammar"]["regex"]
+            assert all(re.fullmatch(regex.encode(), text) for text in texts), texts
         if "curriculum" in self.stage and not ahead["max_staleness"]:
             begun = [rows[group[0].rows[0]].example.index for group in sorted(groups, key=lambda one: one[0].group)]
             for index in begun:
