@@ -210,7 +210,7 @@ RL = {
     "advantage_scale": Feature({"algorithm": {"advantage_scale": "batch"}}),
     "advantage": Feature({"algorithm": {"advantage": "pairs_code.py:twice"}}),
     "loss": Feature({"algorithm": {"loss": "pairs_code.py:Likelihood"}}),
-    "dual_clip": Feature({"update_epochs": 2, "algorithm": {"dual_clip": 1.21}}),
+    "dual_clip": Feature({"update_epochs": 2, "algorithm": {"clip_high": 0.01, "dual_clip": 1.02}}),
     "off_policy_mask": Feature({"update_epochs": 2, "algorithm": {"off_policy_mask": 0.01}}),
     "entropy_coef": Feature({"algorithm": {"entropy_coef": 0.1}}, one_of="entropy"),
     "entropy_target": Feature(
@@ -241,7 +241,7 @@ RL = {
     "mask": Feature(
         {
             "sampling": {"top_p": 0.9},
-            "algorithm": {"importance_sampling": {"level": "sequence_sum", "bound": "mask", "low": 0.6}},
+            "algorithm": {"importance_sampling": {"level": "sequence_sum", "bound": "mask", "low": 0.77}},
         },
         one_of="importance",
     ),

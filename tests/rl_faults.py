@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from posttrain.losses.ratios import ImportanceSampling
 from posttrain.losses.surrogates import CLIP, CISPOObjective, Clip, GMPOObjective, SAPOObjective, VESPOObjective
 from posttrain.losses.value import ValueLoss
 from posttrain.reward.model import ModelReward
-from posttrain.rl import algorithms, assemble, collector, returns, sampler
+from posttrain.rl import algorithms, collector, returns, sampler
 from posttrain.rl import step as rl_step
 from posttrain.rl.returns import RewardKL
 from posttrain.rl.step import EntropyControl
@@ -159,6 +160,14 @@ def without_pictures(right: Any) -> Any:
     return wrong
 
 
+def without_rates(right: Any) -> Any:
+    return lambda self, prompt, rewards: right(self, prompt, np.full_like(rewards, np.nan))
+
+
+def without_parameter_scale(right: Any) -> Any:
+    return lambda section, *x: right(section.model_copy(update={"parameter_scale": False}), *x)
+
+
 def half_of_adapter(right: Any) -> Any:
     return lambda self: frozenset(path for path in right(self) if not path.endswith("lora_a"))
 
@@ -232,7 +241,7 @@ FAULTS: dict[str, Fault] = {
     "no loss of one's own": Fault(
         ("loss", "updates"), algorithms, "loss_of", constant(lambda section: algorithms._policy_loss(section))
     ),
-    "no dual clip": Fault(("dual_clip", "lora"), Clip, "__call__", with_surrogate(without_dual_clip)),
+    "no dual clip": Fault(("dual_clip", "updates"), Clip, "__call__", with_surrogate(without_dual_clip)),
     "far samples are learned from": Fault(
         ("off_policy_mask", "lora"), policy, "off_policy_mask", constant(lambda _, advantages, *__: advantages > -9)
     ),
@@ -246,15 +255,18 @@ FAULTS: dict[str, Fault] = {
     "reward penalised with the wrong sign": Fault(
         ("kl_in", "top_entropy"), RewardKL, "__call__", lambda right: lambda *x: -right(*x)
     ),
-    "another estimator": Fault(
-        ("kl_estimator", "lora"), algorithms, "ESTIMATORS", lambda right: {**right, "k2": right["k3"]}
+    "the whole square": Fault(
+        ("kl_estimator", "update_epochs"),
+        algorithms,
+        "ESTIMATORS",
+        lambda right: {**right, "k2": lambda *x: 2 * right["k2"](*x)},
     ),
     "standing reference": Fault(("agent", "reference"), Reference, "refresh", constant(lambda *_: None)),
     "importance weights all 1": Fault(("importance_sampling", "truncated"), ImportanceSampling, "__call__", unweighted),
     "weights cut in place of masked": Fault(("mask", "lora"), ImportanceSampling, "__call__", with_bound("truncate")),
     "a token masked for its sequence": Fault(("reject", "lora"), ImportanceSampling, "__call__", with_bound("mask")),
     "logps of the trainer": Fault(
-        ("old_logps", "rollout.quantize"),
+        ("asynchronous", "old_logps"),
         rl_step,
         "compute_logps",
         lambda right: lambda *x, old_logps, **more: right(*x, old_logps="trainer", **more),
@@ -298,7 +310,7 @@ FAULTS: dict[str, Fault] = {
     "useless groups": Fault(
         ("refill", "lora"), collector, "filter_of", lambda right: lambda *x: lambda rewards: ~right(*x)(rewards)
     ),
-    "pass rates that stay": Fault(("curriculum", "lora"), sampler.Curriculum, "seen", constant(lambda *_: None)),
+    "pass rates that stay": Fault(("curriculum", "lora"), sampler.Curriculum, "seen", without_rates),
     "another temperature": Fault(("temperature", "lora"), objective, "token_stats", one_temperature),
     "a grammar without weights": Fault(("grammar", "lora"), ImportanceSampling, "__call__", unweighted),
     "one part alone": Fault(("updates", "lora"), rl_step, "_order", constant(lambda parts, *_: iter([0] * parts))),
@@ -315,14 +327,14 @@ FAULTS: dict[str, Fault] = {
         "lion",
         constant(lambda rate, **_: transformations.optax.adam(rate)),
     ),
-    "a stack in one": Fault(
-        ("truncated", "adafactor"), transformations, "each_of_stack", constant(lambda made, _: made)
+    "rates that are not relative": Fault(
+        ("truncated", "adafactor"), transformations, "_adafactor", without_parameter_scale
     ),
     "gradients that are not clipped": Fault(("kl_in", "fn"), programs, "clipped", constant(lambda grads, *_: grads)),
     "heads that are not clipped": Fault(("truncated", "qk_clip"), programs, "clip_factors", constant(lambda *_: {})),
     "experts of one's own": Fault(
         ("asynchronous", "record_routing"),
-        assemble,
+        importlib.import_module("posttrain.rl.assemble"),
         "_sample",
         experts_unread,
     ),
