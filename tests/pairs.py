@@ -137,6 +137,8 @@ class Feature(NamedTuple):
     mesh: Mapping[str, int] = MappingProxyType({})
     one_of: str | None = None
     """Name of a choice; two features of one choice are no pair, since both set the same field."""
+    reads: str | None = None
+    """What its other models and prompts are made for, `text` or `pictures`: the two are no pair."""
 
 
 def _file(name: str) -> dict[str, Any]:
@@ -202,7 +204,9 @@ RL = {
     "sapo": _algorithm("sapo"),
     "vespo": _algorithm("vespo"),
     "gmpo": _algorithm("gmpo", clip_low=0.05, clip_high=0.05),
-    "distill": Feature({"algorithm": {"kind": "distill"}, "teachers": [{"path": "teacher"}]}, one_of="algorithm"),
+    "distill": Feature(
+        {"algorithm": {"kind": "distill"}, "teachers": [{"path": "teacher"}]}, one_of="algorithm", reads="text"
+    ),
     "ppo": Feature({"algorithm": CRITIC}, one_of="algorithm"),
     "gae_level": Feature({**TALKS, "algorithm": {**CRITIC, "gae_level": "turn"}}, one_of="algorithm"),
     "warmup": Feature({"algorithm": merged(CRITIC, {"critic": {"warmup": 1}})}, one_of="algorithm"),
@@ -224,8 +228,10 @@ RL = {
     "in_flight": Feature({"asynchronous": {"max_staleness": 1, "in_flight": True}}, one_of="asynchronous"),
     "refill": Feature({"refill": {"limit": 1}}),
     "curriculum": Feature({"curriculum": {"pools": [0.0, 0.6, 1.0], "draw": [1.0, 0.0]}}),
-    "teachers": Feature({"teachers": [{"path": "teacher"}]}, one_of="teachers"),
-    "teacher_column": Feature({"teachers": [{"path": "teacher"}] * 2, "teacher_column": "who"}, one_of="teachers"),
+    "teachers": Feature({"teachers": [{"path": "teacher"}]}, one_of="teachers", reads="text"),
+    "teacher_column": Feature(
+        {"teachers": [{"path": "teacher"}] * 2, "teacher_column": "who"}, one_of="teachers", reads="text"
+    ),
     "kl_in": Feature({"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}, one_of="kl"),
     "kl_estimator": Feature(
         {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k2", "kl_bias_correction": False}}, one_of="kl"
@@ -266,12 +272,13 @@ RL = {
                 "stop_token_ids": [258],
                 "grammar": {"regex": '\\[look\\(word="[a-d]"\\)\\]'},
             },
-        }
+        },
+        reads="text",
     ),
     "updates": Feature({"updates": 2}),
     "update_epochs": Feature({"update_epochs": 2}),
     "eval_dataset": Feature({"eval_dataset": _file("chat"), "eval_every": 1}),
-    "model": Feature({"rewards": ["model"]}),
+    "model": Feature({"rewards": ["model"]}, reads="text"),
     "muon": _optimizer(kind="muon"),
     "lion": _optimizer(kind="lion"),
     "adafactor": _optimizer(kind="adafactor"),
@@ -279,12 +286,17 @@ RL = {
     "qk_clip": Feature({"optimizer": {"qk_clip": 1e-3}}, {"init": {"model_type": "llama"}}, one_of="init"),
     "record_routing": Feature({"rollout": {"record_routing": True}}, {"init": MOE}, one_of="init"),
     "vision": Feature(
-        {"dataset": _file("seen")}, {"init": VISION, "vision": "tower", "chat_template": None}, one_of="init"
+        {"dataset": _file("seen")},
+        {"init": VISION, "vision": "tower", "chat_template": None},
+        one_of="init",
+        reads="pictures",
     ),
     "dtype": Feature({}, {"dtype": "bfloat16"}),
     "lora": Feature({}, LORA),
     "rollout.quantize": Feature({"rollout": {"quantize": "int8"}}),
-    "speculative": Feature({"rollout": {"speculative": {"kind": "block", "optimizer": {"learning_rate": 1e-2}}}}),
+    "speculative": Feature(
+        {"rollout": {"speculative": {"kind": "block", "optimizer": {"learning_rate": 1e-2}}}}, reads="text"
+    ),
     "cache_dtype": Feature({"rollout": {"cache_dtype": "int8"}}),
     "placement": Feature({"placement": {"rollout": {"devices": 1}}}, devices=2),
     "data": _mesh(data=2),
@@ -455,8 +467,8 @@ ABOUT = """\
 # Features together
 
 Made by `tests/pairs.py`. The tests run each pair of these features for two steps (`+`), or it is refused by name (`x`,
-with the reason below). A dot: both choose for the same field. A run that was killed between the steps ends with the
-same bits.
+with the reason below). A dot: both choose for the same field, or one reads pictures and the other's models read text.
+A run that was killed between the steps ends with the same bits.
 
 In RL a `+` proves that all that a run does is what `tests/oracles.py` computes, float64 NumPy from the papers that
 shares no code with the package:
@@ -491,8 +503,12 @@ NAMED = re.compile(r"`([\w.]+)` and `([\w.]+)`(?=[,:])")
 
 def pairs(features: Mapping[str, Feature]) -> list[Pair]:
     """Pairs of features that do not choose for the same field."""
-    every = combinations(features, 2)
-    return [(a, b) for a, b in every if features[a].one_of is None or features[a].one_of != features[b].one_of]
+
+    def together(one: Feature, other: Feature) -> bool:
+        chosen = one.one_of is not None and one.one_of == other.one_of
+        return not chosen and len({one.reads, other.reads} - {None}) < 2
+
+    return [(a, b) for a, b in combinations(features, 2) if together(features[a], features[b])]
 
 
 def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
@@ -517,7 +533,8 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
     if "cache" in stage:
         stage["cache"] = str(folder / "cache")
     if "speculative" in (a, b):
-        stage = merged(stage, {"rollout": {"speculative": {"path": str(teacher / "drafter")}}})
+        drafter = {**one.model, **other.model}.get("init", {}).get("model_type", "drafter")
+        stage = merged(stage, {"rollout": {"speculative": {"path": str(teacher / drafter)}}})
     init = INIT | SIZES
     if kind != "rl":
         init |= {"initializer_range": 0.3}  # far from uniform, so that wrong numbers differ from right ones
@@ -622,7 +639,8 @@ def teacher_fields(name: str) -> dict[str, Any]:
 
 
 def write_teacher(folder: Path) -> Path:
-    """Write models with random weights, the tokenizer of the runs, and a block drafter."""
+    """Write two models with random weights, the tokenizer of the runs, a reward model, and a block drafter for each
+    type of model."""
     fields = {**INIT, **SIZES, "vocab_size": 261}
     for path in (folder, folder / "second", folder / "peaked"):
         save_model(init_model(**teacher_fields(path.name)), path, tokenizer=load_tokenizer("bytes"))
@@ -632,17 +650,19 @@ def write_teacher(folder: Path) -> Path:
     template.write_text(TEMPLATE)
     save_model(model, folder / "reward", tokenizer=load_tokenizer("bytes").with_chat_template(template))
     sizes = DrafterConfig(embed_dim=INIT["hidden_size"], vocab_size=261, tokens=2, window=3, layers=1)
-    attach_drafter(model, sizes, seed=0)
-    save_drafter(model, folder / "drafter")
+    for name, more in (("drafter", {}), ("llama", {"model_type": "llama"}), ("qwen3_moe", MOE)):
+        model = init_model({**fields, **more}, dtype=jnp.float32, seed=1)
+        attach_drafter(model, sizes, seed=0)
+        save_drafter(model, folder / name)
     return folder
 
 
 def refusal(file: Path) -> str | None:
-    """Error by which a configuration is refused, without the line of the file; None: it is accepted."""
+    """Error by which a configuration is refused, without lines of the file; None: it is accepted."""
     try:
         prepare(load_config(file, []), offline_ok=False)
     except ConfigError as error:
-        return " ".join(str(error).removeprefix(str(file)).split()).lstrip(":0123456789 ")
+        return " ".join(re.sub(rf"{re.escape(str(file))}(:\d+)?:?", "", str(error)).split())
     return None
 
 

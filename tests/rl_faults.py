@@ -265,11 +265,11 @@ FAULTS: dict[str, Fault] = {
     "importance weights all 1": Fault(("importance_sampling", "truncated"), ImportanceSampling, "__call__", unweighted),
     "weights cut in place of masked": Fault(("mask", "lora"), ImportanceSampling, "__call__", with_bound("truncate")),
     "a token masked for its sequence": Fault(("reject", "lora"), ImportanceSampling, "__call__", with_bound("mask")),
-    "logps of the trainer": Fault(
-        ("asynchronous", "old_logps"),
+    "ratios of one's own": Fault(
+        ("old_logps", "update_epochs"),
         rl_step,
         "compute_logps",
-        lambda right: lambda *x, old_logps, **more: right(*x, old_logps="trainer", **more),
+        lambda right: lambda *x, old_logps, **more: right(*x, old_logps="self", **more),
     ),
     "cut samples are learned from": Fault(
         ("agent", "truncated"),
