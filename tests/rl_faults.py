@@ -168,6 +168,11 @@ def without_parameter_scale(right: Any) -> Any:
     return lambda section, *x: right(section.model_copy(update={"parameter_scale": False}), *x)
 
 
+def standardized(rewards_PG: Any, *_: Any) -> Any:
+    """Advantages of GRPO, whatever the other inputs."""
+    return algorithms.standardized(rewards_PG)
+
+
 def half_of_adapter(right: Any) -> Any:
     return lambda self: frozenset(path for path in right(self) if not path.endswith("lora_a"))
 
@@ -236,7 +241,7 @@ FAULTS: dict[str, Fault] = {
         ("advantage_scale", "lora"), algorithms, "batch_scaled", constant(algorithms.standardized)
     ),
     "no advantage of one's own": Fault(
-        ("advantage", "lora"), algorithms, "given_advantage", constant(lambda *_: algorithms.standardized)
+        ("advantage", "lora"), algorithms, "given_advantage", constant(lambda *_: standardized)
     ),
     "no loss of one's own": Fault(
         ("loss", "updates"), algorithms, "loss_of", constant(lambda section: algorithms._policy_loss(section))
