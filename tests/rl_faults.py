@@ -13,12 +13,13 @@ import numpy as np
 import posttrain.config.rollout
 from posttrain.cluster.cluster import Cluster, Critic, DrafterLearner
 from posttrain.cluster.reference import Reference, Teachers
-from posttrain.cluster.sync import WeightSync
+from posttrain.cluster.sync import ReshardedReplica
 from posttrain.config.rl import RLSection
 from posttrain.losses import policy, reduce
 from posttrain.losses.ratios import ImportanceSampling
 from posttrain.losses.surrogates import CLIP, CISPOObjective, Clip, GMPOObjective, SAPOObjective, VESPOObjective
 from posttrain.losses.value import ValueLoss
+from posttrain.models.cache import KVCache
 from posttrain.reward.model import ModelReward
 from posttrain.rl import algorithms, collector, returns, sampler
 from posttrain.rl import step as rl_step
@@ -29,6 +30,7 @@ from posttrain.rollout.types import Transcript
 from posttrain.train import muon, objective, programs, transformations
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
+from posttrain.weights import quantize
 from posttrain.weights.state import ModelWeights
 
 
@@ -171,6 +173,22 @@ def without_parameter_scale(right: Any) -> Any:
 def standardized(rewards_PG: Any, *_: Any) -> Any:
     """Advantages of GRPO, whatever the other inputs."""
     return algorithms.standardized(rewards_PG)
+
+
+def with_larger_scales(right: Any) -> Any:
+    def wrong(*x: Any) -> Any:
+        codes, scales = right(*x)
+        return codes, 2 * scales
+
+    return wrong
+
+
+def without_values(right: Any) -> Any:
+    def wrong(self: Any, keys: Any, values: Any) -> Any:
+        kept, rounded = right(self, keys, values)
+        return kept, rounded if self.kind == "compute" else 0 * rounded
+
+    return wrong
 
 
 def half_of_adapter(right: Any) -> Any:
@@ -345,11 +363,11 @@ FAULTS: dict[str, Fault] = {
     ),
     "no pictures": Fault(("truncated", "vision"), Trainer, "_arguments", without_pictures),
     "half an adapter": Fault(("truncated", "lora"), ModelWeights, "trainable", half_of_adapter),
-    "old weights in 8 bits": Fault(("lora", "rollout.quantize"), WeightSync, "__call__", constant(lambda *_: {})),
+    "scales of 8 bits": Fault(("lora", "rollout.quantize"), quantize, "quantized", with_larger_scales),
     "drafted tokens with other logps": Fault(("lora", "speculative"), speculative, "_joined", with_drafts_unread),
     "drafts that do not learn": Fault(("truncated", "speculative"), DrafterLearner, "step", constant(lambda *_: {})),
-    "old weights with keys in 8 bits": Fault(("lora", "cache_dtype"), WeightSync, "__call__", constant(lambda *_: {})),
-    "old weights elsewhere": Fault(("lora", "placement"), WeightSync, "__call__", constant(lambda *_: {})),
+    "values lost in 8 bits": Fault(("lora", "cache_dtype"), KVCache, "rounded", without_values),
+    "old weights elsewhere": Fault(("lora", "placement"), ReshardedReplica, "update", constant(lambda *_: (0, 0))),
     "gradient of one device": Fault(("lora", "data"), objective, "part_of_sum", constant(lambda x, *_: x)),
 }
 """Faults by what is wrong."""
