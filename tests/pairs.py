@@ -533,8 +533,8 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
     if "cache" in stage:
         stage["cache"] = str(folder / "cache")
     if "speculative" in (a, b):
-        drafter = {**one.model, **other.model}.get("init", {}).get("model_type", "drafter")
-        stage = merged(stage, {"rollout": {"speculative": {"path": str(teacher / drafter)}}})
+        drafter = write_drafter(teacher, {**one.model, **other.model}.get("init", {}))
+        stage = merged(stage, {"rollout": {"speculative": {"path": str(drafter)}}})
     init = INIT | SIZES
     if kind != "rl":
         init |= {"initializer_range": 0.3}  # far from uniform, so that wrong numbers differ from right ones
@@ -639,8 +639,7 @@ def teacher_fields(name: str) -> dict[str, Any]:
 
 
 def write_teacher(folder: Path) -> Path:
-    """Write two models with random weights, the tokenizer of the runs, a reward model, and a block drafter for each
-    type of model."""
+    """Write models with random weights, the tokenizer of the runs, and a reward model."""
     fields = {**INIT, **SIZES, "vocab_size": 261}
     for path in (folder, folder / "second", folder / "peaked"):
         save_model(init_model(**teacher_fields(path.name)), path, tokenizer=load_tokenizer("bytes"))
@@ -649,11 +648,17 @@ def write_teacher(folder: Path) -> Path:
     template = folder.parent / "short.jinja"
     template.write_text(TEMPLATE)
     save_model(model, folder / "reward", tokenizer=load_tokenizer("bytes").with_chat_template(template))
-    sizes = DrafterConfig(embed_dim=INIT["hidden_size"], vocab_size=261, tokens=2, window=3, layers=1)
-    for name, more in (("drafter", {}), ("llama", {"model_type": "llama"}), ("qwen3_moe", MOE)):
-        model = init_model({**fields, **more}, dtype=jnp.float32, seed=1)
+    return folder
+
+
+def write_drafter(teacher: Path, changes: Mapping[str, Any]) -> Path:
+    """Write a block drafter for the type of model that these fields make, unless it is there."""
+    folder = teacher.parent / f"drafter_{changes.get('model_type', INIT['model_type'])}"
+    if not folder.exists():
+        model = init_model({**INIT, **SIZES, "vocab_size": 261, **changes}, dtype=jnp.float32, seed=1)
+        sizes = DrafterConfig(embed_dim=INIT["hidden_size"], vocab_size=261, tokens=2, window=3, layers=1)
         attach_drafter(model, sizes, seed=0)
-        save_drafter(model, folder / name)
+        save_drafter(model, folder)
     return folder
 
 
