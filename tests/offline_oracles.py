@@ -196,7 +196,10 @@ def units_of_labels(rows: Sequence[Fields], fields: Fields, *, share: bool, othe
     """Units of answers with a label. `others`: each beside the next answer of another prompt that fits (KTO)."""
     if "chosen" in rows[0]:
         # Both answers of a pair, each side by itself.
-        sides = [[{**row, "completion": row[side], "label": side == "chosen"} for row in rows] for side in SIDES]
+        sides = [
+            [{"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for row in rows]
+            for side in SIDES
+        ]
         return [unit for side in sides for unit in units_of_labels(side, fields, share=share, others=others)]
     answers = [answer(row["prompt"], row["completion"], CHOSEN if row["label"] else REJECTED) for row in rows]
     units = []

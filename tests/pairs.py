@@ -338,7 +338,15 @@ def _held_out(name: str) -> dict[str, Any]:
 MIX = {"mix": [{"path": "plain.jsonl", "chat": False}]}
 SFT = {
     **FITTED,
-    "split": Feature({"overlong": "split", "row_tokens": 20, "dataset": _file("texts")}, one_of="overlong"),
+    "split": Feature(
+        {
+            "overlong": "split",
+            "row_tokens": 20,
+            "train_on_prompt": True,
+            "dataset": {**_file("texts"), "chat": False},
+        },
+        one_of="overlong",
+    ),
     "last_turn_only": Feature({"last_turn_only": True}),
     "train_on_prompt": Feature({"train_on_prompt": True}),
     "mix": Feature(MIX),
@@ -608,7 +616,7 @@ def rows_of_datasets() -> dict[str, list[dict[str, Any]]]:
             {"prompt": [user(n)], "chosen": [said("yes")], "rejected": [said(f"no{n}")], "margin": 0.5 * n}
             for n in range(6)
         ],
-        "texts": [{"text": f"text {n}" * (n + 1)} for n in range(6)],
+        "texts": [{"prompt": f"text {n}" * (n + 1), "completion": "more"} for n in range(6)],
         "steps": [
             {
                 "prompt": [user(n)],
