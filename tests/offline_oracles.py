@@ -388,7 +388,7 @@ def optimal_transport(x: Any, first: Any, second: Any, o: Ratios) -> Any:
 
 
 DPO: dict[str, Callable[[Any, Ratios], Any]] = {
-    "sigmoid": lambda x, o: swapped(x, o.delta, o.settings["label_smoothing"]),
+    **dict.fromkeys(("sigmoid", "dpo"), lambda x, o: swapped(x, o.delta, o.settings["label_smoothing"])),
     "sigmoid_norm": lambda x, o: swapped(x, o.settings["beta"] * o.per_token, o.settings["label_smoothing"]),
     "hinge": lambda x, o: x.maximum(1 - o.delta, 0.0),
     "ipo": lambda x, o: (o.per_token - 1 / (2 * o.settings["beta"])) ** 2,

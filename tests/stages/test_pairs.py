@@ -113,6 +113,7 @@ def test_a_pair_runs(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPa
 
 
 LOSSES: dict[str, Any] = {
+    "dpo": {"kind": "dpo", "label_smoothing": 0.1},
     "sigmoid": {"kind": "sigmoid", "divergence": "js_divergence"},
     "sigmoid_norm": {"kind": "sigmoid_norm", "divergence": "forward_kl", "beta": 0.5},
     "hinge": {"kind": "hinge", "divergence": "alpha_divergence", "alpha": 0.5},
