@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from PIL import Image
 
 from posttrain.config.yaml_file import load_config
@@ -60,6 +61,7 @@ REWRITING = """\
 
 CODE = '''
 import jax.numpy as jnp
+import numpy as np
 from PIL import Image
 import numpy as np
 
@@ -170,9 +172,10 @@ VISION: dict[str, Any] = {
         "intermediate_size": 36,
         "patch_size": 5,
         "image_size": 20,
+        "initializer_range": 0.3,
     },
 }
-VISION["text_config"] |= {"query_pre_attn_scalar": 8, "sliding_window": 16}
+VISION["text_config"] |= {"query_pre_attn_scalar": 8, "sliding_window": 16, "initializer_range": 0.3}
 MOE |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
 
 
@@ -557,7 +560,8 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
     (folder / "short.jinja").write_text(TEMPLATE)
     (folder / "rewriting.jinja").write_text(REWRITING)
     for number in range(2):
-        Image.new("RGB", (20, 20), (120 * number, 60, 200)).save(folder / f"{number}.png")
+        pixels = np.random.default_rng(number).integers(0, 256, (20, 20, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
     for name, rows in rows_of_datasets().items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
