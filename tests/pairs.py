@@ -175,7 +175,7 @@ VISION: dict[str, Any] = {
         "initializer_range": 0.3,
     },
 }
-VISION["text_config"] |= {"query_pre_attn_scalar": 8, "sliding_window": 16, "initializer_range": 0.3}
+VISION["text_config"] |= {"query_pre_attn_scalar": 8, "sliding_window": 64, "initializer_range": 0.3}
 MOE |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
 
 
