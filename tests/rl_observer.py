@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posttrain.batch import Batch, model_inputs
+from posttrain.batch import IMAGE_ARRAYS, Batch, model_inputs
 from posttrain.models.decoder import Decoder
 from posttrain.rl.assemble import sample_rows
 from posttrain.runtime.xla import Recent
@@ -140,7 +140,7 @@ def passes(rows: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Batch]]:
     """Batches of `ROWS` rows, one sequence in each."""
     for start in range(0, len(rows), ROWS):
         some = rows[start : start + ROWS]
-        if some[0].images is not None:
+        if any(row.images is not None for row in some):
             yield some, pictured(some)
             continue
         arrays = np.zeros((4, ROWS, 64), np.int32)
@@ -161,8 +161,12 @@ def passes(rows: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Batch]]:
 
 
 def pictured(rows: Sequence[Any]) -> Batch:
-    """Batch with one sequence and its picture in each row, of which those at the end are copies."""
+    """Batch with one sequence and its picture, if it has one, in each row; rows at the end are copies of the first."""
     made = [model_inputs(sample_rows([row], row_tokens=64, num_rows=1)[0]) for row in rows]
+    like = next(one for one in made if one.has_images)
+    arrays = {name: x for name in IMAGE_ARRAYS if (x := getattr(like, name)) is not None}
+    none: dict[str, Any] = {name: np.zeros_like(x) for name, x in arrays.items()}
+    made = [one if one.has_images else dataclasses.replace(one, **none) for one in made]
     made += [made[0]] * (ROWS - len(made))
     batch: Batch = jax.tree.map(lambda *x: np.concatenate(x), *made)
     return batch
@@ -334,7 +338,8 @@ class Observer:
             for row, start, end, _ in sample.turns:
                 said = rows[row].tokens[start:end]
                 assert not ends & set(said[:-1]), said
-                assert said[-1] in ends or len(said) == self.stage["sampling"]["max_tokens"], said
+                full = len(said) == self.stage["sampling"]["max_tokens"] or end == self.stage["row_tokens"]
+                assert said[-1] in ends or full, said
                 assert all(rows[row].sampled[start:end])
             paid = sum(reward for *_, reward in sample.turns)
             if not np.isnan(sample.rewards.get("env", np.nan)):
