@@ -342,11 +342,13 @@ def critic_credit(
     return advantages, returns
 
 
-def keep_highest_entropies(made: Sequence[np.ndarray], learned: Sequence[int], run: Rollouts, share: float) -> None:
-    """Set the advantage of all but this share of a step's tokens to 0. arXiv:2506.01939."""
+def keep_highest_entropies(made: Sequence[np.ndarray], learned: Sequence[int], run: Rollouts, share: float) -> float:
+    """Set the advantage of all but this share of a step's tokens to 0; returns the least entropy that is kept.
+    arXiv:2506.01939."""
     least = np.quantile(np.concatenate([run.entropy[row][run.sampled[row]] for row in learned]), 1 - share)
     for row in learned:
         made[row][run.entropy[row] < least] = 0.0
+    return float(least)
 
 
 def ratio_of(level: str, difference: np.ndarray, held: np.ndarray) -> np.ndarray:

@@ -472,7 +472,7 @@ class Observer:
         for step in self.steps:
             run = step.run
             samples = [s for group in run.groups for s in group if is_learned(s, run, self.algorithm)]
-            advantages, returns = self.credit(run, samples)
+            advantages, returns = self.credit(step, samples)
             self.check_record(step)
             algorithm = dict(self.algorithm)
             if target is not None:  # arXiv:2505.22312: the bonus acts while the entropy is at most its target
@@ -492,8 +492,9 @@ class Observer:
                 if part:
                     self.check_critic(step, update, part, returns, critic)
 
-    def credit(self, run: Rollouts, samples: Sequence[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def credit(self, step: Step, samples: Sequence[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Advantages and, of a critic, returns of each token."""
+        run = step.run
         coef = self.stage.get("teacher_coef", 1.0) if "teachers" in self.stage else None
         if self.algorithm["kind"] == "ppo":
             advantages, returns = critic_credit(run, samples, self.algorithm)
@@ -501,7 +502,16 @@ class Observer:
             advantages = returns = credit_of_tokens(run, self.algorithm, coef)
         if self.algorithm["top_entropy"] is not None and samples:
             learned = [row for s in samples for row in s.rows]
-            keep_highest_entropies(advantages, learned, run, self.algorithm["top_entropy"])
+            every = [one.copy() for one in advantages]
+            least = keep_highest_entropies(advantages, learned, run, self.algorithm["top_entropy"])
+            # First tokens of a group have one entropy: where it is the least, rounding tells which are kept.
+            told = {tokens: (u.batch, n, at) for u in step.updates for tokens, at, n in segments(u.batch)}
+            for row in learned:
+                tied = run.sampled[row] & (np.abs(run.entropy[row] - least) < 1e-5)
+                if tied.any():
+                    batch, number, place = told[step.tokens[row]]
+                    kept = np.asarray(batch.advantages)[number, place] != 0
+                    advantages[row][tied] = np.where(kept, every[row], 0.0)[tied]
         return advantages, returns
 
     def check_record(self, step: Step) -> None:
