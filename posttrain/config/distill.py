@@ -161,7 +161,10 @@ class DistillSection(SequenceSection):
 
     def _samples(self) -> Iterator[str]:
         if self.on_policy and self.optimizer.ema is not None:
-            yield "optimizer.ema is for stages that do not sample: samples are those of the last weights; remove it"
+            yield (
+                f"optimizer.ema is for stages that do not sample, and on_policy={self.on_policy} does, by the last "
+                "weights; remove one of both"
+            )
         if not self.on_policy:
             if self.sampling is not None or self.rollout != RolloutSection():
                 yield "sampling and rollout need on_policy, the share of steps on the student's own samples"
@@ -192,7 +195,9 @@ class DistillSection(SequenceSection):
                 if teacher.mesh is not None
                 else f"tokenizer: {teacher.tokenizer}"
             )
-            yield (f"features: the layers of a teacher with {where} are not in the training step; remove one of both")
+            yield (
+                f"features: teachers with {where} are not in the training step, nor their layers; remove one of both"
+            )
 
     def _which_teacher(self) -> Iterator[str]:
         check_teachers(self.teachers, self.teacher_column, self.temperature, samples=False)

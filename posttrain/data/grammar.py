@@ -313,6 +313,9 @@ class Constraint:
             allowed &= self._within
         if not allowed.any():
             why = "allowed_token_ids and logit_bias leave" if self._within is not None else "there is"
+            # A stop token ends a completion, whatever its text.
+            if self._within is None and (self._buffer[: len(self._ends)] & self._ends).any():
+                why = "stop_token_ids leave"
             raise GrammarError(f"{self._where()}: {why} no token of {self._compiler.tokenizer.name} that goes on")
         return allowed
 

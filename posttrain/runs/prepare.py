@@ -24,6 +24,7 @@ from posttrain.config import (
     RunConfig,
     TrainSection,
 )
+from posttrain.config.optimizer import Muon
 from posttrain.data.files import files_note
 from posttrain.data.packing import PackedBatches, Window
 from posttrain.data.pipeline import order, token_fingerprint, window_of
@@ -175,6 +176,19 @@ def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:
             _check_mixture(section, model, adapter=adapter)
             if section.optimizer.qk_clip is not None:
                 check_clip(model, adapter=adapter)
+            # Modules that are trained in full, or a tower, may have matrices for it, which the loaded model tells.
+            alone = config.model.lora is not None and not config.model.lora.modules_to_save
+            if alone and config.model.vision != "tower" and isinstance(section.optimizer, Muon):
+                _check_muon_of_adapter(section.optimizer)
+
+
+def _check_muon_of_adapter(section: Muon) -> None:
+    """Raises ConfigError for Muon without groups of its own where an adapter alone is trained."""
+    if not any(group.kind == "muon" for group in section.groups):
+        raise ConfigError(
+            "optimizer: muon takes the matrices between hidden states, and of model.lora none is trained: those of an "
+            "adapter are factors of low rank; use adamw, or name them: groups: [{match: lora_, kind: muon}]"
+        )
 
 
 def _check_adapter(prepared: Prepared, base: ModelConfig) -> ModelConfig:

@@ -28,8 +28,8 @@ def check_clip(config: ModelConfig, *, adapter: bool) -> None:
     """Raises ConfigError for a model without queries and keys that can be scaled."""
     if adapter:
         raise ConfigError(
-            "optimizer.qk_clip scales the projections of queries and keys, which an adapter leaves frozen; remove it, "
-            "or train the whole model"
+            "optimizer.qk_clip scales the projections of queries and keys, which an adapter (model.lora, "
+            "model.adapter) leaves frozen; remove it, or train the whole model"
         )
     for attention in (block.attention for block in config.blocks):
         if isinstance(attention, AttentionConfig) and attention.qk_norm is not None:

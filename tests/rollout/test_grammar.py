@@ -271,6 +271,7 @@ def test_a_dead_end_fails_its_request_alone(engine: NativeEngine, monkeypatch: p
     ("change", "message"),
     [
         ({"allowed_token_ids": (3,)}, "choice: allowed_token_ids and logit_bias leave no token of odd that goes on"),
+        ({"stop_token_ids": tuple(range(VOCABULARY))}, "choice: stop_token_ids leave no token of odd that goes on"),
         ({"stop_token_ids": ()}, "must be None, or come with stop tokens"),
         ({"ignore_eos": True}, "must be None, or come with stop tokens, without ignore_eos"),
     ],

@@ -1,18 +1,382 @@
-"""Pairs of features of offline stages, see `tests.test_pairs`; a file of their own, which another worker takes."""
+"""Pairs of features of offline stages, see `tests.test_pairs`, against `tests.offline_oracles`; and faults that turn
+them red."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import yaml
 
-from tests.test_pairs import cases, check_pair, own_cache, teacher
+from posttrain.batch import Batch
+from posttrain.cluster.reference import Reference
+from posttrain.data import format as data_format
+from posttrain.data import pair_examples, pipeline
+from posttrain.distill import features, targets
+from posttrain.distill import teachers as distill_teachers
+from posttrain.kernels.attention import dispatch
+from posttrain.kernels.logits import divergence
+from posttrain.losses import pairs, preference, reward_model, sft
+from posttrain.losses.preference import KTOLoss, LogRatios, PreferenceLoss
+from posttrain.losses.reference_free import SimPOLoss
+from posttrain.losses.router import RouterLoss
+from posttrain.rl import online_dpo
+from posttrain.stages import distill as distill_stage
+from posttrain.stages import sft as sft_stage
+from posttrain.stages.preference import PREFERENCE_LOSSES
+from posttrain.train import layer_matching, muon, objective, optimizers, programs, transformations
+from posttrain.train.objective import Objective
+from posttrain.train.optimizers import Optimizer
+from posttrain.train.trainer import Trainer
+from posttrain.tree import Mean
+from tests.often import often
+from tests.pairs import STAGES, write
+from tests.stages.observer import Observer
+from tests.stages.runs import posttrain
+from tests.test_pairs import cases, own_cache, saved, teacher, wait_for
 
 __all__ = ["own_cache", "teacher"]
 
 
+def run(file: Path, devices: int, monkeypatch: pytest.MonkeyPatch, observer: Observer | None, killed_at: int) -> int:
+    """Run to the end, and count the updates. `killed_at`: keep the files of this step, as a kill in the next one would
+    leave them."""
+    out, number = file.parent / "out", 0
+    step, evaluate, pairs_of = Trainer.step, Trainer.evaluate, online_dpo.pairs_of_groups
+
+    def spied(self: Trainer, batch: Batch, *, update: bool = True) -> Any:
+        nonlocal number
+        if killed_at and number == killed_at:
+            (stage,) = (path.parent for path in out.glob("0-*/checkpoints"))
+            wait_for(stage / "checkpoints" / str(killed_at))
+            shutil.copytree(out, file.parent / "killed")
+        number += 1
+        if observer is None:
+            return step(self, batch, update=update)
+        return observer.step(self, batch, lambda: step(self, batch, update=update))
+
+    def evaluated(self: Trainer, batches: Any, each: Any = None) -> Any:
+        given = list(batches)
+        if observer is not None:
+            observer.evaluated.append(given)
+        return evaluate(self, given, each)
+
+    def paired(groups_P: Any, roles_PG: Any) -> Any:
+        if observer is not None:
+            observer.groups.append([[(tuple(s.tokens), s.sampled.index(True)) for s in group] for group in groups_P])
+        return pairs_of(groups_P, roles_PG)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", spied)
+        patch.setattr(Trainer, "evaluate", evaluated)
+        patch.setattr(online_dpo, "pairs_of_groups", paired)
+        outcome = posttrain("run", file, devices=devices)
+    assert outcome.code == 0, outcome.out + outcome.err
+    return number
+
+
+def check_pair(
+    folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str, *, resumed: bool = True
+) -> None:
+    """Run a pair of features for two steps before the oracle, and once more from where a kill in the second leaves
+    it."""
+    devices = max(STAGES[kind][name].devices for name in (a, b))
+    file = write(folder, teacher, kind, a, b)
+    if "cache" in (a, b):
+        written = posttrain("distill", file, "--cache", devices=devices)
+        assert written.code == 0, written.err
+    observer = Observer(file)
+    run(file, devices, monkeypatch, observer, killed_at=1 if resumed else 0)
+    observer.check()
+    if resumed:
+        expected = saved(folder, kind)
+        shutil.rmtree(folder / "out")
+        (folder / "killed").rename(folder / "out")
+        assert run(file, devices, monkeypatch, None, killed_at=0) == 1, "the second step alone is done again"
+        assert saved(folder, kind) == expected
+
+
 @pytest.mark.thorough
 @pytest.mark.by_case
-@pytest.mark.parametrize(("kind", "a", "b"), cases("sft", "preference", "distill"))
+@pytest.mark.parametrize(
+    ("kind", "a", "b"), cases("sft", "preference", "distill", "reward_model", "online_preference", "drafter")
+)
 def test_a_pair_runs(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str) -> None:
     check_pair(tmp_path, teacher, monkeypatch, kind, a, b)
+
+
+LOSSES: dict[str, Any] = {
+    "dpo": {"kind": "dpo", "label_smoothing": 0.1},
+    "sigmoid": {"kind": "sigmoid", "divergence": "js_divergence"},
+    "sigmoid_norm": {"kind": "sigmoid_norm", "divergence": "forward_kl", "beta": 0.5},
+    "hinge": {"kind": "hinge", "divergence": "alpha_divergence", "alpha": 0.5},
+    "ipo": {"kind": "ipo", "beta": 0.5},
+    "exo_pair": {"kind": "exo_pair", "label_smoothing": 0.01},
+    "nca_pair": "nca_pair",
+    "robust": {"kind": "robust", "label_smoothing": 0.1},
+    "bco_pair": "bco_pair",
+    "sppo_hard": "sppo_hard",
+    "aot": {"kind": ["aot", "sft"], "label_smoothing": 0.1},
+    "aot_unpaired": "aot_unpaired",
+    "apo_zero": "apo_zero",
+    "apo_down": "apo_down",
+    "discopop": "discopop",
+    "kto": {"kind": "kto", "desirable_weight": 2.0, "undesirable_weight": 0.5},
+    "apo_zero_unpaired": "apo_zero_unpaired",
+    "cpo": {"kind": "cpo", "label_smoothing": 0.1},
+    "cpo_hinge": "cpo_hinge",
+    "cpo_ipo": "cpo_ipo",
+    "simpo": {"kind": "simpo", "alpha": 0.1, "nll_coef": 0.5, "label_smoothing": 0.1},
+    "orpo": {"kind": "orpo", "beta": 0.5},
+    "sft": "sft",
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_every_loss_of_preference_is_the_oracles(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    file = write(tmp_path, teacher, "preference", "kto" if name in ("kto", "apo_zero_unpaired") else "ipo", "truncate")
+    written = yaml.safe_load(file.read_text())
+    written["stages"][0]["loss"] = LOSSES[name]
+    file.write_text(yaml.safe_dump(written))
+    observer = Observer(file)
+    run(file, 1, monkeypatch, observer, killed_at=0)
+    observer.check()
+
+
+def original(place: Any, name: str) -> Any:
+    """Function before a fault takes its place."""
+    return vars(place)[name]
+
+
+class Fault(NamedTuple):
+    """A pair, and the function in whose place a wrong one is put."""
+
+    pair: tuple[str, str, str]
+    place: Any
+    name: str
+    wrong: Callable[[Any], Any]
+    """Substitute for the right function."""
+
+
+def per_batch(right: Any) -> Any:
+    """Mean of each part in place of sum and weight."""
+
+    def mean(*given: Any) -> Mean:
+        found = right(*given)
+        return Mean(total=found.total / jnp.maximum(found.weight, 1.0), weight=jnp.minimum(found.weight, 1.0))
+
+    return mean
+
+
+FAULTS = {
+    "loss on prompts": Fault(
+        ("sft", "packing", "mix"),
+        pipeline,
+        "sequence",
+        lambda right: lambda one: right(one) | {"loss_weight": np.ones(len(one.tokens), np.float32)},
+    ),
+    "the first turn too": Fault(
+        ("sft", "last_turn_only", "mix"), data_format, "_first", lambda _: lambda messages, first, loss: first
+    ),
+    "cut from the left": Fault(
+        ("sft", "truncate", "mix"),
+        pipeline,
+        "fit_to_row",
+        lambda right: (
+            lambda one, length, how: right(
+                dataclasses.replace(one, tokens=one.tokens[-length:], loss_mask=one.loss_mask[-length:]), length, how
+            )
+        ),
+    ),
+    "a row left out": Fault(
+        ("sft", "packing", "dft"), pipeline, "order", lambda right: lambda count, **how: right(count - 1, **how)
+    ),
+    "neighbours seen": Fault(
+        ("sft", "mix", "micro_batch_rows"),
+        dispatch,
+        "visible",
+        lambda right: lambda q, k, segments, others, *rest: right(q, k, segments * 0, others * 0, *rest),
+    ),
+    "mean of means": Fault(("sft", "mix", "micro_batch_rows"), sft, "token_mean", per_batch),
+    "DFT without the probability": Fault(
+        ("sft", "dft", "packing"), sft.DFTLoss, "__call__", lambda _: lambda self, *given: sft.SFTLoss()(*given)
+    ),
+    "labels smoothed over half of the ids": Fault(
+        ("sft", "label_smoothing", "mix"),
+        sft_stage,
+        "train_settings",
+        lambda right: lambda section, num_ids, **how: right(section, num_ids // 2, **how),
+    ),
+    "noise by the row's length": Fault(
+        ("sft", "noise_alpha", "mix"),
+        Objective,
+        "_noise",
+        lambda right: lambda self, keys, segments: right(self, keys, jnp.ones_like(segments)),
+    ),
+    "norms decay": Fault(("sft", "packing", "adamw"), optimizers, "decays", lambda _: lambda *_: True),
+    "gradient not clipped": Fault(("sft", "mix", "adamw"), programs, "clipped", lambda _: lambda g, *_: g),
+    "rate stays": Fault(
+        ("sft", "dft", "adamw"),
+        transformations,
+        "make_schedule",
+        lambda right: lambda section, steps: right(section, 100 * steps),
+    ),
+    "Muon of the transposed scale": Fault(
+        ("sft", "packing", "muon"),
+        muon,
+        "update_scale",
+        lambda right: lambda scale, inputs, outputs: right(scale, min(inputs, outputs), 1),
+    ),
+    "keys alone are clipped": Fault(
+        ("sft", "packing", "qk_clip"),
+        programs,
+        "clip_factors",
+        lambda right: lambda *given: {path: f for path, f in right(*given).items() if ".k." in path},
+    ),
+    "average of the new weights": Fault(
+        ("sft", "packing", "ema"), Optimizer, "_averaged", lambda _: lambda self, old, new, step: new
+    ),
+    "held-out rows by the last weights": Fault(
+        ("sft", "eval_dataset", "ema"), Trainer, "averaged", lambda _: lambda self: contextlib.nullcontext()
+    ),
+    "router's z-loss left out": Fault(
+        ("sft", "mixture", "micro_batch_rows"),
+        RouterLoss,
+        "__call__",
+        lambda _: lambda self, stats: self.balance_coef * jnp.sum(stats.balance),
+    ),
+    "router's loss by rows": Fault(
+        ("sft", "mixture", "data"), objective, "num_tokens", lambda right: lambda batch: right(batch) / 2
+    ),
+    "a reference that moves": Fault(
+        ("preference", "live", "micro_batch_rows"),
+        Reference,
+        "logps",
+        lambda _: lambda self, batch: np.asarray(self._actor.logps(batch)),
+    ),
+    "IPO of sums": Fault(("preference", "ipo", "truncate"), LogRatios, "mean_delta", lambda _: lambda self: self.delta),
+    "KTO's KL below zero": Fault(("preference", "kto", "packing"), KTOLoss, "_kl", lambda _: unclipped),
+    "SimPO's margin turned": Fault(
+        ("preference", "simpo", "packing"),
+        SimPOLoss,
+        "__call__",
+        lambda right: lambda self, *given: right(dataclasses.replace(self, gamma=-self.gamma), *given),
+    ),
+    "ORPO without its prompts": Fault(
+        ("preference", "orpo", "packing"),
+        pair_examples.LabelledSequence,
+        "of",
+        lambda right: classmethod(lambda cls, *given, whole=False, **how: right.__func__(cls, *given, **how)),
+    ),
+    "tails in full": Fault(
+        ("preference", "tail_weight", "packing"), pairs, "_discount_tail", lambda _: lambda weight, *_: weight
+    ),
+    "pairs not weighted": Fault(
+        ("preference", "use_weighting", "packing"), PreferenceLoss, "_share", lambda _: lambda *_: 1.0
+    ),
+    "NLL by pairs": Fault(
+        ("preference", "combined", "micro_batch_rows"),
+        preference,
+        "with_nll",
+        lambda _: lambda loss, nll, coef: Mean(total=loss.total + coef * nll.total, weight=loss.weight),
+    ),
+    "margins left out": Fault(
+        ("reward_model", "center_coef", "packing"),
+        reward_model,
+        "_margins",
+        lambda right: lambda batch: 0 * right(batch),
+    ),
+    "score of the prompt": Fault(
+        ("reward_model", "share_prompts", "micro_batch_rows"),
+        reward_model,
+        "reward_pairs",
+        lambda right: (
+            lambda stats, batch: right(dataclasses.replace(stats, scores=jnp.roll(stats.scores, 1, axis=1)), batch)
+        ),
+    ),
+    "steps not signed": Fault(
+        ("reward_model", "process", "packing"),
+        reward_model.ProcessLoss,
+        "__call__",
+        lambda right: (
+            lambda self, stats, batch: right(
+                self, stats, dataclasses.replace(batch, roles=abs(jnp.asarray(batch.roles)))
+            )
+        ),
+    ),
+    "divergence turned": Fault(
+        ("distill", "beta", "packing"),
+        distill_stage,
+        "terms_of",
+        lambda right: lambda section, *given: right(section.model_copy(update={"beta": 1 - section.beta}), *given),
+    ),
+    "the teacher at another temperature": Fault(
+        ("distill", "temperature", "packing"), divergence.VocabSharding, "resized", lambda _: lambda self, x, n: x / 2
+    ),
+    "teachers exchanged": Fault(
+        ("distill", "two_teachers", "mix"), targets, "teacher_shares", lambda right: lambda *given: right(*given)[::-1]
+    ),
+    "cross-entropy's share turned": Fault(
+        ("distill", "cross_entropy", "packing"),
+        features,
+        "DistillLoss",
+        lambda right: lambda share, **how: right(1 - share, **how),
+    ),
+    "features of the next token": Fault(
+        ("distill", "features", "packing"),
+        layer_matching,
+        "hidden_distance",
+        lambda right: lambda own, other, *rest: right(own, jnp.roll(other, -1, axis=1), *rest),
+    ),
+    "the rest of the top-k": Fault(
+        ("distill", "packing", "top_k"),
+        distill_teachers.FrozenModel,
+        "top_k",
+        lambda right: lambda self, batch: doubled_tail(right(self, batch)),
+    ),
+    "the worst is chosen": Fault(
+        ("online_preference", "combined", "rewards"),
+        online_dpo,
+        "best_and_worst",
+        lambda right: lambda rewards: -right(rewards),
+    ),
+    "one reward counts": Fault(
+        ("online_preference", "rewards", "share_prompts"),
+        online_dpo,
+        "best_and_worst",
+        lambda right: lambda rewards: right(np.round(rewards, 0)),
+    ),
+}
+
+
+def unclipped(self: KTOLoss, sequences: Any, ratios: Any) -> Mean:
+    others = (sequences.roles == 2) * (sequences.lengths > 0)
+    return Mean(total=(others * ratios).sum(), weight=1.0 * others.sum())
+
+
+def doubled_tail(found: Any) -> Any:
+    return dataclasses.replace(found, tail=found.tail + np.log(2))
+
+
+@pytest.mark.parametrize("name", often(FAULTS, "neighbours seen"))
+def test_a_seeded_fault_turns_its_pair_red(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (kind, a, b), place, attribute, wrong = FAULTS[name]
+    file = write(tmp_path, teacher, kind, a, b)
+    observer = Observer(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, attribute, wrong(original(place, attribute)))
+        run(file, max(STAGES[kind][one].devices for one in (a, b)), monkeypatch, observer, killed_at=0)
+    with pytest.raises(AssertionError):
+        observer.check()
