@@ -164,6 +164,22 @@ AdapterRank = Annotated[
 ]
 LoadsAdapters = Annotated[bool, typer.Option(help="Clients may load and drop adapters: POST /v1/load_lora_adapter.")]
 
+AllowedHost = Annotated[
+    list[str] | None, typer.Option(help="Another name of this server in requests, as behind a proxy; repeatable.")
+]
+AllowedOrigin = Annotated[
+    list[str] | None,
+    typer.Option(help="A site whose pages may ask, such as http://localhost:3000, or *; repeatable."),
+]
+MaxLength = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of prompt and answer; by default the model's, at most 4096.")
+]
+CacheTokens = Annotated[int | None, typer.Option(min=1, help="Tokens in the cache; by default enough for all slots.")]
+ReadTimeout = Annotated[
+    float, typer.Option(min=0.1, help="Seconds for a request to arrive, and for a client to read on; see the page.")
+]
+MaxLogprobs = Annotated[int, typer.Option(min=1, help="Log-probabilities of an answer: tokens times alternatives.")]
+
 
 def serve(
     model: GeneratorName,
@@ -175,33 +191,20 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need --api-key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="POSTTRAIN_API_KEY", help="Key that requests send.")] = None,
-    allowed_host: Annotated[
-        list[str] | None, typer.Option(help="Another name of this server in requests, as behind a proxy; repeatable.")
-    ] = None,
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="A site whose pages may ask, such as http://localhost:3000, or *; repeatable."),
-    ] = None,
+    allowed_host: AllowedHost = None,
+    allowed_origin: AllowedOrigin = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in requests; by default MODEL|RUN.")] = None,
     slots: Annotated[int, typer.Option(min=1, help="Samples that are decoded at once.")] = 32,
-    max_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of prompt and answer; by default the model's, at most 4096.")
-    ] = None,
-    cache_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in the cache; by default enough for all slots.")
-    ] = None,
+    max_length: MaxLength = None,
+    cache_tokens: CacheTokens = None,
     decode_steps: Annotated[int, typer.Option(min=1, help="Tokens of a sample between two looks at requests.")] = 8,
     max_queue: Annotated[int, typer.Option(min=0, help="Samples that wait for a slot; more are refused.")] = 1024,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for an answer.")] = 600.0,
-    read_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds for a request to arrive, and for a client to read on; see the page.")
-    ] = 30.0,
+    read_timeout: ReadTimeout = 30.0,
     max_connections: Annotated[int, typer.Option(min=1, help="Connections at once; more are refused.")] = 2048,
     max_body: Annotated[float, typer.Option(min=0.01, help="MiB of a request.")] = 64.0,
     max_pixels: Annotated[float, typer.Option(min=0.01, help="Million pixels of a request's pictures.")] = 128.0,
-    max_logprobs: Annotated[
-        int, typer.Option(min=1, help="Log-probabilities of an answer: tokens times alternatives.")
-    ] = 1 << 20,
+    max_logprobs: MaxLogprobs = 1 << 20,
     chat_template: Annotated[str | None, typer.Option(help="A file or a name, as model.chat_template.")] = None,
     tool_format: Annotated[str, typer.Option(help="Format of tool calls, as tool_format of RL.")] = "auto",
     warm_up: Annotated[bool, typer.Option(help="Compile all programs first, not each when it is needed.")] = True,
