@@ -57,8 +57,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ({"attention": {"relations": ["q", "q"]}}, {}, "relations: each once"),
     (HIDDEN, {"cache": "cache"}, "features: a cache holds the teachers' top-k, not their layers"),
-    (HIDDEN, {"teachers": [{"path": "teacher", "url": "http://h/v1"}]}, "of a teacher with url are not in the"),
-    (HIDDEN, {"teachers": [{"path": "teacher", "mesh": {"fsdp": 2}}]}, "of a teacher with mesh are not in the"),
+    (HIDDEN, {"teachers": [{"path": "teacher", "url": "http://h/v1"}]}, "teachers with url are not in the"),
+    (HIDDEN, {"teachers": [{"path": "teacher", "mesh": {"fsdp": 2}}]}, "teachers with mesh are not in the"),
     (HIDDEN, {"teachers": [{"path": "teacher", "tokenizer": "align"}]}, "with tokenizer: align are not in the"),
     (HIDDEN, {"teachers": TEACHERS, "teacher_column": "answer"}, "need a single teacher, and teachers has 2"),
 ]
