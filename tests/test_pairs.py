@@ -141,9 +141,10 @@ def wait_for(folder: Path) -> None:
 
 
 def cases(*kinds: str) -> list[Any]:
-    """Pairs of these stages that run; a part of them each time."""
+    """Pairs of these stages that run: those of `KEPT` each time, all with `-m pairs`."""
     every = [(kind, *pair) for kind in kinds for pair in pairs(STAGES[kind]) if pair not in refused(kind)]
-    return often(every, *[(kind, *pair) for kind in kinds for pair in KEPT[kind]])
+    kept = [(kind, *pair) for kind in kinds for pair in KEPT[kind]]
+    return [pytest.param(*one, marks=() if one in kept else pytest.mark.pairs) for one in every]
 
 
 @pytest.mark.by_case

@@ -103,7 +103,6 @@ def check_pair(
         assert saved(folder, kind) == expected
 
 
-@pytest.mark.thorough
 @pytest.mark.by_case
 @pytest.mark.parametrize(
     ("kind", "a", "b"), cases("sft", "preference", "distill", "reward_model", "online_preference", "drafter")
