@@ -231,7 +231,8 @@ def test_drafts_of_a_model_by_the_command_line(
     command = ("generate", folder, "1212", "--no-chat", "--max-tokens", "8")
     wanted = posttrain(*command).out
     assert posttrain(*command, "--speculative", f"draft={folder}:3").out == wanted != ""
-    assert drafted and all(tokens == 3 and count > 0 for tokens, count in drafted)
+    # Whether a call drafts is decided by what passes cost: a draft as large as its target saves nothing.
+    assert {tokens for tokens, _ in drafted} == {3}
     assert f"generate: speculative.path: {tmp_path}" in posttrain(*command, "--speculative", f"draft={tmp_path}").error
 
 

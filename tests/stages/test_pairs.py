@@ -31,11 +31,12 @@ from posttrain.rl import online_dpo
 from posttrain.stages import distill as distill_stage
 from posttrain.stages import sft as sft_stage
 from posttrain.stages.preference import PREFERENCE_LOSSES
-from posttrain.train import layer_matching, muon, objective, optimizers, programs, transformations
+from posttrain.train import layer_matching, muon, objective, programs, transformations
 from posttrain.train.objective import Objective
 from posttrain.train.optimizers import Optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import Mean
+from posttrain.weights.state import Parameter
 from tests.often import often
 from tests.pairs import STAGES, write
 from tests.stages.observer import Observer
@@ -222,7 +223,7 @@ FAULTS = {
         "_noise",
         lambda right: lambda self, keys, segments: right(self, keys, jnp.ones_like(segments)),
     ),
-    "norms decay": Fault(("sft", "packing", "adamw"), optimizers, "decays", lambda _: lambda *_: True),
+    "norms decay": Fault(("sft", "packing", "adamw"), Parameter, "decays", lambda _: property(lambda _: True)),
     "gradient not clipped": Fault(("sft", "mix", "adamw"), programs, "clipped", lambda _: lambda g, *_: g),
     "rate stays": Fault(
         ("sft", "dft", "adamw"),
