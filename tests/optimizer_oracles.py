@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -97,6 +99,25 @@ class Parameters:
         u = g / np.sqrt(v)
         u = u / max(1.0, float(np.sqrt((u**2).mean())))
         return u * max(1e-3, float(np.sqrt((old**2).mean())))
+
+
+def nf4() -> np.ndarray:
+    """Values of the 16 codes: quantiles of a normal distribution with 0 among them, arXiv:2305.14314 appendix E."""
+    normal, offset = NormalDist(), 0.9677083
+    above = [normal.inv_cdf(p) for p in np.linspace(offset, 0.5, 9)[:-1]]
+    below = [-normal.inv_cdf(p) for p in np.linspace(offset, 0.5, 8)[:-1]]
+    values = np.sort([*above, 0.0, *below])
+    return values / values.max()
+
+
+def of_nf4(x: Any, codes: Any, scales: Any) -> Any:
+    """Matrix [*L, in, out] of codes [*L, in / 2, out] and the scales of tiles [*L, tiles, out]: the low halves of a
+    tile's bytes are its first inputs."""
+    *lead, tiles, outputs = scales.shape
+    packed = codes.reshape(*lead, tiles, -1, outputs)
+    numbers = x.concatenate([packed & 15, packed >> 4], -2)
+    values = x.asarray(nf4())[numbers.astype(x.int32)]
+    return (values * scales[..., None, :]).reshape(*lead, -1, outputs)
 
 
 def check_noise(noise: np.ndarray, alpha: float) -> None:

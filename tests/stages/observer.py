@@ -18,9 +18,12 @@ from safetensors.numpy import load_file
 from posttrain.batch import Batch
 from posttrain.models.activations import HIDDEN, Taps
 from posttrain.models.decoder import Decoder
+from posttrain.models.layers import param
+from posttrain.models.quant import Quantized
 from posttrain.runtime.xla import Recent
 from posttrain.train.trainer import Trainer
-from posttrain.weights.load import init_model
+from posttrain.weights.load import init_model, random_weights
+from posttrain.weights.lora import sites
 from posttrain.weights.state import ModelWeights
 from tests import offline_oracles as oracles
 from tests import optimizer_oracles as updates
@@ -30,6 +33,8 @@ from tests.stages.runs import lines
 
 ROWS, TOKENS, VOCAB = 32, 64, 261
 """Shape in which models read sequences, each in a row of its own; one program serves all runs."""
+SCALE = 2.0
+"""Scale of an adapter without `alpha`."""
 Arrays = Mapping[str, np.ndarray]
 PROGRAMS = Recent[Any](8)
 
@@ -54,7 +59,7 @@ def shifted(values: Any) -> Any:
 
 def read(structure: ModelWeights, weights: Mapping[str, Any], tokens: Any, lengths: Any, noise: Any) -> Outputs:
     """Outputs of a model on whole sequences, without a mesh, packing or chunks of logits."""
-    model = structure.bind({path: weights[path] for path in structure.dims()})
+    model = plain(structure.bind({path: weights[path] for path in structure.dims()}))
     model.compute = replace(model.compute, mesh=None)
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     segments = (places < lengths[:, None]).astype(jnp.int32)
@@ -72,6 +77,23 @@ def read(structure: ModelWeights, weights: Mapping[str, Any], tokens: Any, lengt
     inside = (places > 0) & (segments > 0)
     seen = shifted(features[0][HIDDEN].astype(jnp.float32))
     return Outputs(logits, jnp.where(inside, logps, 0.0), jnp.zeros(tokens.shape), seen, routers)
+
+
+def plain(model: Decoder) -> Decoder:
+    """Model whose matrices are plain ones: W + 2 A B with an adapter of the default scale (arXiv:2106.09685), and of
+    4-bit codes what they stand for."""
+    if not any(".adapters." in path or path.endswith(".codes") for path in ModelWeights(model).dims()):
+        return model
+    for site in sites(model).values():
+        matrix, adapter = site.matrix, site.owner.adapters.pop(site.name, None)
+        if isinstance(matrix, Quantized):
+            value = updates.of_nf4(jnp, matrix.codes[...], matrix.scales[...].astype(jnp.float32))
+        else:
+            value = matrix[...]
+        if adapter is not None:
+            value = value.astype(jnp.float32) + SCALE * (adapter.lora_a[...] @ adapter.lora_b[...])
+        setattr(site.owner, site.name, param(value, matrix.get_metadata("dims"), "kernel"))
+    return model
 
 
 class Outside:
@@ -147,6 +169,7 @@ class Observer:
         self.fields: dict[str, Any] = written["stages"][0]
         self.kind: str = self.fields["kind"]
         self.model: dict[str, Any] = written["model"]
+        self.seed: int = written["seed"]
         self.updates: list[Update] = []
         self.trainer: Trainer | None = None
         self.data = rows_of_datasets()
@@ -428,6 +451,40 @@ class Observer:
             for name, expected in {"loss": value.loss, **value.metrics}.items():
                 close(line[f"eval/{name}"], expected, f"eval/{name}", rtol)
 
+    def check_parameters(self) -> None:
+        """What is trained is the model, or both factors of an adapter on each matrix of the layers with the head of a
+        reward model; what is not trained are the weights that the seed draws, or the nearest codes of them."""
+        assert self.trainer is not None
+        before, trained = self.updates[0].before, set(self.trainer.params)
+        beside = {path for path in before if path.startswith(("matching.", "score."))}
+        if self.kind == "drafter":
+            assert trained == {path for path in before if path.startswith("drafter.")}
+            return
+        if "lora" not in self.model:
+            assert trained == set(before)
+            return
+        factors = {path for path in before if path.endswith((".lora_a", ".lora_b"))}
+        assert trained == factors | beside, trained ^ (factors | beside)
+        config, compute = self.trainer.model.config, self.trainer.model.compute
+        outline, draw = random_weights(
+            config, replace(compute, mesh=None), jnp.dtype(self.model.get("dtype", "float32")), "none"
+        )
+        drawn, _ = draw(jnp.uint32(self.seed))
+        for path in ModelWeights(outline).dims().keys() - beside:
+            want = np.asarray(drawn[path], np.float64)
+            base, _, name = path.rpartition(".")
+            in_layers = path.startswith("stages.") and want.ndim > 2 and name != "router"
+            assert not in_layers or f"{base}.adapters.{name}.lora_a" in factors, path
+            if path in before:
+                np.testing.assert_array_equal(np.asarray(before[path], np.float64), want, err_msg=path)
+                continue
+            codes, scales = before[f"{path}.codes"], np.asarray(before[f"{path}.scales"], np.float64)
+            tiles = np.abs(want.reshape(*scales.shape[:-1], -1, scales.shape[-1]))
+            np.testing.assert_allclose(scales, tiles.max(-2), rtol=2**-8)
+            apart = np.abs(updates.of_nf4(np, codes, scales) - want).reshape(tiles.shape)
+            # Half of the widest gap of the codes.
+            assert (apart <= 0.16 * scales[..., None, :]).all(), path
+
     def check_update(
         self, parameters: updates.Parameters, update: Update, gradient: Arrays, heads: Sequence[float] | None
     ) -> None:
@@ -489,6 +546,7 @@ class Observer:
         """What was trained on, what it cost, and what it changed are the oracle's."""
         told = [line for line in lines(self.out) if "grad_norm" in line]
         assert len(told) == len(self.updates) == self.fields["num_steps"]
+        self.check_parameters()
         if self.kind == "online_preference":
             self.check_online(told)
         elif self.fields.get("on_policy"):

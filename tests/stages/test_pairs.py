@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import yaml
 
@@ -19,6 +20,9 @@ from posttrain.batch import Batch
 from posttrain.cluster.reference import Reference
 from posttrain.data import format as data_format
 from posttrain.data import pair_examples, pipeline
+from posttrain.data.chat import Renderer
+from posttrain.data.format import TokenizedExample
+from posttrain.distill import cache as distill_cache
 from posttrain.distill import features, targets
 from posttrain.distill import teachers as distill_teachers
 from posttrain.kernels.attention import dispatch
@@ -27,7 +31,10 @@ from posttrain.losses import pairs, preference, reward_model, sft
 from posttrain.losses.preference import KTOLoss, LogRatios, PreferenceLoss
 from posttrain.losses.reference_free import SimPOLoss
 from posttrain.losses.router import RouterLoss
+from posttrain.models import drafter, quant
+from posttrain.models.adapter import Adapter
 from posttrain.rl import online_dpo
+from posttrain.runtime.xla import Recent
 from posttrain.stages import distill as distill_stage
 from posttrain.stages import sft as sft_stage
 from posttrain.stages.preference import PREFERENCE_LOSSES
@@ -36,7 +43,8 @@ from posttrain.train.objective import Objective
 from posttrain.train.optimizers import Optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import Mean
-from posttrain.weights.state import Parameter
+from posttrain.weights import load
+from posttrain.weights.state import ModelWeights, Parameter
 from tests.often import often
 from tests.pairs import STAGES, write
 from tests.stages.observer import Observer
@@ -83,6 +91,13 @@ def run(file: Path, devices: int, monkeypatch: pytest.MonkeyPatch, observer: Obs
     return number
 
 
+def write_cache(file: Path, devices: int) -> None:
+    """Write the records of a teacher, where the stage reads them."""
+    if "cache" in yaml.safe_load(file.read_text())["stages"][0]:
+        written = posttrain("distill", file, "--cache", devices=devices)
+        assert written.code == 0, written.err
+
+
 def check_pair(
     folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str, *, resumed: bool = True
 ) -> None:
@@ -90,9 +105,7 @@ def check_pair(
     it."""
     devices = max(STAGES[kind][name].devices for name in (a, b))
     file = write(folder, teacher, kind, a, b)
-    if "cache" in (a, b):
-        written = posttrain("distill", file, "--cache", devices=devices)
-        assert written.code == 0, written.err
+    write_cache(file, devices)
     observer = Observer(file)
     run(file, devices, monkeypatch, observer, killed_at=1 if resumed else 0)
     observer.check()
@@ -356,7 +369,134 @@ FAULTS = {
         "best_and_worst",
         lambda right: lambda rewards: right(np.round(rewards, 0)),
     ),
+    "answers alone": Fault(("sft", "packing", "train_on_prompt"), pipeline, "loss_on", lambda _: lambda _: "answers"),
+    "cut in place of dropped": Fault(
+        ("sft", "drop", "mix"),
+        pipeline,
+        "fit_to_row",
+        lambda right: lambda one, length, how: right(one, length, "truncate"),
+    ),
+    "parts without context": Fault(("sft", "packing", "split"), pipeline, "fit_to_row", lambda _: apart),
+    "the last turn alone": Fault(
+        ("sft", "mix", "chat_template"),
+        Renderer,
+        "conversations",
+        lambda right: lambda self, *given, **how: right(self, *given, **how)[-1:],
+    ),
+    "rates of Lion exchanged": Fault(
+        ("sft", "packing", "lion"),
+        optax,
+        "lion",
+        lambda right: lambda rate, b1, b2, **how: right(rate, b1=b2, b2=b1, **how),
+    ),
+    "Adafactor forgets": Fault(
+        ("sft", "packing", "adafactor"),
+        transformations,
+        "_adafactor",
+        lambda right: lambda section, *given: right(section.model_copy(update={"decay_rate": 0.2}), *given),
+    ),
+    "twice the rate of one's own optimiser": Fault(
+        ("sft", "packing", "optax"),
+        transformations,
+        "make_schedule",
+        lambda right: lambda section, steps: lambda at: 2 * right(section, steps)(at),
+    ),
+    "first moments of twice the size": Fault(
+        ("sft", "packing", "moments"),
+        optimizers,
+        "moment_value",
+        lambda right: lambda stored: right(stored) * (1 + (getattr(stored, "codes", stored).dtype == jnp.int8)),
+    ),
+    "masters stand still": Fault(
+        ("sft", "packing", "bfloat16"),
+        Optimizer,
+        "_updated",
+        lambda right: lambda self, group, *given: right(self, group, *given)._replace(masters=group.masters),
+    ),
+    "both directions": Fault(
+        ("distill", "reverse", "packing"),
+        distill_stage,
+        "terms_of",
+        lambda right: lambda section, *given: right(section.model_copy(update={"beta": 0.5}), *given),
+    ),
+    "records of the token before": Fault(
+        ("distill", "packing", "cache"),
+        distill_cache.TeacherCache,
+        "places",
+        lambda right: (
+            lambda self, given: [None if one is None else np.maximum(one - 1, one > 0) for one in right(self, given)]
+        ),
+    ),
+    "ends that are not learned": Fault(
+        ("distill", "beta", "on_policy"), distill_stage, "sample_rows", lambda right: without_ends(right)
+    ),
+    "an adapter of half the scale": Fault(
+        ("sft", "packing", "lora"),
+        Adapter,
+        "scaled_b",
+        lambda right: lambda self, dtype: right(self, dtype) / 2,
+    ),
+    "half an adapter": Fault(
+        ("preference", "ipo", "lora"),
+        ModelWeights,
+        "trainable",
+        lambda right: lambda self: frozenset(path for path in right(self) if not path.endswith("lora_a")),
+    ),
+    "codes of half the scale": Fault(
+        ("sft", "packing", "quantize"),
+        quant,
+        "dequantized",
+        lambda right: lambda codes, scales, *given: right(codes, scales / 2, *given),
+    ),
+    "scales of twice the size": Fault(
+        ("distill", "packing", "quantize"),
+        load,
+        "random_weights",
+        lambda right: lambda *given: twice_scaled(*right(*given)),
+    ),
+    "hidden states of the future": Fault(
+        ("drafter", "packing", "mix"),
+        drafter.Blocks,
+        "of",
+        lambda right: classmethod(lambda cls, *given: later(right.__func__(cls, *given))),
+    ),
+    "one layer of a drafter": Fault(
+        ("drafter", "packing", "layers"),
+        drafter,
+        "propose",
+        lambda right: lambda config, *given: right(dataclasses.replace(config, layers=1), *given),
+    ),
 }
+
+
+def apart(one: TokenizedExample, length: int, how: str) -> list[TokenizedExample]:
+    """Parts of a text that do not overlap, so that the first token of each is never learned."""
+    parts = [one.tokens[start : start + length] for start in range(0, len(one.tokens), length)]
+    return [TokenizedExample(part, np.arange(len(part)) > 0) for part in parts if len(part) > 1]
+
+
+def without_ends(right: Any) -> Any:
+    def wrong(*given: Any, **how: Any) -> Any:
+        batch, where = right(*given, **how)
+        last = np.asarray(batch.segments) != np.roll(np.asarray(batch.segments), -1, axis=1)
+        return dataclasses.replace(batch, loss_weight=np.where(last, 0, np.asarray(batch.loss_weight))), where
+
+    return wrong
+
+
+def twice_scaled(outline: Any, draw: Any) -> tuple[Any, Any]:
+    """Random weights whose codes stand for twice as much."""
+
+    def wrong(seed: Any) -> Any:
+        weights, errors = draw(seed)
+        return {path: 2 * x if path.endswith(".scales") else x for path, x in weights.items()}, errors
+
+    return outline, wrong
+
+
+def later(blocks: drafter.Blocks) -> drafter.Blocks:
+    """Blocks that read the hidden state of their newest token too."""
+    return blocks._replace(before=blocks.before + 1)
 
 
 def unclipped(self: KTOLoss, sequences: Any, ratios: Any) -> Mean:
@@ -374,9 +514,15 @@ def test_a_seeded_fault_turns_its_pair_red(
 ) -> None:
     (kind, a, b), place, attribute, wrong = FAULTS[name]
     file = write(tmp_path, teacher, kind, a, b)
+    devices = max(STAGES[kind][one].devices for one in (a, b))
+    write_cache(file, devices)
     observer = Observer(file)
     with monkeypatch.context() as patch:
         patch.setattr(place, attribute, wrong(original(place, attribute)))
-        run(file, max(STAGES[kind][one].devices for one in (a, b)), monkeypatch, observer, killed_at=0)
+        for programs in Recent.every:  # those of an equal run without the fault
+            programs.clear()
+        run(file, devices, monkeypatch, observer, killed_at=0)
+    for programs in Recent.every:
+        programs.clear()
     with pytest.raises(AssertionError):
         observer.check()
