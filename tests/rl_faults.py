@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import posttrain.config.rollout
+from posttrain.cluster import reference
 from posttrain.cluster.cluster import Cluster, Critic, DrafterLearner
 from posttrain.cluster.reference import Reference, Teachers
 from posttrain.cluster.sync import ReshardedReplica
 from posttrain.config.rl import RLSection
+from posttrain.kernels.logits.layout import VocabSharding
 from posttrain.losses import policy, reduce
 from posttrain.losses.ratios import ImportanceSampling
 from posttrain.losses.surrogates import CLIP, CISPOObjective, Clip, GMPOObjective, SAPOObjective, VESPOObjective
@@ -28,6 +30,7 @@ from posttrain.rl.step import EntropyControl
 from posttrain.rollout import speculative
 from posttrain.rollout.types import Transcript
 from posttrain.train import muon, objective, programs, transformations
+from posttrain.train.optimizers import Optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights import quantize
@@ -189,6 +192,25 @@ def without_values(right: Any) -> Any:
         return kept, rounded if self.kind == "compute" else 0 * rounded
 
     return wrong
+
+
+def without_new_masters(right: Any) -> Any:
+    return lambda self, group, *x: right(self, group, *x)._replace(masters=group.masters)
+
+
+def first_rows_alone(right: Any) -> Any:
+    """Rows of the first device, as those of all that split a vocabulary."""
+
+    def wrong(self: Any, x: Any) -> Any:
+        devices = 1 if self.mesh is None else self.mesh.shape["fsdp"]
+        return right(self, jnp.concatenate([x[: x.shape[0] // devices]] * devices))
+
+    return wrong
+
+
+def counted_on_each(right: Any) -> Any:
+    """Logits of tokens as a sum over devices that all have them."""
+    return lambda self, *x: right(self, *x) * (1 if self.mesh is None else self.mesh.size)
 
 
 def half_of_adapter(right: Any) -> Any:
@@ -368,6 +390,12 @@ FAULTS: dict[str, Fault] = {
     "drafts that do not learn": Fault(("truncated", "speculative"), DrafterLearner, "step", constant(lambda *_: {})),
     "values lost in 8 bits": Fault(("lora", "cache_dtype"), KVCache, "rounded", without_values),
     "old weights elsewhere": Fault(("lora", "placement"), ReshardedReplica, "update", constant(lambda *_: (0, 0))),
+    "a base with its adapter": Fault(
+        ("reference.model", "truncated"), reference, "without_adapter", constant(lambda weights: weights)
+    ),
+    "masters that stand still": Fault(("truncated", "dtype"), Optimizer, "_updated", without_new_masters),
+    "rows of the first device on each": Fault(("truncated", "fsdp"), VocabSharding, "gathered", first_rows_alone),
+    "tokens chosen on each device": Fault(("truncated", "tensor"), VocabSharding, "chosen", counted_on_each),
     "gradient of one device": Fault(("lora", "data"), objective, "part_of_sum", constant(lambda x, *_: x)),
 }
 """Faults by what is wrong."""

@@ -178,6 +178,8 @@ class Observer:
         """Batches of each evaluation of sequences."""
         self.groups: list[list[list[tuple[tuple[int, ...], int]]]] = []
         """Samples of each prompt of each online step: tokens, and place of the first that was sampled."""
+        self.logps: list[list[np.ndarray]] = []
+        """Log-probabilities with which the samples of each online step were drawn, [T] each."""
 
     def step(self, trainer: Trainer, batch: Batch, step: Callable[[], Any]) -> Any:
         """Run an update, and keep what it was given and what it left."""
@@ -262,7 +264,7 @@ class Observer:
     def check_online(self, told: Sequence[Mapping[str, float]]) -> None:
         """The best and the worst sample of each prompt are compared, once; prompts come as often as each other."""
         count = Counter[Any]()
-        for groups, update, line in zip(self.groups, self.updates, told, strict=True):
+        for groups, drawn, update, line in zip(self.groups, self.logps, self.updates, told, strict=True):
             pairs = list(self.ranked(groups))
             found = list(self.units_in(update.batch, {unit.key: unit for unit in pairs}))
             assert Counter(unit.key for unit, _ in found) == Counter(unit.key for unit in pairs)
@@ -274,16 +276,34 @@ class Observer:
                 prompts = {tokens[:first] for tokens, first in group}
                 assert len(prompts) == 1 and len(group) == self.fields["group_size"]
                 count.update(prompts)
+            self.check_sampler(update.before, [one for group in groups for one in group], drawn)
         expected = [oracles.prompted(row["prompt"]) for row in self.data["chat"]]
         assert set(count) <= set(expected)
         assert max(count.values()) - min(count[prompt] for prompt in expected) <= 1
 
+    def check_sampler(
+        self, weights: Arrays, samples: Sequence[tuple[tuple[int, ...], int]], drawn: Sequence[np.ndarray]
+    ) -> None:
+        """Samples are drawn by these weights. A sampler that rounds weights or its cache is near, and not the same."""
+        assert self.trainer is not None
+        logps = Outside(self.trainer.model)(weights, [oracles.sampled(*one, 0) for one in samples]).logps
+        apart = np.concatenate(
+            [abs(drawn[n][first:] - logps[n, first : len(tokens)]) for n, (tokens, first) in enumerate(samples)]
+        )
+        if {"quantize", "cache_dtype"} & self.fields.get("rollout", {}).keys():
+            assert apart.mean() < 0.1 and apart.max() > 1e-4, (apart.mean(), apart.max())
+        else:
+            assert apart.max() < (0.2 if self.model.get("dtype") == "bfloat16" else 1e-3), apart.max()
+
     def check_samples(self) -> None:
         """A batch holds a sample of each of the next prompts; all of them come as often."""
         count = Counter[Any]()
-        for batch, *_ in self.updates:
+        for batch, before, *_ in self.updates:
             found = list(self.units_in(batch, self.known(batch)))
             assert len(found) == self.fields["batch_rows"]
+            assert batch.sampler_logps is not None
+            drawn = [np.asarray(batch.sampler_logps)[at] for _, (at,) in found]
+            self.check_sampler(before, [(one.tokens, one.first) for unit, _ in found for one in unit.sequences], drawn)
             for unit, places in found:
                 self.check_unit(batch, unit, places)
                 (one,) = unit.sequences

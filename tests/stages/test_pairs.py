@@ -26,13 +26,14 @@ from posttrain.distill import cache as distill_cache
 from posttrain.distill import features, targets
 from posttrain.distill import teachers as distill_teachers
 from posttrain.kernels.attention import dispatch
-from posttrain.kernels.logits import divergence
+from posttrain.kernels.logits import divergence, layout
 from posttrain.losses import pairs, preference, reward_model, sft
 from posttrain.losses.preference import KTOLoss, LogRatios, PreferenceLoss
 from posttrain.losses.reference_free import SimPOLoss
 from posttrain.losses.router import RouterLoss
 from posttrain.models import drafter, quant
 from posttrain.models.adapter import Adapter
+from posttrain.models.cache import KVCache
 from posttrain.rl import online_dpo
 from posttrain.runtime.xla import Recent
 from posttrain.stages import distill as distill_stage
@@ -43,10 +44,11 @@ from posttrain.train.objective import Objective
 from posttrain.train.optimizers import Optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.tree import Mean
-from posttrain.weights import load
+from posttrain.weights import load, quantize
 from posttrain.weights.state import ModelWeights, Parameter
 from tests.often import often
 from tests.pairs import STAGES, write
+from tests.rl_faults import counted_on_each, first_rows_alone, without_new_masters, without_values
 from tests.stages.observer import Observer
 from tests.stages.runs import posttrain
 from tests.test_pairs import cases, own_cache, saved, teacher, wait_for
@@ -80,6 +82,7 @@ def run(file: Path, devices: int, monkeypatch: pytest.MonkeyPatch, observer: Obs
     def paired(groups_P: Any, roles_PG: Any) -> Any:
         if observer is not None:
             observer.groups.append([[(tuple(s.tokens), s.sampled.index(True)) for s in group] for group in groups_P])
+            observer.logps.append([np.asarray(s.logps) for group in groups_P for s in group])
         return pairs_of(groups_P, roles_PG)
 
     with monkeypatch.context() as patch:
@@ -411,7 +414,7 @@ FAULTS = {
         ("sft", "packing", "bfloat16"),
         Optimizer,
         "_updated",
-        lambda right: lambda self, group, *given: right(self, group, *given)._replace(masters=group.masters),
+        without_new_masters,
     ),
     "both directions": Fault(
         ("distill", "reverse", "packing"),
@@ -454,6 +457,37 @@ FAULTS = {
         "random_weights",
         lambda right: lambda *given: twice_scaled(*right(*given)),
     ),
+    "samples of codes of another scale": Fault(
+        ("online_preference", "ipo", "rollout.quantize"),
+        quantize.Copies,
+        "__call__",
+        lambda right: lambda self, model: twice_as_large(*right(self, model)),
+    ),
+    "samples of no codes": Fault(
+        ("online_preference", "ipo", "rollout.quantize"),
+        quantize,
+        "quantize_model",
+        lambda _: lambda *_: {},
+    ),
+    "samples without values": Fault(("online_preference", "ipo", "cache_dtype"), KVCache, "rounded", without_values),
+    "samples at another temperature": Fault(
+        ("distill", "beta", "on_policy"),
+        distill_stage,
+        "Sampler",
+        lambda right: lambda sampling, **how: right(sampling=sampling.model_copy(update={"temperature": 2.0}), **how),
+    ),
+    "tokens chosen on each device": Fault(
+        ("sft", "packing", "tensor"),
+        layout.VocabSharding,
+        "chosen",
+        counted_on_each,
+    ),
+    "rows of the first device on each": Fault(
+        ("sft", "packing", "fsdp"),
+        layout.VocabSharding,
+        "gathered",
+        first_rows_alone,
+    ),
     "hidden states of the future": Fault(
         ("drafter", "packing", "mix"),
         drafter.Blocks,
@@ -484,12 +518,16 @@ def without_ends(right: Any) -> Any:
     return wrong
 
 
+def twice_as_large(outline: Any, weights: Any) -> tuple[Any, Any]:
+    return outline, {path: 2 * x if path.endswith(".scales") else x for path, x in weights.items()}
+
+
 def twice_scaled(outline: Any, draw: Any) -> tuple[Any, Any]:
     """Random weights whose codes stand for twice as much."""
 
     def wrong(seed: Any) -> Any:
         weights, errors = draw(seed)
-        return {path: 2 * x if path.endswith(".scales") else x for path, x in weights.items()}, errors
+        return twice_as_large(outline, weights)[1], errors
 
     return outline, wrong
 
@@ -512,17 +550,22 @@ def doubled_tail(found: Any) -> Any:
 def test_a_seeded_fault_turns_its_pair_red(
     tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """It is the comparison that fails, or the gate of sampler and trainer, and not the run."""
     (kind, a, b), place, attribute, wrong = FAULTS[name]
     file = write(tmp_path, teacher, kind, a, b)
     devices = max(STAGES[kind][one].devices for one in (a, b))
     write_cache(file, devices)
     observer = Observer(file)
-    with monkeypatch.context() as patch:
-        patch.setattr(place, attribute, wrong(original(place, attribute)))
-        for programs in Recent.every:  # those of an equal run without the fault
+    for programs in Recent.every:  # those of an equal run without the fault
+        programs.clear()
+    with pytest.raises(AssertionError) as error:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, attribute, wrong(original(place, attribute)))
+            run(file, devices, monkeypatch, observer, killed_at=0)
+        for programs in Recent.every:
             programs.clear()
-        run(file, devices, monkeypatch, observer, killed_at=0)
+        observer.check()
     for programs in Recent.every:
         programs.clear()
-    with pytest.raises(AssertionError):
-        observer.check()
+    compared = any(entry.path.name == "observer.py" for entry in error.traceback)
+    assert compared or "disagree" in str(error.value), str(error.value)
