@@ -494,7 +494,7 @@ shares no code with the package:
 - the loss of each update of actor and critic, and the norm of its gradient, by central differences through full logits;
 - the weights after each update, by the optimiser's formula, or the same bits where the update is skipped.
 
-Each feature of RL has a fault in `tests/rl_faults.py` that turns such a pair red, but for `dtype`, `fsdp` and `tensor`.
+Each feature of RL has a fault in `tests/rl_faults.py` that turns such a pair red.
 
 In the other stages a `+` proves what `tests/offline_oracles.py` computes in the same way, from the files of data and
 the papers:

@@ -263,7 +263,8 @@ class Observer:
         if self.stage.get("reference", {}).get("model") == "base":
             own = {path: np.zeros_like(x) for path, x in weights.items() if path.endswith("lora_b")}
         old, sampler = self.actor.stats(weights, rows), [np.asarray(row.logps, np.float64) for row in rows]
-        ref = self.actor.stats({**weights, **own}, rows)
+        # A reference routes by itself.
+        ref = self.actor.stats({**weights, **own}, [unrouted(row) for row in rows])
         none = [np.zeros(len(row.tokens)) for row in rows]
         assert not self.bfloat16 or all(x.dtype == jnp.bfloat16 for x in weights.values())
         self.versions[cluster.version] = weights
@@ -547,8 +548,8 @@ class Observer:
         return made
 
     def check_credit(self, step: Step, batch: Batch, credit: list[np.ndarray], part: Sequence[Sample]) -> None:
-        """Each sampled token is learned from, with the oracle's advantage. Equal rows may be of samples with different
-        rewards."""
+        """Each sampled token is learned from, with the oracle's advantage and what the reference says of it: a KL near
+        0 shows little of that in the loss. Equal rows may be of samples with different rewards."""
         rows = [row for sample in part for row in sample.rows]
         for tokens, place, number in segments(batch):
             got = np.asarray(batch.advantages)[number, place]
@@ -557,6 +558,10 @@ class Observer:
             assert weight.tolist() == step.run.sampled[alike[0]].tolist()
             near = [np.allclose(got, credit[row], rtol=self.tolerance, atol=self.tolerance) for row in alike]
             assert any(near), (got, [credit[row] for row in alike])
+            if batch.ref_logps is not None:
+                mask, ref = step.run.sampled[alike[0]], np.asarray(batch.ref_logps)[number, place]
+                atol = 0.1 if self.bfloat16 else 2e-4
+                np.testing.assert_allclose(ref[mask], step.run.ref[alike[0]][mask], atol=atol, err_msg="reference")
 
     @property
     def tolerance(self) -> float:

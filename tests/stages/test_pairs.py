@@ -551,21 +551,26 @@ def test_a_seeded_fault_turns_its_pair_red(
     tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """It is the comparison that fails, or the gate of sampler and trainer, and not the run."""
-    (kind, a, b), place, attribute, wrong = FAULTS[name]
+    kind, a, b = FAULTS[name].pair
     file = write(tmp_path, teacher, kind, a, b)
     devices = max(STAGES[kind][one].devices for one in (a, b))
     write_cache(file, devices)
     observer = Observer(file)
-    for programs in Recent.every:  # those of an equal run without the fault
-        programs.clear()
+    for compiled in Recent.every:  # that of an equal run without the fault
+        compiled.clear()
     with pytest.raises(AssertionError) as error:
-        with monkeypatch.context() as patch:
-            patch.setattr(place, attribute, wrong(original(place, attribute)))
-            run(file, devices, monkeypatch, observer, killed_at=0)
-        for programs in Recent.every:
-            programs.clear()
-        observer.check()
-    for programs in Recent.every:
-        programs.clear()
+        compare(file, devices, monkeypatch, observer, FAULTS[name])
+    for compiled in Recent.every:
+        compiled.clear()
     compared = any(entry.path.name == "observer.py" for entry in error.traceback)
     assert compared or "disagree" in str(error.value), str(error.value)
+
+
+def compare(file: Path, devices: int, monkeypatch: pytest.MonkeyPatch, observer: Observer, fault: Fault) -> None:
+    """Run with a fault, and compare without it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fault.place, fault.name, fault.wrong(original(fault.place, fault.name)))
+        run(file, devices, monkeypatch, observer, killed_at=0)
+    for compiled in Recent.every:
+        compiled.clear()
+    observer.check()
