@@ -491,6 +491,7 @@ shares no code with the package:
   reward models pay what they say;
 - groups are kept as filter and `refill` say, and an epoch learns once from each sample, with all of its rows;
 - rewards and advantages of the record, the advantage of each token, and a critic's values and returns;
+- the log-probabilities of the reference, which routes by itself;
 - the loss of each update of actor and critic, and the norm of its gradient, by central differences through full logits;
 - the weights after each update, by the optimiser's formula, or the same bits where the update is skipped.
 
@@ -501,11 +502,15 @@ the papers:
 
 - the tokens of each row as the template writes them, cut or dropped as `overlong` says, with the positions, loss
   weights, roles, margins and shares of teachers of each; every row is seen as often as every other;
+- what is trained: all of the model, or both factors of an adapter on each matrix of the layers, beside the weights that
+  the seed draws or the nearest codes of them;
 - the loss of each update, its metrics and the norm of its gradient, from full logits of each sequence by itself,
-  against the model of the stage's beginning and the teachers where there are some;
+  against the model of the stage's beginning and the teachers where there are some; an adapter is added to its matrix,
+  and codes are read, by the papers' formulas;
+- samples are drawn by the weights before the update, or near them where a sampler has 8 bits;
 - what the optimiser makes of the gradient, the average of the weights, and the loss of held-out rows at each step.
 
-Faults in `tests/stages/test_pairs.py` turn such pairs red.
+Each of these features has a fault in `tests/stages/test_pairs.py` that turns a pair red in one of its stages.
 """
 """Head of the page."""
 
