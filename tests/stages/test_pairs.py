@@ -39,7 +39,7 @@ from posttrain.runtime.xla import Recent
 from posttrain.stages import distill as distill_stage
 from posttrain.stages import sft as sft_stage
 from posttrain.stages.preference import PREFERENCE_LOSSES
-from posttrain.train import layer_matching, muon, objective, programs, transformations
+from posttrain.train import layer_matching, muon, objective, optimizers, programs, transformations
 from posttrain.train.objective import Objective
 from posttrain.train.optimizers import Optimizer
 from posttrain.train.trainer import Trainer
