@@ -43,6 +43,8 @@ from tests.oracles import (
 ROWS = 16
 """Rows of a pass of `PlainModel`."""
 PROGRAMS = Recent[Any](16)
+NO_GRADIENT = 1e-10
+"""Norm of a gradient of which all is rounding of the oracle's differences: where every token is rejected."""
 
 Arrays = Mapping[str, np.ndarray]
 SCALED = (".attention.q.kernel", ".attention.k.kernel")
@@ -464,7 +466,7 @@ class Observer:
     def check(self) -> None:
         """Everything that the run did is the oracle's: samples of each update, advantages, losses, gradients, updates
         of the weights, and what the record has."""
-        coarse = 0.1 if self.bfloat16 else 0.0
+        coarse = 0.15 if self.bfloat16 else 0.0
         actor = OptimizerReference(self.stage["optimizer"], coarse)
         of_critic = {"learning_rate": 1e-5, **self.algorithm.get("critic", {}).get("optimizer", {})}
         critic = OptimizerReference(of_critic, coarse)
@@ -656,6 +658,8 @@ class Observer:
         np.testing.assert_allclose(
             update.grad_norm, norm, rtol=5 * self.tolerance, atol=self.tolerance / 50, err_msg="norm of the gradient"
         )
+        if norm < NO_GRADIENT:
+            gradient = {path: np.zeros_like(x) for path, x in gradient.items()}
         before = {path: update.before[path].astype(np.float64) for path in gradient}
         assert skipped is None or update.skipped == skipped
         if update.skipped:

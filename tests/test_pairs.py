@@ -10,6 +10,7 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from posttrain.batch import Batch
 from posttrain.rl import async_loop
 from posttrain.rl import step as rl_step
 from posttrain.rl.step import learn
-from posttrain.runtime.xla import Recent
 from posttrain.train.trainer import Trainer
 from tests.often import often
 from tests.pairs import (
@@ -92,7 +92,6 @@ def run(
     file: Path,
     kind: str,
     devices: int,
-    monkeypatch: pytest.MonkeyPatch,
     *,
     killed_at: int = 0,
     observer: Observer | None = None,
@@ -120,10 +119,12 @@ def run(
         observer.end(result)
         return result
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", spied)
-        patch.setattr(rl_step, "learn", learned)
-        patch.setattr(async_loop, "learn", learned)
+    # `MonkeyPatch` would forget the programs, which pairs share; no program is traced of these.
+    with (
+        mock.patch.object(Trainer, "step", spied),
+        mock.patch.object(rl_step, "learn", learned),
+        mock.patch.object(async_loop, "learn", learned),
+    ):
         outcome = posttrain("run", file, devices=devices)
     assert outcome.code == 0, outcome.out + outcome.err
     told = lines(out)
@@ -142,15 +143,19 @@ def wait_for(folder: Path) -> None:
 
 def cases(*kinds: str) -> list[Any]:
     """Pairs of these stages that run: those of `KEPT` each time, all with `-m pairs`."""
-    every = [(kind, *pair) for kind in kinds for pair in pairs(STAGES[kind]) if pair not in refused(kind)]
-    kept = [(kind, *pair) for kind in kinds for pair in KEPT[kind]]
-    return [pytest.param(*one, marks=() if one in kept else pytest.mark.pairs) for one in every]
+    made = []
+    for kind in kinds:
+        never = set(refused(kind))
+        for pair in pairs(STAGES[kind]):
+            if pair not in never:
+                made.append(pytest.param(kind, *pair, marks=() if pair in KEPT[kind] else pytest.mark.pairs))
+    return made
 
 
 @pytest.mark.by_case
 @pytest.mark.parametrize(("kind", "a", "b"), cases("rl"))
-def test_a_pair_runs(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str) -> None:
-    check_pair(tmp_path, teacher, monkeypatch, kind, a, b)
+def test_a_pair_runs(tmp_path: Path, teacher: Path, kind: str, a: str, b: str) -> None:
+    check_pair(tmp_path, teacher, kind, a, b)
 
 
 def saved(folder: Path, kind: str) -> dict[str, bytes]:
@@ -158,13 +163,11 @@ def saved(folder: Path, kind: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (folder / "out" / f"0-{kind}").glob("*/*.safetensors")}
 
 
-def check_rl(
-    folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, a: str, b: str, *, killed_at: int = 0
-) -> Path:
+def check_rl(folder: Path, teacher: Path, a: str, b: str, *, killed_at: int = 0) -> Path:
     """Run a pair of RL for two steps, and compare all that it did with the oracle."""
     file, devices = write(folder, teacher, "rl", a, b), STAGES["rl"][a].devices + STAGES["rl"][b].devices - 1
     observer = Observer(yaml.safe_load(file.read_text()), [teacher, teacher / "second"])
-    whole = run(file, "rl", devices, monkeypatch, killed_at=killed_at, observer=observer)
+    whole = run(file, "rl", devices, killed_at=killed_at, observer=observer)
     assert len(observer.steps) == 2
     observer.check()
     assert all(np.isfinite(line["loss"]) for line in whole.told)
@@ -180,23 +183,23 @@ def check_rl(
     return file
 
 
-def check_pair(folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str) -> None:
+def check_pair(folder: Path, teacher: Path, kind: str, a: str, b: str) -> None:
     """Run a pair of features for two steps, and once more from where a kill in the second leaves it."""
     one, other = STAGES[kind][a], STAGES[kind][b]
     fields = merged(BASE[kind], one.stage, other.stage)
     half = fields.get("updates", 1) * fields.get("update_epochs", 1)
     devices = one.devices + other.devices - 1
     if kind == "rl":
-        file = check_rl(folder, teacher, monkeypatch, a, b, killed_at=half)
+        file = check_rl(folder, teacher, a, b, killed_at=half)
     else:
         file = write(folder, teacher, kind, a, b)
-        told = run(file, kind, devices, monkeypatch, killed_at=half).told
+        told = run(file, kind, devices, killed_at=half).told
         assert all(np.isfinite(line["loss"]) for line in told)
         assert any(line["grad_norm"] > 0 for line in told)
     expected = saved(folder, kind)
     shutil.rmtree(folder / "out")
     (folder / "killed").rename(folder / "out")
-    again = run(file, kind, devices, monkeypatch)
+    again = run(file, kind, devices)
     assert len(again.batches) == half, "the second step alone is done again"
     if "in_flight" not in (a, b):  # there time decides which weights sample a token
         assert saved(folder, kind) == expected
@@ -210,14 +213,9 @@ def test_a_seeded_fault_turns_its_pair_red(
     not the run."""
     (a, b), place, attribute, wrong = FAULTS[name]
     monkeypatch.setattr(place, attribute, wrong(getattr(place, attribute)))
-    for programs in Recent.every:  # those of an equal run without the fault
-        programs.clear()
     with pytest.raises(AssertionError) as error:
-        check_rl(tmp_path, teacher, monkeypatch, a, b)
+        check_rl(tmp_path, teacher, a, b)
     frames = [f"{entry.path.name}:{entry.name}" for entry in error.traceback]
     compared = any(frame.startswith("rl_observer.py") for frame in frames) or frames[-1] == "test_pairs.py:check_rl"
     told = str(error.value)
     assert compared or "rl_observer.py" in told or "disagree" in told, told
-    monkeypatch.undo()
-    for programs in Recent.every:
-        programs.clear()

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +36,6 @@ from posttrain.models import drafter, quant
 from posttrain.models.adapter import Adapter
 from posttrain.models.cache import KVCache
 from posttrain.rl import online_dpo
-from posttrain.runtime.xla import Recent
 from posttrain.stages import distill as distill_stage
 from posttrain.stages import sft as sft_stage
 from posttrain.stages.preference import PREFERENCE_LOSSES
@@ -56,7 +56,7 @@ from tests.test_pairs import cases, own_cache, saved, teacher, wait_for
 __all__ = ["own_cache", "teacher"]
 
 
-def run(file: Path, devices: int, monkeypatch: pytest.MonkeyPatch, observer: Observer | None, killed_at: int) -> int:
+def run(file: Path, devices: int, observer: Observer | None, killed_at: int) -> int:
     """Run to the end, and count the updates. `killed_at`: keep the files of this step, as a kill in the next one would
     leave them."""
     out, number = file.parent / "out", 0
@@ -85,10 +85,12 @@ def run(file: Path, devices: int, monkeypatch: pytest.MonkeyPatch, observer: Obs
             observer.logps.append([np.asarray(s.logps) for group in groups_P for s in group])
         return pairs_of(groups_P, roles_PG)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", spied)
-        patch.setattr(Trainer, "evaluate", evaluated)
-        patch.setattr(online_dpo, "pairs_of_groups", paired)
+    # `MonkeyPatch` would forget the programs, which pairs share; no program is traced of these.
+    with (
+        mock.patch.object(Trainer, "step", spied),
+        mock.patch.object(Trainer, "evaluate", evaluated),
+        mock.patch.object(online_dpo, "pairs_of_groups", paired),
+    ):
         outcome = posttrain("run", file, devices=devices)
     assert outcome.code == 0, outcome.out + outcome.err
     return number
@@ -101,22 +103,20 @@ def write_cache(file: Path, devices: int) -> None:
         assert written.code == 0, written.err
 
 
-def check_pair(
-    folder: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str, *, resumed: bool = True
-) -> None:
+def check_pair(folder: Path, teacher: Path, kind: str, a: str, b: str, *, resumed: bool = True) -> None:
     """Run a pair of features for two steps before the oracle, and once more from where a kill in the second leaves
     it."""
     devices = max(STAGES[kind][name].devices for name in (a, b))
     file = write(folder, teacher, kind, a, b)
     write_cache(file, devices)
     observer = Observer(file)
-    run(file, devices, monkeypatch, observer, killed_at=1 if resumed else 0)
+    run(file, devices, observer, killed_at=1 if resumed else 0)
     observer.check()
     if resumed:
         expected = saved(folder, kind)
         shutil.rmtree(folder / "out")
         (folder / "killed").rename(folder / "out")
-        assert run(file, devices, monkeypatch, None, killed_at=0) == 1, "the second step alone is done again"
+        assert run(file, devices, None, killed_at=0) == 1, "the second step alone is done again"
         assert saved(folder, kind) == expected
 
 
@@ -124,8 +124,8 @@ def check_pair(
 @pytest.mark.parametrize(
     ("kind", "a", "b"), cases("sft", "preference", "distill", "reward_model", "online_preference", "drafter")
 )
-def test_a_pair_runs(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, kind: str, a: str, b: str) -> None:
-    check_pair(tmp_path, teacher, monkeypatch, kind, a, b)
+def test_a_pair_runs(tmp_path: Path, teacher: Path, kind: str, a: str, b: str) -> None:
+    check_pair(tmp_path, teacher, kind, a, b)
 
 
 LOSSES: dict[str, Any] = {
@@ -157,15 +157,13 @@ LOSSES: dict[str, Any] = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_every_loss_of_preference_is_the_oracles(
-    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_every_loss_of_preference_is_the_oracles(tmp_path: Path, teacher: Path, name: str) -> None:
     file = write(tmp_path, teacher, "preference", "kto" if name in ("kto", "apo_zero_unpaired") else "ipo", "truncate")
     written = yaml.safe_load(file.read_text())
     written["stages"][0]["loss"] = LOSSES[name]
     file.write_text(yaml.safe_dump(written))
     observer = Observer(file)
-    run(file, 1, monkeypatch, observer, killed_at=0)
+    run(file, 1, observer, killed_at=0)
     observer.check()
 
 
@@ -556,12 +554,8 @@ def test_a_seeded_fault_turns_its_pair_red(
     devices = max(STAGES[kind][one].devices for one in (a, b))
     write_cache(file, devices)
     observer = Observer(file)
-    for compiled in Recent.every:  # that of an equal run without the fault
-        compiled.clear()
     with pytest.raises(AssertionError) as error:
         compare(file, devices, monkeypatch, observer, FAULTS[name])
-    for compiled in Recent.every:
-        compiled.clear()
     compared = any(entry.path.name == "observer.py" for entry in error.traceback)
     assert compared or "disagree" in str(error.value), str(error.value)
 
@@ -570,7 +564,5 @@ def compare(file: Path, devices: int, monkeypatch: pytest.MonkeyPatch, observer:
     """Run with a fault, and compare without it."""
     with monkeypatch.context() as patch:
         patch.setattr(fault.place, fault.name, fault.wrong(original(fault.place, fault.name)))
-        run(file, devices, monkeypatch, observer, killed_at=0)
-    for compiled in Recent.every:
-        compiled.clear()
+        run(file, devices, observer, killed_at=0)
     observer.check()
