@@ -6,8 +6,10 @@ documentation.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -62,6 +64,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "pairs_cache"))
 
 
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """Leave the programs that pairs share out of the collection that ends each run."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def test_refusals_name_the_pair_and_the_page_has_them(tmp_path: Path, teacher: Path) -> None:
     """A refusal names a field of each feature, or the page would not help whoever meets it. All other pairs run in
     another test."""
@@ -88,23 +98,15 @@ class Learned(NamedTuple):
     evaluations: list[dict[str, Any]]
 
 
-def run(
-    file: Path,
-    kind: str,
-    devices: int,
-    *,
-    killed_at: int = 0,
-    observer: Observer | None = None,
-) -> Learned:
-    """Run to the end. `killed_at`: keep the files of this step, as a kill in the next one would leave them."""
+def run(file: Path, devices: int, *, killed_at: int = 0, observer: Observer | None = None) -> Learned:
+    """Run RL to the end. `killed_at`: keep the files of this step, as a kill in the next one would leave them."""
     batches: list[Batch] = []
-    out, step = file.parent / "out", Trainer.step
+    step = Trainer.step
 
     def spied(self: Trainer, batch: Batch, *, update: bool = True) -> Any:
-        if kind != "rl" or batch.behaviour_logps is not None:
+        if batch.behaviour_logps is not None:
             if killed_at and len(batches) == killed_at:
-                wait_for(out / f"0-{kind}" / "checkpoints" / str(killed_at))
-                shutil.copytree(out, file.parent / "killed")
+                keep_as_killed(file, killed_at)
             batches.append(batch)
         # A drafter learns from rows of tokens alone.
         if observer is not None and (batch.behaviour_logps is not None or batch.returns is not None):
@@ -127,18 +129,35 @@ def run(
     ):
         outcome = posttrain("run", file, devices=devices)
     assert outcome.code == 0, outcome.out + outcome.err
-    told = lines(out)
+    told = lines(file.parent / "out")
     return Learned(
         batches, [line for line in told if "grad_norm" in line], [line for line in told if "eval/reward" in line]
     )
 
 
-def wait_for(folder: Path) -> None:
-    """Wait until the checkpoint is whole, which is written behind the training."""
+def keep_as_killed(file: Path, step: int) -> None:
+    """Keep the files of a run as a kill after this step leaves them. Its checkpoint is written behind the training."""
+    out = file.parent / "out"
+    (checkpoints,) = out.glob("0-*/checkpoints")
     end = time.monotonic() + 60
-    while not (folder / "commit_success.txt").exists():
-        assert time.monotonic() < end, f"no checkpoint {folder}"
+    while not (checkpoints / str(step) / "commit_success.txt").exists():
+        assert time.monotonic() < end, f"no checkpoint {step} in {checkpoints}"
         time.sleep(0.005)
+    shutil.copytree(out, file.parent / "killed")
+
+
+def take_killed(file: Path) -> dict[str, bytes]:
+    """Put the run that was killed in the place of the whole one, of which the files of models are returned."""
+    out = file.parent / "out"
+    expected = saved(out)
+    shutil.rmtree(out)
+    (file.parent / "killed").rename(out)
+    return expected
+
+
+def saved(out: Path) -> dict[str, bytes]:
+    """Files of the trained model and of a drafter."""
+    return {file.name: file.read_bytes() for file in out.glob("0-*/*/*.safetensors")}
 
 
 def cases(*kinds: str) -> list[Any]:
@@ -155,19 +174,23 @@ def cases(*kinds: str) -> list[Any]:
 @pytest.mark.by_case
 @pytest.mark.parametrize(("kind", "a", "b"), cases("rl"))
 def test_a_pair_runs(tmp_path: Path, teacher: Path, kind: str, a: str, b: str) -> None:
-    check_pair(tmp_path, teacher, kind, a, b)
+    """A pair of features runs for two steps, and once more from where a kill in the second leaves it."""
+    fields = merged(BASE[kind], STAGES[kind][a].stage, STAGES[kind][b].stage)
+    half = fields.get("updates", 1) * fields.get("update_epochs", 1)
+    file, devices = check_rl(tmp_path, teacher, a, b, killed_at=half)
+    expected = take_killed(file)
+    again = run(file, devices)
+    assert len(again.batches) == half, "the second step alone is done again"
+    if "in_flight" not in (a, b):  # there time decides which weights sample a token
+        assert saved(file.parent / "out") == expected
 
 
-def saved(folder: Path, kind: str) -> dict[str, bytes]:
-    """Files of the trained model and of a drafter."""
-    return {file.name: file.read_bytes() for file in (folder / "out" / f"0-{kind}").glob("*/*.safetensors")}
-
-
-def check_rl(folder: Path, teacher: Path, a: str, b: str, *, killed_at: int = 0) -> Path:
-    """Run a pair of RL for two steps, and compare all that it did with the oracle."""
+def check_rl(folder: Path, teacher: Path, a: str, b: str, *, killed_at: int = 0) -> tuple[Path, int]:
+    """Run a pair of RL for two steps, and compare all that it did with the oracle. Returns its file and number of
+    devices."""
     file, devices = write(folder, teacher, "rl", a, b), STAGES["rl"][a].devices + STAGES["rl"][b].devices - 1
     observer = Observer(yaml.safe_load(file.read_text()), [teacher, teacher / "second"])
-    whole = run(file, "rl", devices, killed_at=killed_at, observer=observer)
+    whole = run(file, devices, killed_at=killed_at, observer=observer)
     assert len(observer.steps) == 2
     observer.check()
     assert all(np.isfinite(line["loss"]) for line in whole.told)
@@ -181,29 +204,7 @@ def check_rl(folder: Path, teacher: Path, a: str, b: str, *, killed_at: int = 0)
     if "speculative" in (a, b):
         assert any(line["rollout/speculative/share"] > 0 for line in whole.told), "the last step may sample none"
         assert all(line.get("drafter/grad_norm", 0.0) > 0 for line in whole.told)
-    return file
-
-
-def check_pair(folder: Path, teacher: Path, kind: str, a: str, b: str) -> None:
-    """Run a pair of features for two steps, and once more from where a kill in the second leaves it."""
-    one, other = STAGES[kind][a], STAGES[kind][b]
-    fields = merged(BASE[kind], one.stage, other.stage)
-    half = fields.get("updates", 1) * fields.get("update_epochs", 1)
-    devices = one.devices + other.devices - 1
-    if kind == "rl":
-        file = check_rl(folder, teacher, a, b, killed_at=half)
-    else:
-        file = write(folder, teacher, kind, a, b)
-        told = run(file, kind, devices, killed_at=half).told
-        assert all(np.isfinite(line["loss"]) for line in told)
-        assert any(line["grad_norm"] > 0 for line in told)
-    expected = saved(folder, kind)
-    shutil.rmtree(folder / "out")
-    (folder / "killed").rename(folder / "out")
-    again = run(file, kind, devices)
-    assert len(again.batches) == half, "the second step alone is done again"
-    if "in_flight" not in (a, b):  # there time decides which weights sample a token
-        assert saved(folder, kind) == expected
+    return file, devices
 
 
 @pytest.mark.parametrize("name", often(FAULTS, "lowest entropies"))

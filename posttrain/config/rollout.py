@@ -217,7 +217,8 @@ class SamplingSection(Section):
     stop: ListOf[Text] = ()
     """Stop strings; they are not part of the text. One that is a special token stops at that token."""
     stop_token_ids: ListOf[int] = ()
-    """Stop token ids in addition to the tokenizer's."""
+    """Stop token ids in addition to the tokenizer's. They end a completion whatever their text: a `grammar` has no
+    other use for them."""
     ignore_eos: Flag = False
     """Continue after the tokenizer's end-of-sequence tokens."""
     skip_special_tokens: Flag = True

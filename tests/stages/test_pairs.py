@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,23 +50,21 @@ from tests.pairs import STAGES, write
 from tests.rl_faults import counted_on_each, first_rows_alone, without_new_masters, without_values
 from tests.stages.observer import Observer
 from tests.stages.runs import posttrain
-from tests.test_pairs import cases, own_cache, saved, teacher, wait_for
+from tests.test_pairs import cases, frozen, keep_as_killed, own_cache, saved, take_killed, teacher
 
-__all__ = ["own_cache", "teacher"]
+__all__ = ["frozen", "own_cache", "teacher"]
 
 
 def run(file: Path, devices: int, observer: Observer | None, killed_at: int) -> int:
     """Run to the end, and count the updates. `killed_at`: keep the files of this step, as a kill in the next one would
     leave them."""
-    out, number = file.parent / "out", 0
+    number = 0
     step, evaluate, pairs_of = Trainer.step, Trainer.evaluate, online_dpo.pairs_of_groups
 
     def spied(self: Trainer, batch: Batch, *, update: bool = True) -> Any:
         nonlocal number
         if killed_at and number == killed_at:
-            (stage,) = (path.parent for path in out.glob("0-*/checkpoints"))
-            wait_for(stage / "checkpoints" / str(killed_at))
-            shutil.copytree(out, file.parent / "killed")
+            keep_as_killed(file, killed_at)
         number += 1
         if observer is None:
             return step(self, batch, update=update)
@@ -103,29 +100,22 @@ def write_cache(file: Path, devices: int) -> None:
         assert written.code == 0, written.err
 
 
-def check_pair(folder: Path, teacher: Path, kind: str, a: str, b: str, *, resumed: bool = True) -> None:
-    """Run a pair of features for two steps before the oracle, and once more from where a kill in the second leaves
-    it."""
-    devices = max(STAGES[kind][name].devices for name in (a, b))
-    file = write(folder, teacher, kind, a, b)
-    write_cache(file, devices)
-    observer = Observer(file)
-    run(file, devices, observer, killed_at=1 if resumed else 0)
-    observer.check()
-    if resumed:
-        expected = saved(folder, kind)
-        shutil.rmtree(folder / "out")
-        (folder / "killed").rename(folder / "out")
-        assert run(file, devices, None, killed_at=0) == 1, "the second step alone is done again"
-        assert saved(folder, kind) == expected
-
-
 @pytest.mark.by_case
 @pytest.mark.parametrize(
     ("kind", "a", "b"), cases("sft", "preference", "distill", "reward_model", "online_preference", "drafter")
 )
 def test_a_pair_runs(tmp_path: Path, teacher: Path, kind: str, a: str, b: str) -> None:
-    check_pair(tmp_path, teacher, kind, a, b)
+    """A pair of features runs for two steps as the oracle has them, and once more from where a kill in the second
+    leaves it."""
+    devices = max(STAGES[kind][name].devices for name in (a, b))
+    file = write(tmp_path, teacher, kind, a, b)
+    write_cache(file, devices)
+    observer = Observer(file)
+    run(file, devices, observer, killed_at=1)
+    observer.check()
+    expected = take_killed(file)
+    assert run(file, devices, None, killed_at=0) == 1, "the second step alone is done again"
+    assert saved(file.parent / "out") == expected
 
 
 LOSSES: dict[str, Any] = {
