@@ -538,12 +538,12 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
         # Conversations are paid by their environment or agent; the environment of tools alone pays nothing.
         paid = "agent" in stage or "fn" in stage.get("env", {})
         named = [feature.stage["rewards"] for feature in (one, other) if feature.stage.get("rewards")]
-        functions: dict[str, dict[str, Any]] = {n: {"fn": f"pairs_code.py:{n}"} for n in ("low", "short")}
+        functions = {name: function(name) for name in ("low", "short")}
         functions["short"]["weight"] = 0.5
         functions["model"] = {"model": str(teacher / "reward"), "name": "model"}
         stage["rewards"] = [functions[n] for n in (named or [[] if paid else ["low"]])[0]]
     if kind == "online_preference":
-        stage["rewards"] = [{"fn": f"pairs_code.py:{name}"} for name in stage["rewards"] or ["low"]]
+        stage["rewards"] = [function(name) for name in stage["rewards"] or ["low"]]
     if "teachers" in stage:
         paths = [teacher, teacher / ("second" if kind == "rl" else "peaked")][: len(stage["teachers"])]
         given = enumerate(zip(stage["teachers"], paths, strict=True))
@@ -572,6 +572,11 @@ def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
     for name, rows in rows_of_datasets().items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def function(name: str) -> dict[str, Any]:
+    """Reward in this process: to import JAX in another takes longer than both steps."""
+    return {"fn": f"pairs_code.py:{name}", "isolate": "thread"}
 
 
 def rows_of_datasets() -> dict[str, list[dict[str, Any]]]:
