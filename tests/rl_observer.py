@@ -375,9 +375,9 @@ class Observer:
 
     def check_evaluations(self, told: Sequence[Mapping[str, Any]]) -> None:
         """Mean rewards of greedy answers to all prompts, before each step: the share of the answer below 128, and 1. Of
-        one turn, by the same arithmetic as the sampler's."""
+        one turn, by the same arithmetic as the sampler's. With teachers evaluations sample as training does."""
         assert self.actor is not None
-        others = {"env", "agent"} & self.stage.keys() or "grammar" in self.stage["sampling"]
+        others = {"env", "agent", "teachers"} & self.stage.keys() or "grammar" in self.stage["sampling"]
         if others or self.rounded or list(self.weights) != ["low"] or self.model["chat_template"] != "short.jinja":
             return
         prompts = [[259, ord("u"), *f"{n}?".encode(), 260, 259, ord("a")] for n in range(1, 7)]
