@@ -56,7 +56,7 @@ class Parameters:
 
     def direction(self, path: str, g: np.ndarray, old: np.ndarray, kept: dict[str, np.ndarray]) -> np.ndarray:
         section, kind = self.section, self.section.get("kind", "adamw")
-        if kind == "muon" and "stages" in path and path.endswith("kernel"):
+        if kind == "muon" and takes_muon(path):
             return self.muon(g, kept)
         if kind == "lion":  # arXiv:2302.06675, algorithm 2
             sign = np.sign(0.9 * kept.get("m", 0.0) + 0.1 * g)
@@ -73,17 +73,8 @@ class Parameters:
         return m / (np.sqrt(v) + section.get("eps", 1e-8))
 
     def muon(self, g: np.ndarray, kept: dict[str, np.ndarray]) -> np.ndarray:
-        """https://kellerjordan.github.io/posts/muon, scaled as in arXiv:2502.16982."""
         kept["m"] = 0.95 * kept.get("m", 0.0) + g
-        made = []
-        for one in g + 0.95 * kept["m"]:
-            wide = one.T if one.shape[0] > one.shape[1] else one
-            wide = wide / np.linalg.norm(wide)
-            for _ in range(5):
-                a = wide @ wide.T
-                wide = 3.4445 * wide + (-4.7750 * a + 2.0315 * a @ a) @ wide
-            made.append((wide.T if one.shape[0] > one.shape[1] else wide) * 0.2 * math.sqrt(max(one.shape)))
-        return np.stack(made)
+        return muon_direction(g + 0.95 * kept["m"])
 
     def adafactor(self, g: np.ndarray, old: np.ndarray, kept: dict[str, np.ndarray]) -> np.ndarray:
         """arXiv:1804.04235, algorithms 4 and 6, each matrix of a stack by itself."""
@@ -99,6 +90,24 @@ class Parameters:
         u = g / np.sqrt(v)
         u = u / max(1.0, float(np.sqrt((u**2).mean())))
         return u * max(1e-3, float(np.sqrt((old**2).mean())))
+
+
+def takes_muon(path: str) -> bool:
+    """Muon takes the matrices of attention, MLPs and experts in the layers, not the router's."""
+    matrix = path.endswith(".kernel") or ".experts." in path
+    return path.startswith("stages.") and matrix and ".router." not in path
+
+
+def muon_direction(x: np.ndarray) -> np.ndarray:
+    """Matrices [..., in, out] by five Newton-Schulz iterations, https://kellerjordan.github.io/posts/muon, scaled as in
+    arXiv:2502.16982."""
+    rows, columns = x.shape[-2:]
+    wide = np.swapaxes(x, -1, -2) if rows > columns else x
+    wide = wide / np.linalg.norm(wide, axis=(-2, -1), keepdims=True)
+    for _ in range(5):
+        a = wide @ np.swapaxes(wide, -1, -2)
+        wide = 3.4445 * wide + (-4.7750 * a + 2.0315 * a @ a) @ wide
+    return (np.swapaxes(wide, -1, -2) if rows > columns else wide) * 0.2 * math.sqrt(max(rows, columns))
 
 
 def nf4() -> np.ndarray:

@@ -282,7 +282,7 @@ RL = {
     "update_epochs": Feature({"update_epochs": 2}),
     "eval_dataset": Feature({"eval_dataset": _file("chat"), "eval_every": 1}),
     "model": Feature({"rewards": ["model"]}, reads="text"),
-    "muon": _optimizer(kind="muon"),
+    "muon": _optimizer(kind="muon", iteration="newton_schulz"),
     "lion": _optimizer(kind="lion"),
     "adafactor": _optimizer(kind="adafactor"),
     "fn": _optimizer(fn="optax:sgd"),

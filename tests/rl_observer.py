@@ -466,7 +466,7 @@ class Observer:
     def check(self) -> None:
         """Everything that the run did is the oracle's: samples of each update, advantages, losses, gradients, updates
         of the weights, and what the record has."""
-        coarse = 0.15 if self.bfloat16 else 0.0
+        coarse = 0.1 if self.bfloat16 else 0.0
         actor = OptimizerReference(self.stage["optimizer"], coarse)
         of_critic = {"learning_rate": 1e-5, **self.algorithm.get("critic", {}).get("optimizer", {})}
         critic = OptimizerReference(of_critic, coarse)
@@ -668,9 +668,15 @@ class Observer:
         expected = optimizer.update(before, gradient)
         compared = [path for path in before if not (optimizer.qk_clip and path.endswith(SCALED))]
         moved = {path: update.after[path].astype(np.float64) - before[path] for path in compared}
-        size = np.sqrt(sum(np.square(x).sum() for x in expected.values()))
-        error = np.sqrt(sum(np.square(x - expected[path]).sum() for path, x in moved.items()))
-        assert error <= optimizer.tolerance * size, f"update of the weights: {error / size:.3g} of it is wrong"
+        # In bfloat16 without numbers whose gradient is not clear: the sign of a first update is that of rounding there.
+        least = 0.1 if self.bfloat16 else 0.0
+        clear = {path: np.abs(gradient[path]) >= least * np.abs(gradient[path]).max() for path in compared}
+        size = np.sqrt(sum(np.square(expected[path][clear[path]]).sum() for path in compared))
+        error = np.sqrt(sum(np.square((moved[path] - expected[path])[clear[path]]).sum() for path in compared))
+        # What is stored is the master rounded to 8 bits, before and after.
+        held = np.sqrt(sum(np.square(before[path][clear[path]]).sum() for path in compared))
+        most = optimizer.tolerance * size + (held / 2**8 if self.bfloat16 else 0.0)
+        assert error <= most, f"update of the weights: {error / size:.3g} of it is wrong"
         return expected
 
 
