@@ -241,7 +241,8 @@ class Observer:
         self.critic: PlainModel | None = None
         self.versions: dict[int, dict[str, np.ndarray]] = {}
         """Weights of the actor before each step, by their version."""
-        self.prompts: set[int] = set()
+        self.rates: dict[int, float] = {}
+        """Pass rate of each prompt with a group, as a curriculum counts it."""
 
     def begin(self, cluster: Any, rollouts: Any) -> None:
         """Take note of a step's samples, and of what all models say of them, before its first update."""
@@ -357,10 +358,16 @@ class Observer:
             regex = self.stage["sampling"]["grammar"]["regex"]
             assert all(re.fullmatch(regex.encode(), text) for text in texts), texts
         if "curriculum" in self.stage and not ahead["max_staleness"]:
-            begun = [rows[group[0].rows[0]].example.index for group in sorted(groups, key=lambda one: one[0].group)]
-            for index in begun:
-                assert index not in self.prompts or len(self.prompts) == 6, (begun, self.prompts)
-                self.prompts.add(index)
+            self.check_curriculum({rows[group[0].rows[0]].example.index: group for group in groups})
+
+    def check_curriculum(self, groups: Mapping[int, Sequence[Sample]]) -> None:
+        """Prompts of groups have pass rates below 0.6, unless none has, by the groups before: half of the new share and
+        half of the rate before."""
+        solved = {index for index, rate in self.rates.items() if rate >= 0.6}
+        assert not solved & groups.keys() or len(solved) == 6, (groups.keys(), self.rates)
+        for index, group in groups.items():
+            share = np.mean([total_reward(sample, self.weights) > 0.5 for sample in group])
+            self.rates[index] = (self.rates[index] + share) / 2 if index in self.rates else share
 
     def check_scores(self, groups: Sequence[Sequence[Sample]], rows: Sequence[Any]) -> None:
         """A reward model's score of a sample is that of the last token of its last row, where they have one
