@@ -262,7 +262,7 @@ RL = {
     "truncated": Feature({"algorithm": {"truncated": "mask"}, "sampling": {"max_tokens": 4}}),
     "top_entropy": Feature({"algorithm": {"top_entropy": 0.5}}),
     "temperature": Feature({"sampling": {"temperature": 0.7}}),
-    "grammar": Feature({"sampling": {"grammar": {"regex": "[a-p]{2,9}"}}}),
+    "grammar": Feature({"sampling": {"grammar": {"regex": "[a-p]{3,9}"}}}),
     "tools": Feature(
         {
             "tools": [{"fn": "pairs_code.py:look"}],
