@@ -63,7 +63,7 @@ class Parameters:
             self.moment(kept, "m", g, 0.99)
             return sign
         if kind == "adafactor":
-            return self.adafactor(g, old, kept)
+            return self.adafactor(path, g, old, kept)
         if "fn" in section:  # stochastic gradient descent
             return g
         # arXiv:1711.05101, algorithm 2
@@ -76,11 +76,12 @@ class Parameters:
         kept["m"] = 0.95 * kept.get("m", 0.0) + g
         return muon_direction(g + 0.95 * kept["m"])
 
-    def adafactor(self, g: np.ndarray, old: np.ndarray, kept: dict[str, np.ndarray]) -> np.ndarray:
+    def adafactor(self, path: str, g: np.ndarray, old: np.ndarray, kept: dict[str, np.ndarray]) -> np.ndarray:
         """arXiv:1804.04235, algorithms 4 and 6, each matrix of a stack by itself."""
         decay = 1 - self.count**-0.8
         square = g**2 + 1e-30
-        matrix = g.ndim - (g.shape[0] == 1) == 2 and min(g.shape[-2:]) >= self.section.get("min_factored", 128)
+        axes = tuple(range(num_stacked(path), g.ndim))
+        matrix = len(axes) == 2 and min(g.shape[-2:]) >= self.section.get("min_factored", 128)
         if matrix:
             rows = self.moment(kept, "r", square.mean(-1), decay)
             columns = self.moment(kept, "c", square.mean(-2), decay)
@@ -88,8 +89,13 @@ class Parameters:
         else:
             v = self.moment(kept, "v", square, decay)
         u = g / np.sqrt(v)
-        u = u / max(1.0, float(np.sqrt((u**2).mean())))
-        return u * max(1e-3, float(np.sqrt((old**2).mean())))
+        u = u / np.maximum(1.0, np.sqrt((u**2).mean(axes, keepdims=True)))
+        return u * np.maximum(1e-3, np.sqrt((old**2).mean(axes, keepdims=True)))
+
+
+def num_stacked(path: str) -> int:
+    """Leading axes of a parameter over which optimizers go one by one: layers, and experts of each."""
+    return path.startswith("stages.") + (".experts." in path)
 
 
 def takes_muon(path: str) -> bool:

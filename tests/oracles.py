@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from posttrain.batch import TokenStats
 from posttrain.rollout.types import SamplingParams
-from tests.optimizer_oracles import muon_direction, takes_muon
+from tests.optimizer_oracles import muon_direction, num_stacked, takes_muon
 
 
 def token_stats_reference(
@@ -545,8 +545,8 @@ class OptimizerReference:
 
 
 def rms(path: str, x: np.ndarray) -> np.ndarray:
-    """Root of the mean square of a parameter, of those in a stack of layers of each."""
-    axes = tuple(range(1 if path.startswith("stages.") else 0, x.ndim))
+    """Root of the mean square of a parameter, of those in a stack of layers or experts of each."""
+    axes = tuple(range(num_stacked(path), x.ndim))
     return np.sqrt(np.square(x).mean(axis=axes, keepdims=True))
 
 

@@ -372,7 +372,7 @@ DISTILL = {
     "on_policy": Feature({"on_policy": 1.0, "sampling": {"max_tokens": 6, "stop_token_ids": ENDS}}),
     "two_teachers": Feature({"teachers": [{"path": "teacher"}] * 2, "teacher_column": "who"}, one_of="teachers"),
     "top_k": Feature(
-        {"teachers": [{"path": "teacher", "mesh": {"data": 1, "fsdp": 1}, "devices": "shared"}], "top_k": 8},
+        {"teachers": [{"path": "teacher", "mesh": {"data": 1, "fsdp": -1}, "devices": "shared"}], "top_k": 8},
         one_of="teachers",
     ),
     "cache": Feature({"cache": "cache", "top_k": 8}, one_of="teachers"),
