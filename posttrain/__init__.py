@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from posttrain.rollout.trajectory import Example as Example
     from posttrain.rollout.trajectory import Trajectory as Trajectory
     from posttrain.rollout.types import SamplingParams as SamplingParams
+    from posttrain.tracking.sink import STOP as STOP
     from posttrain.train.checkpoint import Checkpointer as Checkpointer
     from posttrain.train.objective import TrainSettings as TrainSettings
     from posttrain.train.trainer import Trainer as Trainer
@@ -131,6 +132,7 @@ _MODULES = {
     "RunError": "posttrain.errors",
     "RunResult": "posttrain.results.result",
     "SFT": "posttrain.api",
+    "STOP": "posttrain.tracking.sink",
     "SamplingParams": "posttrain.rollout.types",
     "TokenStats": "posttrain.batch",
     "TrainSettings": "posttrain.train.objective",

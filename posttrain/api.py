@@ -34,7 +34,7 @@ from posttrain.runs.run import run
 from posttrain.runtime import processes
 from posttrain.runtime.files import digest
 from posttrain.stages.table import stage_names
-from posttrain.tracking.sink import CallbackSink, OnStep
+from posttrain.tracking.sink import OnSamples, OnStep
 from posttrain.train.loop import Interrupted
 
 if TYPE_CHECKING:
@@ -166,11 +166,15 @@ class PythonRun:
         self._files = {folder / name: text for name, text in texts.items()}
         self.config = build(folder, _seed(folder) if seed is None else seed)
 
-    def fit(self, *, on_step: OnStep | None = None, force: bool = False) -> RunResult:
+    def fit(
+        self, *, on_step: OnStep | None = None, on_samples: OnSamples | None = None, force: bool = False
+    ) -> RunResult:
         """Train until the last step, resuming from the newest checkpoint.
 
-        `on_step`: a function of step and metrics, called in the first process for every line of metrics. An interrupt
-        in a notebook or an interactive Python (the stop button, Ctrl-C) returns a result that is not `finished`; the
+        `on_step`: a function of step and metrics, called in the first process for every line of metrics; `on_samples`:
+        a function of step and samples, for those that `samples.jsonl` has. One that returns `pt.STOP` ends the stage
+        after the step that runs: it is evaluated, has a checkpoint and its model, and is `finished`. An interrupt in a
+        notebook or an interactive Python (the stop button, Ctrl-C) returns a result that is not `finished`; the
         same call resumes. A script ends with one line and code 130, unless it catches KeyboardInterrupt. ConfigError
         for mistakes, before any work.
         """
@@ -178,7 +182,7 @@ class PythonRun:
         try:
             for file, text in self._files.items():
                 _write_text(file, text)
-            trained = run(self.config, [CallbackSink(on_step)] if on_step is not None else [], force=force)
+            trained = run(self.config, on_step=on_step, on_samples=on_samples, force=force)
         except ConfigError as error:
             raise _in_python(error) from None
         except (Interrupted, KeyboardInterrupt) as stop:

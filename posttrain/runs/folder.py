@@ -254,10 +254,14 @@ def _check_extension(output: Path, names: Sequence[str], index: int, old_steps: 
             f"output: {field} grows, but {begun[0]} in {output} started from the model after {old_steps} steps; "
             f"delete {', '.join(str(output / name) for name in begun)} to train it anew, or give another output"
         )
-    if (folder / "model").exists() and not (folder / "checkpoints" / str(old_steps)).is_dir():
+    if not (folder / "model").exists():
+        return
+    # A callback may have ended the stage before its last step.
+    last = json.loads((folder / "result.json").read_text(encoding="utf-8")).get("ended", old_steps)
+    if not (folder / "checkpoints" / str(last)).is_dir():
         raise ConfigError(
-            f"output: {field} grows, but {folder / 'checkpoints'} has no checkpoint of step {old_steps} to resume "
-            "from; give another output"
+            f"output: {field} grows, but {folder / 'checkpoints'} has no checkpoint of step {last} to resume from; "
+            "give another output"
         )
 
 

@@ -32,18 +32,25 @@ from posttrain.stages.inputs import Prepared
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
 from posttrain.statistics import PairedDifference, count_rows, paired_difference, prompt_numbers
 from posttrain.tracking.console import console, cut, host_log, printable
-from posttrain.tracking.sink import Sink
+from posttrain.tracking.sink import CallbackSink, OnSamples, OnStep, Sink
 from posttrain.tracking.steps import means_of_functions, shown_number, with_interval
 from posttrain.tracking.trackers import check_dashboards
 from posttrain.train.loop import StopRequest, stop_on_signals
 from posttrain.weights.locate import ModelFiles
 
 
-def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = False, force: bool = False) -> list[str]:
+def run(
+    config: RunConfig,
+    *,
+    on_step: OnStep | None = None,
+    on_samples: OnSamples | None = None,
+    strict: bool = False,
+    force: bool = False,
+) -> list[str]:
     """Run the remaining steps of all stages; return the names of those that were trained.
 
-    `watchers`: sinks in addition to the run's own, of which each stage's metrics go to all. `strict`: end where the
-    newest checkpoint is damaged. `force`: begin what cannot fit the devices. Raises ConfigError for mistakes, before
+    `on_step`, `on_samples`: functions that are called as `CallbackSink` says. `strict`: end where the newest checkpoint
+    is damaged. `force`: begin what cannot fit the devices. Raises ConfigError for mistakes, before
     any work, Interrupted, and OutsideError.
     """
     enable_compile_cache()
@@ -57,6 +64,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     with _outside_failures(output), claimed(prepared) as growth, host_log(output), stop_on_signals() as stop:
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
+        watchers = [CallbackSink(on_step, on_samples, stop.end_stage)] if on_step or on_samples else []
         trained = _train_stages(prepared, mesh, watchers, stop, chosen, growth, strict=strict)
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     if not trained:
@@ -123,6 +131,7 @@ def _train_stages(
         if processes.any_of(stop.requested):
             raise stop.interrupted(f"stopped before {name}")
         trained.append(name)
+        stop.begin_stage()
         if config.model.remat == "auto":
             stage = stage.with_remat(own.remat)
         if own.gather_once is not None:
@@ -241,6 +250,8 @@ def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[
             _print_judged(name, result)
         elif "eval/perplexity" in result.get("after", {}):
             _print_sequences(name, result)
+        if "ended" in result:
+            out.print(f"{name}: ended after step {result['ended']}, as a callback has asked", markup=False)
     files = [
         ("model", output / names[-1] / "model"),
         ("metrics", output / "metrics.jsonl"),

@@ -127,22 +127,24 @@ def all_gathered(value: T) -> list[T]:
 
 
 class Votes:
-    """Requests of any process, seen by all after the same step without waiting: one step after they were made."""
+    """Requests of any process, numbers from 0, of which all see the largest after the same step without waiting: one
+    step after it was made."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._most = jax.jit(lambda wishes: wishes.max(), out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._before: Array | None = None
 
-    def __call__(self, asked: bool) -> bool:
-        """Tell whether a process had asked at the call before; with a single process, whether it asks now."""
+    def __call__(self, asked: int) -> int:
+        """Largest request of the call before; with a single process, of this one."""
         if count() == 1:
             return asked
         before, places = self._before, NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
-        self._before = self._any(
-            jax.make_array_from_callback((self._mesh.size,), places, lambda at: np.full(self._mesh.size, asked)[at])
+        asked_of_each = np.full(self._mesh.size, asked, np.int32)
+        self._before = self._most(
+            jax.make_array_from_callback(asked_of_each.shape, places, lambda at: asked_of_each[at])
         )
-        return before is not None and bool(before)
+        return 0 if before is None else int(before)
 
 
 def on_devices(tree: Any, shardings: Any) -> Any:

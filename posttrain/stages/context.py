@@ -211,7 +211,9 @@ class StageRun:
         processes.check_same(f"{self.name}: the data", json.dumps(data.state(), sort_keys=True))
         num_steps, best = section.steps, self._best(section, held_out)
         with Checkpointer(self.folder / "checkpoints") as checkpointer:
-            damaged = restore_latest(trainer, data, checkpointer, self.origin, strict=self.strict)
+            restored = restore_latest(trainer, data, checkpointer, self.origin, strict=self.strict)
+            # A stage that was ended, and whose steps have grown since, goes on.
+            ended = restored.ended_of == num_steps
             if self.write_run is not None:
                 self.write_run()
             if trainer.step_number:
@@ -220,7 +222,7 @@ class StageRun:
                 self.output,
                 stage=self.name,
                 kind=self.kind,
-                num_steps=num_steps,
+                num_steps=trainer.step_number if ended else num_steps,
                 tensorboard=self.tensorboard,
                 start_step=trainer.step_number if trainer.step_number else -1,
                 sample_tables=isinstance(section, OnlineSection) and section.samples_every is not None,
@@ -229,8 +231,8 @@ class StageRun:
                 watchers=self.watchers,
             )
             try:
-                if damaged:
-                    sinks.write(trainer.step_number, {"checkpoint/damaged": float(len(damaged))})
+                if restored.damaged:
+                    sinks.write(trainer.step_number, {"checkpoint/damaged": float(len(restored.damaged))})
                 with TrainingLoop(
                     trainer,
                     data,
@@ -242,13 +244,14 @@ class StageRun:
                     every=Every(checkpoint=section.checkpoint_every, evaluation=section.eval_every),
                     evaluate=None if held_out is None else lambda: training.evaluate(),
                     stop=self.stop,
+                    ended=ended,
                     recorder=self._recorder(num_steps),
                 ) as loop:
-                    training = Training(self, loop, trainer, sinks, held_out, num_steps, best)
+                    training = Training(self, loop, trainer, sinks, held_out, best)
                     yield training
             finally:
                 sinks.close()
-        assert trainer.step_number == num_steps, "the body must do all steps"
+        assert loop.is_done, "the body must do all steps"
         if section.optimizer.ema is not None and section.optimizer.ema.keep_last:
             save_model(trainer.model, self.folder / "last", tokenizer=self.tokenizer)
         with trainer.averaged():
@@ -316,24 +319,28 @@ class Training:
         trainer: Trainer,
         sinks: Sinks,
         held_out: HeldOut | None,
-        num_steps: int,
         best: BestModel | None,
     ):
         self.sinks, self.folder = sinks, stage.folder
         self.result: dict[str, Any] = {}
-        """Evaluations `before` and `after`, their `difference`, and the `best` model if one is kept."""
+        """Evaluations `before` and `after`, their `difference`, the `best` model if one is kept, and after which step a
+        callback has `ended` the stage."""
         self._stage, self._loop, self._trainer = stage, loop, trainer
-        self._held_out, self._num_steps, self._best = held_out, num_steps, best
+        self._held_out, self._best = held_out, best
+        self._latest: tuple[int, Record] | None = None
+        """Step of the newest evaluation between two steps, and what it found."""
 
     def __iter__(self) -> Iterator[int]:
         """Yield the number of each remaining step, from 1."""
         self._evaluate("before", 0)
-        if self._trainer.step_number < self._num_steps:
+        if not self._loop.is_done:
             # Evaluated with other weights, if the newest checkpoints were removed.
             self._stage.forget("after")
         yield from self._loop
+        if self._loop.ended:
+            self.result["ended"] = self._trainer.step_number
         with self._trainer.averaged():
-            self._evaluate("after", self._num_steps)
+            self._evaluate("after", self._trainer.step_number)
             if self._best is not None:
                 self._consider(self.result["after"])
                 self.result["best"] = self._best.result()
@@ -345,6 +352,7 @@ class Training:
         assert self._held_out is not None
         with self._trainer.averaged():
             self._consider(found := self._held_out.evaluate())
+        self._latest = self._trainer.step_number, found
         return self._held_out.metrics(found)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -356,11 +364,13 @@ class Training:
             self._best.consider(self._trainer.step_number, self.result["before"], found, self._trainer.model)
 
     def _evaluate(self, when: str, step: int) -> None:
-        held_out = self._held_out
+        held_out, latest = self._held_out, self._latest
         if held_out is None:
             return
-        self.result[when] = self._stage.remember(when, held_out.evaluate)
-        if self._trainer.step_number == step:
+        # A stage may end where it was evaluated just now.
+        known = latest is not None and latest[0] == step
+        self.result[when] = self._stage.remember(when, (lambda: latest[1]) if known else held_out.evaluate)
+        if self._trainer.step_number == step and not known:
             self.sinks.write(step, held_out.metrics(self.result[when]))
 
 

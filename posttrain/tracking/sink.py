@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from posttrain.errors import ConfigError
 from posttrain.metrics import Sample
 
 
@@ -26,27 +28,50 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-OnStep = Callable[[int, Mapping[str, float]], None]
+class Ending(Enum):
+    """What a callback may return."""
+
+    STOP = "stop"
+
+    def __repr__(self) -> str:
+        return f"pt.{self.name}"
+
+
+STOP = Ending.STOP
+"""Returned by a callback: the stage ends after the step that runs, as after its last one, with evaluation, checkpoint
+and model."""
+OnStep = Callable[[int, Mapping[str, float]], Ending | None]
 """Function of a step's number and its metrics."""
+OnSamples = Callable[[int, Sequence[Sample]], Ending | None]
+"""Function of a step's number and some of its samples."""
 
 
 class CallbackSink:
-    """Sink that calls `on_step(step, metrics)` for every line of metrics, also of evaluations (`eval/...`)."""
+    """Sink that calls `on_step(step, metrics)` for every line of metrics, also of evaluations (`eval/...`), and
+    `on_samples(step, samples)` for the samples that `samples.jsonl` has. `end`: called when one returns `STOP`."""
 
-    def __init__(self, on_step: OnStep) -> None:
-        self._on_step = on_step
+    def __init__(self, on_step: OnStep | None, on_samples: OnSamples | None, end: Callable[[], None]) -> None:
+        self._on_step, self._on_samples, self._end = on_step, on_samples, end
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._on_step(step, metrics)
+        if self._on_step is not None:
+            self._obey("on_step", self._on_step(step, metrics))
 
     def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
         """Ignored: a callback sees numbers."""
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        """Ignored: `samples.jsonl` has them."""
+        if self._on_samples is not None:
+            self._obey("on_samples", self._on_samples(step, rows))
 
     def close(self) -> None:
         """Nothing to close."""
+
+    def _obey(self, name: str, answer: Any) -> None:
+        if answer is STOP:
+            self._end()
+        elif answer is not None:
+            raise ConfigError(f"{name}: returned {repr(answer)[:60]}; return nothing, or pt.STOP to end the stage")
 
 
 PERFORMANCE = ("step_time", "num_tokens")

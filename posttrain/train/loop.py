@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -48,11 +49,33 @@ class Interrupted(processes.SameEverywhere):
         self.number = number
 
 
+class Wish(IntEnum):
+    """What is wanted after a step; the largest of all processes counts."""
+
+    GO_ON = 0
+    END = 1
+    """The stage ends as after its last step."""
+    STOP = 2
+    """The run stops with a checkpoint, from which the same command goes on."""
+
+
 class StopRequest:
     """Stop flag: set by the first SIGINT or SIGTERM; a second one interrupts immediately."""
 
     def __init__(self) -> None:
-        self.requested, self._number = False, signal.SIGINT
+        self.requested, self._ends, self._number = False, False, signal.SIGINT
+
+    @property
+    def wish(self) -> Wish:
+        return Wish.STOP if self.requested else Wish.END if self._ends else Wish.GO_ON
+
+    def end_stage(self) -> None:
+        """Let the stage end after the step that runs."""
+        self._ends = True
+
+    def begin_stage(self) -> None:
+        """Forget what the stage before was told after its last step."""
+        self._ends = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
@@ -102,16 +125,27 @@ class Every:
     """Evaluation interval; None: only before the first and after the last step."""
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What was found on disk."""
+
+    damaged: Sequence[int]
+    """Steps after the one that was restored, which are set aside."""
+    ended_of: int | None
+    """Number of steps of a stage that was ended after the step that was restored; None: it was not."""
+
+
 def restore_latest(
     trainer: Trainer, data: Resumable, checkpointer: Checkpointer, origin: Origin, *, strict: bool
-) -> list[int]:
-    """Restore trainer and data from the newest checkpoint that is intact, if there is any; returns the damaged steps
-    after it, which are set aside, with a warning for each.
+) -> Restored:
+    """Restore trainer and data from the newest checkpoint that is intact, if there is any; sets damaged ones after it
+    aside, with a warning for each.
 
     Raises ConfigError if the checkpoint belongs to another model than `origin`, other data, or other parameters, and
     where the only one, or with `strict` the newest, is damaged.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
+    ended_of = None
     for step in (steps := checkpointer.steps()):
         try:
             state, host = checkpointer.restore(step, trainer.state())
@@ -123,13 +157,14 @@ def restore_latest(
         check_origin(checkpointer.directory / str(step), host["origin"], origin)
         trainer.restore(state, host["step"])
         data.restore(host["data"])
+        ended_of = host.get("ended_of")
         break
     if not steps:
         checkpointer.warm_up(trainer.state())
     for step, found in damaged.items():
         line = f"WARNING: {found}; it is now {checkpointer.set_aside(step)}, and an earlier one is resumed from"
         console().print(line, style="bold yellow", markup=False, soft_wrap=True)
-    return [*damaged]
+    return Restored([*damaged], ended_of)
 
 
 def _remedy(steps: Sequence[int], step: int, *, strict: bool) -> str:
@@ -174,6 +209,7 @@ class TrainingLoop:
     Metrics of a step that still runs on the device are fetched when the next one has been dispatched, others at once.
     Raises Interrupted after a checkpoint when `stop` is requested, FloatingPointError when a gradient is not finite.
     `recorder`: records some of the steps; without one none is. `learning_rate`: schedule that is logged; None: unknown.
+    `ended`: a callback has ended the stage after the step that was restored.
     """
 
     def __init__(
@@ -189,11 +225,13 @@ class TrainingLoop:
         every: Every,
         evaluate: Callable[[], Mapping[str, float]] | None,
         stop: StopRequest,
+        ended: bool = False,
         recorder: StepRecorder | None = None,
     ):
         self._trainer, self._data, self._origin, self._num_steps = trainer, data, origin, num_steps
         self._checkpointer, self._sink, self._schedule = checkpointer, sink, learning_rate
         self._every, self._evaluate, self._stop, self._recorder = every, evaluate, stop, recorder
+        self.ended = ended
         self._votes = processes.Votes(trainer.mesh)
         self._lines = _StepLines(sink, None if recorder is None else recorder.observe)
 
@@ -214,10 +252,15 @@ class TrainingLoop:
                 with progress_bar("writing the checkpoint"):
                     self._checkpointer.wait()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether no step is left."""
+        return self.ended or self._trainer.step_number == self._num_steps
+
     def __iter__(self) -> Iterator[int]:
         """Yield the number of each step that is left, from 1; the trainer does it, or several, before the next one."""
         trainer, recorder = self._trainer, self._recorder
-        while trainer.step_number < self._num_steps:
+        while not self.is_done:
             step = trainer.step_number + 1
             if recorder is not None:
                 recorder.start_if_due(step, self._lines.flush)
@@ -249,17 +292,20 @@ class TrainingLoop:
             with timer("evaluation"):
                 found = self._evaluate()
             self._sink.write(done, {**found, **timer.metrics()})
-        stop = self._votes(self._stop.requested)
-        if stop or last or crosses(before, done, self._every.checkpoint):
+        wish = self._votes(self._stop.wish)
+        self.ended = wish == Wish.END and not last
+        if wish > Wish.GO_ON or last or crosses(before, done, self._every.checkpoint):
             self._lines.flush()
             host = {"step": done, "data": self._data.state(), "origin": dict(self._origin.parts)}
+            if self.ended:
+                host["ended_of"] = self._num_steps
             started = time.perf_counter()
             with span("checkpoint"):
                 # What the update has freed holds no room beside what the writer needs.
                 trim_host_memory(platform_of(self._trainer.mesh))
                 self._checkpointer.save(done, self._trainer.state(), host)
             self._lines.carry({"timing_s/checkpoint": time.perf_counter() - started})
-        if stop and not last:
+        if wish == Wish.STOP and not last:
             self._checkpointer.wait()
             raise self._stop.interrupted(f"stopped after step {done} of {self._num_steps}")
 

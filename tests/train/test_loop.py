@@ -102,7 +102,7 @@ class Loop:
             return {"eval/x": 1.0}
 
         with Checkpointer(self.folder) as checkpointer:
-            damaged = restore_latest(self.trainer, self.data, checkpointer, origin, strict=strict)
+            restored = restore_latest(self.trainer, self.data, checkpointer, origin, strict=strict)
             with TrainingLoop(
                 self.trainer,
                 self.data,
@@ -114,11 +114,12 @@ class Loop:
                 every=Every(checkpoint=checkpoint, evaluation=evaluation),
                 evaluate=evaluate,
                 stop=self.stop,
+                ended=restored.ended_of == num_steps,
             ) as steps:
                 for number in steps:
                     steps.log(self.step())
                     assert number == self.trainer.step_number
-        return damaged
+        return [*restored.damaged]
 
     def step(self) -> Mapping[str, Any]:
         """Done when it returns: a CPU, too, may run a program in another thread."""
@@ -269,6 +270,17 @@ def test_stop_in_the_last_step_is_an_end(tmp_path: Path) -> None:
     loop.stop.requested = True
     loop.run(1)
     assert loop.saved == [1]
+
+
+def test_an_end_is_kept_in_its_checkpoint(tmp_path: Path) -> None:
+    """A stage of as many steps is over, one of more goes on."""
+    first, again, grown = (Loop(tmp_path) for _ in range(3))
+    first.stop.end_stage()
+    first.run(5)
+    again.run(5)
+    grown.run(3)
+    assert (first.saved, first.trainer.step_number, again.trainer.step_number) == ([1, 3], 1, 1)
+    assert not again.sink.lines and [step for step, _ in grown.sink.lines] == [2, 3]
 
 
 def test_gradient_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
