@@ -142,7 +142,7 @@ ABSENT: Mapping[str, str] = {
     "tokenizer_name": "the tokenizer is the model's; set model.tokenizer for another",
     "formatting_func": "a dataset has templates: dataset: {path: PATH, prompt: '{question}'}",
     "dataset_text_field": "a dataset has templates: dataset: {path: PATH, completion: '{text}'}",
-    "callbacks": "fit(on_step=FUNCTION) calls a function with each step's metrics",
+    "callbacks": "fit(on_step=FUNCTION) calls a function with each step's metrics; pt.STOP from it ends the stage",
     "compute_metrics": "evaluations have metrics of their own; a reward function adds others",
     "optimizers": "set optimizer: {kind: muon, learning_rate: 1e-4}, or {fn: optax:lamb, learning_rate: 1e-3} of optax",
     "optim": "set optimizer: {kind: adafactor, learning_rate: 1e-3}; optimizer.moments: int8 is 8-bit",

@@ -327,8 +327,8 @@ class Training:
         callback has `ended` the stage."""
         self._stage, self._loop, self._trainer = stage, loop, trainer
         self._held_out, self._best = held_out, best
-        self._latest: tuple[int, Record] | None = None
-        """Step of the newest evaluation between two steps, and what it found."""
+        self._latest: dict[int, Record] = {}
+        """What the newest evaluation between two steps has found, by its step."""
 
     def __iter__(self) -> Iterator[int]:
         """Yield the number of each remaining step, from 1."""
@@ -352,7 +352,7 @@ class Training:
         assert self._held_out is not None
         with self._trainer.averaged():
             self._consider(found := self._held_out.evaluate())
-        self._latest = self._trainer.step_number, found
+        self._latest = {self._trainer.step_number: found}
         return self._held_out.metrics(found)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -364,13 +364,13 @@ class Training:
             self._best.consider(self._trainer.step_number, self.result["before"], found, self._trainer.model)
 
     def _evaluate(self, when: str, step: int) -> None:
-        held_out, latest = self._held_out, self._latest
+        held_out = self._held_out
         if held_out is None:
             return
         # A stage may end where it was evaluated just now.
-        known = latest is not None and latest[0] == step
-        self.result[when] = self._stage.remember(when, (lambda: latest[1]) if known else held_out.evaluate)
-        if self._trainer.step_number == step and not known:
+        known = self._latest.get(step)
+        self.result[when] = self._stage.remember(when, held_out.evaluate if known is None else lambda: known)
+        if self._trainer.step_number == step and known is None:
             self.sinks.write(step, held_out.metrics(self.result[when]))
 
 
