@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -44,6 +46,15 @@ class PhaseSection(Section):
 Schedule = PhaseKind | ListOf[PhaseSection]
 
 
+def _steps_or_share(value: Any) -> Any:
+    if (type(value) is int and value >= 0) or (isinstance(value, str) and re.fullmatch(r"\d{1,2}(\.\d+)?%", value)):
+        return value
+    raise ValueError("must be a number of steps, or a share of the stage's steps such as 3%")
+
+
+StepsOrShare = Annotated[int | str, BeforeValidator(_steps_or_share)]
+
+
 class AverageSection(Section):
     """Exponential moving average of the trained parameters: after each update decay * average + (1 - decay) * new."""
 
@@ -65,7 +76,8 @@ class OptimizerSection(Section):
     """Learning rate schedule: from the peak after `warmup_steps` down to 0 at the last step, or constant; or phases one
     after the other: `[{kind: constant, steps: 800}, {kind: linear, end: 0.1}]`. It reads the number of the step, also
     where updates before were skipped."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: StepsOrShare = 0
+    """Steps of linear warm-up from 0 to the peak, or a share of the stage's steps, such as `3%`, rounded up."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     clip_value: Rate | None = None
     """Largest size of each number of the gradient, after `max_grad_norm`."""
@@ -98,11 +110,17 @@ class OptimizerSection(Section):
             elif any(phase.steps is None for phase in self.schedule[:-1]):
                 yield "schedule: every phase but the last needs steps"
 
-    @property
-    def fixed_steps(self) -> int:
-        """Steps that the schedule must have room for, and one of the phase after them."""
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Steps of warm-up in a stage of so many."""
+        if isinstance(self.warmup_steps, int):
+            return self.warmup_steps
+        # Exactly: 7 % of 100 steps are 7, where 0.07 * 100 is a little more.
+        return math.ceil(Decimal(self.warmup_steps.removesuffix("%")) * num_steps / 100)
+
+    def fixed_steps(self, num_steps: int) -> int:
+        """Steps that the schedule must have room for in a stage of so many, and one of the phase after them."""
         phases = () if isinstance(self.schedule, str) else self.schedule
-        return self.warmup_steps + sum(phase.steps or 1 for phase in phases)
+        return self.num_warmup_steps(num_steps) + sum(phase.steps or 1 for phase in phases)
 
 
 class GroupSection(Section):

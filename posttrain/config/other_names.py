@@ -318,7 +318,7 @@ TRL_NAMES = (
     TRLName("learning_rate", "optimizer.learning_rate"),
     TRLName("lr_scheduler_type", "optimizer.schedule"),
     TRLName("warmup_steps", "optimizer.warmup_steps"),
-    TRLName("warmup_ratio", "optimizer.warmup_steps", "steps, not a share"),
+    TRLName("warmup_ratio", "optimizer.warmup_steps", "a share as 3%"),
     TRLName("weight_decay", "optimizer.weight_decay"),
     TRLName("adam_beta1", "optimizer.beta1"),
     TRLName("adam_beta2", "optimizer.beta2"),

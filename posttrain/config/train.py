@@ -171,12 +171,15 @@ class TrainSection(Section):
 
     def check_warmup(self, num_steps: int | None) -> None:
         """Check that warm-up ends before the stage. None: number of steps not known yet."""
-        if num_steps is not None and self.optimizer.fixed_steps > num_steps:
+        if num_steps is None:
+            return
+        fixed = self.optimizer.fixed_steps(num_steps)
+        if fixed > num_steps:
             raise ValueError(
-                f"optimizer: warmup_steps and the phases of schedule take {self.optimizer.fixed_steps} steps at least, "
-                f"and num_steps={num_steps}"
+                f"optimizer: warmup_steps and the phases of schedule take {fixed} steps at least, and "
+                f"num_steps={num_steps}"
             )
-        if num_steps is not None and self.optimizer.warmup_steps >= num_steps:
+        if self.optimizer.num_warmup_steps(num_steps) >= num_steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than num_steps={num_steps}"
             )

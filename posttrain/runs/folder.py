@@ -236,13 +236,15 @@ def _extended_stages(before: RunConfig, after: RunConfig) -> list[int]:
 
 def _tell_growth(name: str, old_steps: int, section: TrainSection) -> None:
     line = f"{name}: num_steps grows from {old_steps} to {section.steps}"
-    schedule = section.optimizer.schedule
+    schedule, warmup = section.optimizer.schedule, section.optimizer.warmup_steps
+    changes = []
     if schedule != "constant":
         shown = schedule if isinstance(schedule, str) else "joined"
-        line += (
-            f"; the {shown} schedule of its learning rate now ends at step {section.steps}, so that "
-            "the result is not that of a run with so many steps from the start"
-        )
+        changes.append(f"the {shown} schedule of its learning rate now ends at step {section.steps}")
+    if isinstance(warmup, str):
+        changes.append(f"its warm-up of {warmup} now has {section.optimizer.num_warmup_steps(section.steps)} steps")
+    if changes:
+        line += f"; {' and '.join(changes)}, so that the result is not that of a run with so many steps from the start"
     console().print(line, markup=False, soft_wrap=True)
 
 

@@ -53,7 +53,7 @@ def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule |
     """
     if section.learning_rate is None:
         return None
-    peak, warmup = section.learning_rate, section.warmup_steps
+    peak, warmup = section.learning_rate, section.num_warmup_steps(num_steps)
 
     def warming(step: Any) -> Float[Array, ""]:
         # Not optax's linear schedule, whose rates from 0 on are differences from the peak.

@@ -58,6 +58,9 @@ def test_passes_are_counted_once_per_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert posttrain("check", file, "stages.0.optimizer.warmup_steps=6").error.startswith(
         "optimizer.warmup_steps=6 must be less than num_steps=6, which num_epochs=1 makes of the data"
     )
+    assert posttrain("check", file, "stages.0.optimizer.warmup_steps=99%").error.startswith(
+        "optimizer.warmup_steps=99% must be less than num_steps=6"
+    )
     counted.clear()
     assert posttrain("run", file).code == 0
     assert steps(output, "0-sft") == [1, 2, 3, 4, 5, 6] and counted == [1.0]

@@ -97,6 +97,18 @@ def test_phases_are_joined():
         AdamW(learning_rate=1.0, schedule=phases[::-1])
 
 
+@pytest.mark.parametrize(
+    ("share", "num_steps", "steps"), [("3%", 100, 3), ("3%", 101, 4), ("7%", 100, 7), ("0.5%", 40, 1), ("0%", 9, 0)]
+)
+def test_a_share_of_warm_up_is_rounded_up(share, num_steps, steps):
+    """As `warmup_ratio` in Hugging Face's arguments."""
+    given, counted = (
+        make_schedule(AdamW(learning_rate=2.0, warmup_steps=warmup, schedule="cosine"), num_steps)
+        for warmup in (share, steps)
+    )
+    assert [float(given(step)) for step in range(num_steps)] == [float(counted(step)) for step in range(num_steps)]
+
+
 def parameters(dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"layers.q.kernel": (2, 4, 3), "layers.q.bias": (2, 3), "layers.norm.scale": (2, 4), "embedding": (5, 4)}
