@@ -14,6 +14,10 @@ from posttrain.user_code import import_transformers
 
 GIVEN = ("messages", "tools", "add_generation_prompt", "strftime_now")
 """Variables of templates that posttrain sets itself."""
+THINKING = ("enable_thinking", "thinking")
+"""Variables of templates that switch thinking."""
+EFFORT = "reasoning_effort"
+"""Variable of templates that say how much to think."""
 STAND_IN_TEXT = "posttrain_stand_in_of_a_turn"
 """Content of the assistant turn that stands for a sampled one."""
 THINK = "<think>"
@@ -46,10 +50,7 @@ def with_arguments(template: str, args: Mapping[str, Any], name: str) -> str:
 
     ConfigError for a variable that the template does not mention, and for one that posttrain sets.
     """
-    import jinja2.nodes
-
-    compiled = import_transformers("utils.chat_template_utils")._compile_jinja_template(template)
-    known = {node.name for node in compiled.environment.parse(template).find_all(jinja2.nodes.Name)}
+    known = variables(template)
     for key in args:
         if key in GIVEN:
             raise ConfigError(f"chat_template_args: {key} is what posttrain gives the template; remove it")
@@ -62,6 +63,27 @@ def with_arguments(template: str, args: Mapping[str, Any], name: str) -> str:
         for key, value in args.items()
     )
     return "".join(sets) + f"\n{template}" if args else template
+
+
+def variables(template: str) -> set[str]:
+    """Names of variables that a chat template mentions."""
+    import jinja2.nodes
+
+    compiled = import_transformers("utils.chat_template_utils")._compile_jinja_template(template)
+    return {node.name for node in compiled.environment.parse(template).find_all(jinja2.nodes.Name)}
+
+
+def effort_arguments(template: str, effort: str) -> dict[str, Any]:
+    """Value of the variable with which a chat template asks for this effort of reasoning. ConfigError without one."""
+    known = variables(template)
+    switch = next((name for name in THINKING if name in known), None)
+    if effort == "none" and switch is not None:
+        return {switch: False}
+    if EFFORT in known:
+        return {EFFORT: effort}
+    if switch is not None:
+        raise ConfigError(f"{effort}: the chat template knows no effort, only {switch}; give none, or leave it out")
+    raise ConfigError(f"{effort}: the chat template has no variable for it; leave it out")
 
 
 def _literal(value: Any) -> str:

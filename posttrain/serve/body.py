@@ -37,6 +37,7 @@ MAX_MESSAGE = 2000
 """Characters of a refusal that are told: what is wrong may be megabytes."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """Escape of half a character, of which two make one."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 """Fields that say who asks, and ask for nothing."""
 NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -175,6 +176,17 @@ class Body:
         if len(text) > MAX_TEMPLATE_BYTES:
             raise wrong(name, f"{len(text)} bytes; at most {MAX_TEMPLATE_BYTES}")
         return text
+
+    def effort(self) -> tuple[str | None, str]:
+        """Effort of reasoning, and the field that asks for it: `reasoning_effort` of a chat, `effort` in `reasoning` of
+        a response."""
+        asked, field, inside = self.take("reasoning_effort"), "reasoning_effort", self._left.get("reasoning")
+        if isinstance(inside, Mapping) and inside.get("effort") is not None:
+            asked, field = inside["effort"], "reasoning"
+            self._left["reasoning"] = {name: value for name, value in inside.items() if name != "effort"}
+        if asked is not None and asked not in EFFORTS:
+            raise wrong(field, f"{_shown(asked)} must be one of {', '.join(EFFORTS)}")
+        return asked, field
 
     def finish(self) -> None:
         """Refuse fields that nobody has read, unless they ask for nothing."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,6 +17,7 @@ from posttrain.data.chat import Prompt, Renderer
 from posttrain.data.format import with_default_system
 from posttrain.data.grammar import Grammar
 from posttrain.data.pictures import MAX_NAME, is_path
+from posttrain.data.templates import effort_arguments
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
@@ -240,9 +241,9 @@ class Served:
         adapter = self.check_model(ask.model)
         self.check_count(ask.n)
         await asyncio.to_thread(admit, ask, self.tokenizer, self.engine.max_length, self.limits.request)
-        arguments = ask.body.template_args("chat_template_kwargs")
+        arguments, (effort, field) = ask.body.template_args("chat_template_kwargs"), ask.body.effort()
         try:
-            renderer = await asyncio.to_thread(self.renderer, arguments)
+            renderer = await asyncio.to_thread(self.renderer, arguments, effort, field)
         except ConfigError as error:
             raise Refused(400, "invalid_value", with_options(error), "chat_template_kwargs") from error
         (prompt, images), tool_format = await asyncio.to_thread(self._prompt, renderer, ask)
@@ -300,11 +301,20 @@ class Served:
                 raise wrong("tools", str(error).removeprefix("sampling.grammar: ")) from error
         return grammar_of(renderer, grammar)
 
-    def _renderer(self, arguments: str) -> Renderer:
-        parsed = json.loads(arguments)
-        if not isinstance(parsed, Mapping):
-            raise ConfigError("chat_template_kwargs: must be an object")
-        tokenizer = self.tokenizer.with_template_args(parsed)
+    def _renderer(self, arguments: str, effort: str | None, field: str) -> Renderer:
+        """Renderer for values of the template's variables, a JSON object, and the effort of reasoning of a field.
+        Refused for an effort that the template does not know, and for one beside a variable that says the same."""
+        given = json.loads(arguments)
+        if effort is not None:
+            template = self.tokenizer.chat_template
+            try:
+                asked = effort_arguments(template or "", effort)
+            except ConfigError as error:
+                raise wrong(field, str(error)) from error
+            if asked.keys() & given.keys():
+                raise wrong(field, f"{effort}: chat_template_kwargs has {next(iter(asked))}; give one")
+            given = given | asked
+        tokenizer = self.tokenizer.with_template_args(given)
         # A model trained without its template continues a message; without any, the renderer says what is missing.
         chat = tokenizer.chats or tokenizer.chat_template is None
         return Renderer(tokenizer, chat, ToolText(tokenizer, self.tool_format) if chat else None)

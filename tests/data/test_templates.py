@@ -13,6 +13,7 @@ import pytest
 
 from posttrain.config import ModelSection
 from posttrain.data.chat import Renderer
+from posttrain.data.templates import effort_arguments
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.tokenizer_files import shipped_templates
 from posttrain.errors import ConfigError
@@ -141,3 +142,23 @@ def test_empty_answers_are_told(content: str) -> None:
     talk: Any = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
     renderer.conversations(talk)
     assert ("empty" in renderer.remarks.texts) == (content != "x")
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "expected"),
+    [
+        ("{{ reasoning_effort or 'medium' }}", "low", {"reasoning_effort": "low"}),
+        ("{{ reasoning_effort }}", "none", {"reasoning_effort": "none"}),
+        ("{% if enable_thinking %}x{% endif %}", "none", {"enable_thinking": False}),
+        ("{{ thinking }}{{ reasoning_effort }}", "none", {"thinking": False}),
+        ("{{ thinking }}{{ reasoning_effort }}", "high", {"reasoning_effort": "high"}),
+        ("{% if enable_thinking %}x{% endif %}", "low", "low: the chat template knows no effort, only enable_thinking"),
+        ("{{ messages }}", "none", "none: the chat template has no variable for it; leave it out"),
+    ],
+)
+def test_an_effort_is_a_variable_of_the_template(template: str, effort: str, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert effort_arguments(template, effort) == expected
+        return
+    with pytest.raises(ConfigError, match=expected):
+        effort_arguments(template, effort)

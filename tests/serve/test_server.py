@@ -228,8 +228,9 @@ def test_strict_tools(served: Served) -> None:
     def asked(**fields: Any) -> tuple[list[int], Any]:
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema} | fields}]
         ask = chat_ask(Body({"model": MODEL, "messages": [{"role": "user", "content": "?"}], "tools": tools}))
-        (prompt, _), tool_format = served._prompt(served.renderer("{}"), ask)
-        return prompt, served._grammar(ask, served.renderer("{}"), tool_format)
+        renderer = served.renderer("{}", None, "reasoning_effort")
+        (prompt, _), tool_format = served._prompt(renderer, ask)
+        return prompt, served._grammar(ask, renderer, tool_format)
 
     prompt, grammar = asked(strict=True)
     wanted = tool_grammar(Format("hermes", {"f": schema}), served.tokenizer, required=False, several=True)
@@ -380,6 +381,19 @@ ODD: dict[str, tuple[str, Any, int, str]] = {
         400,
         "does not mention 'x'",
     ),
+    "effort": (
+        "chat/completions",
+        {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"},
+        400,
+        "reasoning_effort: low: the chat template has no variable for it",
+    ),
+    "effort of a response": (
+        "responses",
+        {"model": MODEL, "input": "a", "reasoning": {"effort": "most"}},
+        400,
+        "xhigh",
+    ),
+    "summary": ("responses", {"model": MODEL, "input": "a", "reasoning": {"summary": "auto"}}, 400, "summary"),
     "top_logprobs": (
         "chat/completions",
         {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "top_logprobs": 1},
