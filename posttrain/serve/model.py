@@ -304,19 +304,20 @@ class Served:
     def _renderer(self, arguments: str, effort: str | None, field: str) -> Renderer:
         """Renderer for values of the template's variables, a JSON object, and the effort of reasoning of a field.
         Refused for an effort that the template does not know, and for one beside a variable that says the same."""
-        given = json.loads(arguments)
+        given, tokenizer = json.loads(arguments), self.tokenizer
+        # A model trained without its template continues a message; without any, the renderer says what is missing.
+        chat = tokenizer.chats or tokenizer.chat_template is None
         if effort is not None:
-            template = self.tokenizer.chat_template
             try:
-                asked = effort_arguments(template or "", effort)
+                asked = effort_arguments(tokenizer.chat_template or "" if chat else "", effort)
             except ConfigError as error:
                 raise wrong(field, str(error)) from error
             if asked.keys() & given.keys():
                 raise wrong(field, f"{effort}: chat_template_kwargs has {next(iter(asked))}; give one")
-            given = given | asked
-        tokenizer = self.tokenizer.with_template_args(given)
-        # A model trained without its template continues a message; without any, the renderer says what is missing.
-        chat = tokenizer.chats or tokenizer.chat_template is None
+            given |= asked
+        if given and not chat:
+            raise ConfigError("chat_template_kwargs: the model continues plain text, which no template renders")
+        tokenizer = tokenizer.with_template_args(given)
         return Renderer(tokenizer, chat, ToolText(tokenizer, self.tool_format) if chat else None)
 
     def params_of(
