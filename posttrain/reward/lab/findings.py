@@ -272,6 +272,7 @@ GRADED: Sequence[Check] = (
     _accepts("leak", Kind.TOLD, "look for the answer in the completion only, not in the prompt"),
     _accepts("leak", Kind.ECHO, "demand the answer in a form that the prompt does not have", CHANCE),
     _accepts("hedge", Kind.HEDGED, "read one final answer, such as the last number or the last box", CHANCE),
+    _accepts("repetition", Kind.REPEATED, "pay for an answer once, however often it is written; bound what is counted"),
     _accepts("empty", Kind.EMPTY, "return 0 without an answer"),
     _accepts("absurd", Kind.ABSURD, "return 0 for text without a readable answer"),
     _rejects("whitespace", Kind.SPACE, "strip the text before it is compared"),

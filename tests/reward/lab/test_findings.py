@@ -79,6 +79,9 @@ def never(completions, answer):
 def pays_for_nines(completions, answer):
     return [float(c.strip() == a) + 0.3 * c.count("9") for c, a in zip(completions, answer)]
 
+def adds_up(completions, answer):
+    return [max(float(number(c) == int(a)), min(c.count("8") / 8, 1.0)) for c, a in zip(completions, answer)]
+
 def grows(completions):
     return [len(c) / 1000 for c in completions]
 
@@ -112,6 +115,7 @@ EXPECTED = {
     "any_of_many": "hedge",
     "never": "never",
     "pays_for_nines": "absurd",
+    "adds_up": "repetition",
     "grows": "length",
     "slow": "slow",
 }
