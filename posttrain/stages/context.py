@@ -328,7 +328,7 @@ class Training:
         self._stage, self._loop, self._trainer = stage, loop, trainer
         self._held_out, self._best = held_out, best
         self._latest: dict[int, Record] = {}
-        """What the newest evaluation between two steps has found, by its step."""
+        """Record of the newest evaluation between two steps, by its step."""
 
     def __iter__(self) -> Iterator[int]:
         """Yield the number of each remaining step, from 1."""

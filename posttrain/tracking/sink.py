@@ -29,7 +29,7 @@ class Sink(Protocol):
 
 
 class Ending(Enum):
-    """What a callback may return."""
+    """Answer of a callback."""
 
     STOP = "stop"
 

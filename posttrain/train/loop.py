@@ -50,7 +50,7 @@ class Interrupted(processes.SameEverywhere):
 
 
 class Wish(IntEnum):
-    """What is wanted after a step; the largest of all processes counts."""
+    """Request after a step; the largest of all processes counts."""
 
     GO_ON = 0
     END = 1
@@ -127,7 +127,7 @@ class Every:
 
 @dataclass(frozen=True)
 class Restored:
-    """What was found on disk."""
+    """Outcome of a restore."""
 
     damaged: Sequence[int]
     """Steps after the one that was restored, which are set aside."""
@@ -254,7 +254,7 @@ class TrainingLoop:
 
     @property
     def is_done(self) -> bool:
-        """Whether no step is left."""
+        """True if no step is left."""
         return self.ended or self._trainer.step_number == self._num_steps
 
     def __iter__(self) -> Iterator[int]:
