@@ -678,8 +678,8 @@ class Observer:
             return {}  # Adam makes a whole step of it, in a direction that differences do not tell
         compared = [path for path in before if not (optimizer.qk_clip and path.endswith(SCALED))]
         moved = {path: update.after[path].astype(np.float64) - before[path] for path in compared}
-        # In bfloat16 without numbers whose gradient is not clear: the sign of a first update is that of rounding there.
-        least = 0.1 if self.bfloat16 else 0.0
+        # Without numbers whose gradient is not clear: the sign of a first update is that of rounding there.
+        least = 0.1 if self.bfloat16 else 1e-3
         clear = {path: np.abs(gradient[path]) >= least * np.abs(gradient[path]).max() for path in compared}
         size = np.sqrt(sum(np.square(expected[path][clear[path]]).sum() for path in compared))
         error = np.sqrt(sum(np.square((moved[path] - expected[path])[clear[path]]).sum() for path in compared))

@@ -183,8 +183,8 @@ def test_a_pair_runs(tmp_path: Path, teacher: Path, kind: str, a: str, b: str) -
     expected = take_killed(file)
     again = run(file, devices)
     assert len(again.batches) == half, "the second step alone is done again"
-    # There time decides which weights sample a token, or which calls of agents the engine reads together.
-    if not {"in_flight", "agent"} & {a, b}:
+    # There time decides which weights sample a token, or which turns the engine reads together.
+    if not {"in_flight", "agent", "tools"} & {a, b}:
         assert saved(file.parent / "out") == expected
 
 
