@@ -241,6 +241,15 @@ def test_sampling_resumes_with_its_pictures(tmp_path: Path, shared: Path, rows: 
     assert ends[0] == ends[1]
 
 
+def finish_alone(file: Path) -> str:
+    """Finish in a process of one device, as the killed run is: how many share the cores decides in what order a tower's
+    matrices are summed."""
+    process = fork("run", file)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    return said
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["loaded", "new", "adapted", "kept"])
 def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows: Path, kind: str) -> None:
@@ -262,10 +271,7 @@ def test_killed_and_resumed_is_never_stopped(tmp_path: Path, shared: Path, rows:
         file, output = run_file(folder, shared, rows, model, **stage), folder / "out"
         if name == "killed":
             kill_at(file, output, "0-sft", 5)
-        # As the killed one, in a process of one device: how many share the cores decides in what order they sum.
-        process = fork("run", file)
-        said, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, said
+        said = finish_alone(file)
         assert ("resuming after step" in said) == (name == "killed")
         ends.append(weights(output, "0-sft"))
     assert ends[0] == ends[1]
@@ -345,10 +351,10 @@ def spoiled_run(folder: Path, shared: Path, rows: Path, **model: Any) -> Path:
 def test_rows_are_left_out_of_a_mix_wherever_it_runs(tmp_path: Path, shared: Path, rows: Path) -> None:
     """Killed and resumed in the second pass as never stopped, bit for bit; and in two processes as in one."""
     whole = spoiled_run(tmp_path / "whole", shared, rows)
-    assert "row 5: image (5.png): no file" in " ".join(finish(whole).split())
+    assert "row 5: image (5.png): no file" in " ".join(finish_alone(whole).split())
     killed = spoiled_run(tmp_path / "killed", shared, rows)
     kill_at(killed, tmp_path / "killed" / "out", "0-sft", 7)
-    assert "resuming after step" in finish(killed)
+    assert "resuming after step" in finish_alone(killed)
     ends = [weights(tmp_path / name / "out", "0-sft") for name in ("whole", "killed")]
     assert ends[0] == ends[1]
     counts = [
