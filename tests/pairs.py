@@ -480,8 +480,8 @@ ABOUT = """\
 Made by `tests/pairs.py`. `pytest -m pairs` runs each pair of these features for two steps (`+`), or it is refused by
 name (`x`, with the reason below). All take two hours of two cores; a commit runs a ninety-sixth of them. A dot: both
 choose for the same field, or one reads pictures and the other's models read text. A run that was killed between the
-steps ends with the same bits, but for agents and tools, whose turns the engine reads together as they come, and
-weights in flight.
+steps ends with the same bits, but with weights in flight. Agents and tools are not compared in this: a pair of each
+once ended with other bits on a busy machine, for a reason that is not known yet.
 
 In RL a `+` proves that all that a run does is what `tests/oracles.py` computes, float64 NumPy from the papers that
 shares no code with the package:

@@ -183,7 +183,8 @@ def test_a_pair_runs(tmp_path: Path, teacher: Path, kind: str, a: str, b: str) -
     expected = take_killed(file)
     again = run(file, devices)
     assert len(again.batches) == half, "the second step alone is done again"
-    # There time decides which weights sample a token, or which turns the engine reads together.
+    # In flight time decides which weights sample a token. A pair of agents and one of tools once differed on a busy
+    # machine, for a reason that is not known yet.
     if not {"in_flight", "agent", "tools"} & {a, b}:
         assert saved(file.parent / "out") == expected
 
