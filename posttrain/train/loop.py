@@ -225,7 +225,7 @@ class TrainingLoop:
         every: Every,
         evaluate: Callable[[], Mapping[str, float]] | None,
         stop: StopRequest,
-        ended: bool = False,
+        ended: bool,
         recorder: StepRecorder | None = None,
     ):
         self._trainer, self._data, self._origin, self._num_steps = trainer, data, origin, num_steps
