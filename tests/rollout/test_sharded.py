@@ -94,8 +94,9 @@ def test_the_samples_of_one_device_and_no_keys_that_travel(name: str, expected: 
         assert not found
     if name == "data and tensor":
         rows, vocab = 8 // shards, config.vocab_size
-        # The embedding, two products of each layer; parts of rows of logits for whole rows, and what was drawn.
-        expected_kinds = ["all-gather"] * 3 + ["all-reduce"] * (1 + 2 * config.num_layers) + ["all-to-all"]
+        # The embedding, two products of each layer; parts of rows of logits for whole rows; and what was drawn: the
+        # token, its log-probability, that of what is kept, and the mass that truncation kept.
+        expected_kinds = ["all-gather"] * 4 + ["all-reduce"] * (1 + 2 * config.num_layers) + ["all-to-all"]
         assert sorted(kind for kind, _ in found) == expected_kinds
         assert {re.sub(r"[({].*", "", shape.strip("(").split("{")[0]) for _, shape in found} == {
             f"f32[{rows},1,{config.embed_dim}]",
