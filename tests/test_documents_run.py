@@ -31,8 +31,9 @@ NAME = re.compile(r'"((?:eval/)?[a-z_0-9]+(?:/[a-z_0-9]+)+)"(\s*[:\]])?')
 """A literal such as "reward/mean", and whether it is the key of a dictionary."""
 RATIO = "sampling/importance_sampling_ratio"
 ENV = {f"env/{name}" for name in ("errors", "timeouts", "max_turns_ratio", "rows", "close_errors")}
-COMPOSED = ENV | {f"{RATIO}/{name}" for name in ("mean", "max", "out_of_bounds")}
-COMPOSED |= {"distill/hidden", "distill/attention", "grad_clipped"}
+COMPOSED = ENV | {f"{RATIO}/{name}" for name in ("mean", "max", "out_of_bounds", "chi_square", "effective_sample_size")}
+COMPOSED |= {f"{role}/{name}" for role in ("critic", "drafter") for name in ("grad_norm", "update_skipped")}
+COMPOSED |= {"distill/hidden", "distill/attention", "clip_ratio/dual_mean", "grad_clipped"}
 """Names that the code puts together, and that no page's run has."""
 
 
