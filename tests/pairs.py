@@ -480,8 +480,10 @@ ABOUT = """\
 Made by `tests/pairs.py`. `pytest -m pairs` runs each pair of these features for two steps (`+`), or it is refused by
 name (`x`, with the reason below). All take two hours of two cores; a commit runs a ninety-sixth of them. A dot: both
 choose for the same field, or one reads pictures and the other's models read text. A run that was killed between the
-steps ends with the same bits, but with weights in flight. Agents and tools are not compared in this: a pair of each
-once ended with other bits on a busy machine, for a reason that is not known yet.
+steps ends with the same bits, but where time decides what the engine computes at once, which rounds log-probabilities
+in another way: agents, environments without `asynchronous`, and weights in flight, see
+[the same numbers again](../methods/rl.md#the-same-numbers-again). Agents and environments learn from the same tokens
+in the step that is done again.
 
 In RL a `+` proves that all that a run does is what `tests/oracles.py` computes, float64 NumPy from the papers that
 shares no code with the package:

@@ -16,7 +16,15 @@ from posttrain.reward.types import Rewards
 from posttrain.rl.collector import Queue, QueuedGroup, QueuedWave, RolloutCollector, Wave, new_wave
 from posttrain.rl.sampler import IssuedGroup, collect
 from posttrain.rollout.trajectory import Group
-from posttrain.rollout.types import Call, Completion, PausableEngine, RolloutEngine, SamplingParams, sampled
+from posttrain.rollout.types import (
+    Call,
+    Completion,
+    PausableEngine,
+    PreparingEngine,
+    RolloutEngine,
+    SamplingParams,
+    sampled,
+)
 
 
 @dataclass(kw_only=True)
@@ -323,6 +331,8 @@ class Rounds:
         self, prompt: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None
     ) -> Completion:
         if params.sample_key in self._order:
+            if isinstance(self._engine, PreparingEngine):
+                await self._engine.prepare(prompt, params, images=images)
             loop = asyncio.get_running_loop()
             turn = loop.create_future()
             self._waiting.setdefault(params.sample_key, []).append(turn)

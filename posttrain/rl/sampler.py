@@ -23,6 +23,7 @@ from posttrain.errors import ConfigError
 from posttrain.rollout.trajectory import Example, Group, Limit, Trajectory, is_cut, sample_end
 from posttrain.rollout.types import (
     Completion,
+    PreparingEngine,
     RolloutEngine,
     SamplingParams,
     grammar_of,
@@ -105,6 +106,12 @@ class Sampler:
             raise RolloutAborted(completion)
         return completion
 
+    async def prepare(self, group: IssuedGroup) -> None:
+        """Prepare the prompt of a group, so that all of its samples are submitted at once."""
+        if isinstance(self.engine, PreparingEngine):
+            example, params = group.example, self.params(group.number, 0)
+            await self.engine.prepare(example.prompt_tokens, params, images=example.images)
+
     def pending(self, group: IssuedGroup, sample: int) -> PendingRollout:
         """Make the rollout of a sample. ConfigError for a prompt that is too long."""
         prompt = list(group.example.prompt_tokens)
@@ -175,8 +182,11 @@ async def collect(
     """Sample G trajectories of each group. The first failure cancels the others and is raised, including
     `RolloutAborted`.
 
+    An engine's log-probabilities change by rounding with what it computes at the same time: samples of one turn are
+    submitted together, in order, so that they depend on no clock. Turns after an environment come when it answers.
     `advance(1)` is called for each finished sample, `ended` with each group as its last sample ends.
     """
+    await asyncio.gather(*map(sampler.prepare, groups))
     tasks = [asyncio.ensure_future(sampler.rollout(group, sample)) for group in groups for sample in range(group_size)]
     made = [asyncio.gather(*tasks[i : i + group_size]) for i in range(0, len(tasks), group_size)]
 

@@ -12,7 +12,7 @@ from typing import Any
 from jax import Array
 
 from posttrain.config import IMAGE_CACHE_MIB, CacheDtype, RolloutQuantize, RolloutSection, SamplerTensor
-from posttrain.data.grammar import Constraint, GrammarCompiler
+from posttrain.data.grammar import Constraint, Grammar, GrammarCompiler
 from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
@@ -176,7 +176,19 @@ class NativeEngine:
 
     async def decode(self, images: PromptImages) -> None:
         """Decode pictures, which `generate` does too. PictureError for one that cannot be."""
-        await asyncio.gather(*map(asyncio.wrap_future, self._runner.images.load(images)))
+        if loading := self._runner.images.load(images):
+            await asyncio.gather(*map(asyncio.wrap_future, loading))
+
+    async def prepare(
+        self, prompt: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None
+    ) -> None:
+        """Decode pictures and compile a grammar, in other threads. `generate` does so too, and submits at once what is
+        prepared: such calls, made together, begin together."""
+        if images is not None:
+            await self.decode(images)
+        if params.grammar is not None and not self._compiler(params.grammar).knows(params.grammar, prompt):
+            # It may take seconds, and so may the tokens of a vocabulary for the first one.
+            await asyncio.to_thread(self._constraint, params.grammar, prompt, params)
 
     async def generate(
         self,
@@ -193,13 +205,8 @@ class NativeEngine:
         `partial`'s with the first; it must not raise.
         """
         self._check_loop()
-        if images is not None:
-            await self.decode(images)
-        constraint = None
-        if params.grammar is not None:
-            # A grammar may take seconds to compile, and the tokens of a vocabulary to be read for the first one.
-            constraint = await asyncio.to_thread(self._constraint, prompt, params)
-        request = self._submit(Call(prompt, params, partial, images), constraint)
+        await self.prepare(prompt, params, images=images)
+        request = self._submit(Call(prompt, params, partial, images))
         request.on_tokens = on_tokens
         self._start_driver()
         return await asyncio.wrap_future(request.future)
@@ -426,8 +433,7 @@ class NativeEngine:
         weights = (source, source.read()) if self._copies is None else self._copies(model)
         return weights if self._adapters is None else self._adapters.attached(*weights)
 
-    def _submit(self, call: Call, constraint: Constraint | None = None) -> Request:
-        """Request of a call. `constraint`: that of its grammar, if it was made beforehand."""
+    def _submit(self, call: Call) -> Request:
         prompt, params, partial, images = call
         if self._closed:
             raise RuntimeError("the engine is closed")
@@ -455,7 +461,7 @@ class NativeEngine:
         request = Request(
             prompt=tuple(prompt),
             params=params,
-            constraint=constraint or self._constraint(prompt, params),
+            constraint=None if params.grammar is None else self._constraint(params.grammar, prompt, params),
             adapter=adapter,
             images=images,
             whole=whole,
@@ -465,14 +471,15 @@ class NativeEngine:
         self._scheduler.submit(request)
         return request
 
-    def _constraint(self, prompt: Sequence[int], params: SamplingParams) -> Constraint | None:
-        if params.grammar is None:
-            return None
+    def _compiler(self, grammar: Grammar) -> GrammarCompiler:
         if self._grammars is None:
-            raise ValueError(f"generate: grammar={params.grammar.kind} needs an engine with tokenizer")
-        params.check_vocabulary(self._grammars.vocab_size)
-        within = params.choices(self._grammars.vocab_size)
-        return self._grammars.start(params.grammar, prompt, params.ends, within)
+            raise ValueError(f"generate: grammar={grammar.kind} needs an engine with tokenizer")
+        return self._grammars
+
+    def _constraint(self, grammar: Grammar, prompt: Sequence[int], params: SamplingParams) -> Constraint:
+        compiler = self._compiler(grammar)
+        params.check_vocabulary(compiler.vocab_size)
+        return compiler.start(grammar, prompt, params.ends, params.choices(compiler.vocab_size))
 
     def _check_loop(self) -> None:
         """Adopt a new event loop when the driver's own is closed. RuntimeError while another one is in use."""

@@ -272,6 +272,15 @@ def engine_factory(section: RolloutSection) -> EngineFactory | None:
     return factory
 
 
+@runtime_checkable
+class PreparingEngine(RolloutEngine, Protocol):
+    """Engine that can make what a request needs before it is submitted, see `NativeEngine.prepare`."""
+
+    async def prepare(
+        self, prompt: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None
+    ) -> None: ...
+
+
 async def sampled(
     engine: RolloutEngine, prompt: Sequence[int], params: SamplingParams, images: PromptImages | None
 ) -> Completion:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from posttrain.data.prompt_images import PromptImages
 from posttrain.rl.group_tasks import Journal, Rounds
 from posttrain.rollout.types import Completion, Requests, SamplingParams
 from posttrain.runtime.event_loop import run_async
@@ -18,13 +19,22 @@ TURNS = {(0, n): n % 3 + 1 for n in range(8)}
 
 
 class Recording:
-    """Engine that records which requests it has at once."""
+    """Engine that records which requests it has at once. What is not prepared takes time before that."""
 
     def __init__(self) -> None:
         self.batches: list[list[tuple[int, int]]] = []
         self._running = 0
+        self._prepared: set[tuple[int, int]] = set()
+
+    async def prepare(
+        self, prompt: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None
+    ) -> None:
+        if params.key not in self._prepared:
+            await asyncio.sleep(0.001 * (params.key[1] % 3))
+            self._prepared.add(params.key)
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        await self.prepare(prompt, params)
         if not self._running:
             self.batches.append([])
         self.batches[-1].append(params.sample_key)
@@ -67,7 +77,8 @@ def batches(seed: int) -> list[list[tuple[int, int]]]:
 
 
 def test_rounds_do_not_depend_on_delays() -> None:
-    """Turned red by: turns that are submitted as they come; a round that waits for samples that have ended."""
+    """Turned red by: turns that are submitted as they come, or are prepared only then; a round that waits for samples
+    that have ended."""
     found = [batches(seed) for seed in range(4)]
     keys = list(TURNS)
     assert found[0] == [keys, [k for k in keys if TURNS[k] > 1], [k for k in keys if TURNS[k] > 2]]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
+import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from posttrain.config import SamplingSection
+from posttrain.config import GrammarSection, SamplingSection
 from posttrain.data.chat import Renderer
+from posttrain.data.grammar import GrammarCompiler
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.rl.sampler import (
     IssuedGroup,
@@ -24,6 +28,8 @@ from posttrain.rl.sampler import (
 )
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.request import Request
+from posttrain.rollout.scheduler import Scheduler
+from posttrain.runtime.event_loop import run_async
 from tests.environments.helpers import completion
 from tests.rl.helpers import example
 from tests.tiny import tiny_model
@@ -42,6 +48,7 @@ def sampler() -> Sampler:
         max_length=48,
         decode_steps=2,
         tokenizer_decode=tokenizer.decode,
+        tokenizer=tokenizer,
     )
     return Sampler(
         engine=engine,
@@ -77,6 +84,33 @@ def test_the_text_continues_the_prompt(shared: Path, skips: bool) -> None:
         assert end in params.ends
         made = pending.finish(completion([*told, end]))
         assert made.text == made.messages[-1]["content"] == "  return a" + ("" if skips else "<s>")
+
+
+def test_samples_begin_together_however_long_their_grammar_takes(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities change by rounding with what is computed at the same time. Turned red by a `collect` that does
+    not prepare, by a `generate` that does not submit at once."""
+    draw, start, plan, begun = random.Random(0), GrammarCompiler.start, Scheduler.plan, list[list[tuple[int, int]]]()
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.02 * draw.random())
+        return start(*given)
+
+    def spied(self: Scheduler) -> Any:
+        planned = plan(self)
+        begun.append([row.request.params.key for row in self.running.values()])
+        return planned
+
+    monkeypatch.setattr(GrammarCompiler, "start", slow)
+    monkeypatch.setattr(Scheduler, "plan", spied)
+    constrained = sampler.sampling.model_copy(
+        update={"ignore_eos": False, "stop_token_ids": (), "grammar": GrammarSection(regex="[a-z]{1,9}")}
+    )
+    sampler = replace(sampler, sampling=constrained)
+    groups = [numbered(index) for index in range(6)]
+    run_async(collect(sampler, groups, GROUP))
+    assert begun[0] == [sampler.params(group.number, sample).key for group in groups for sample in range(GROUP)]
 
 
 def test_an_aborted_sample_is_no_answer(sampler: Sampler) -> None:
