@@ -35,14 +35,17 @@ if importlib.util.find_spec("posttrain") is None:
     import subprocess
     import sys
     from importlib.metadata import distributions
+    from pathlib import Path
 
-    # The checkout that holds this notebook. Elsewhere: the folder of a checkout, or a wheel of it
-    repository = ".."
+    # Where it comes from: an address as pip takes it ("git+https://..."), or a wheel. Empty: this notebook's checkout
+    repository = ""
 
+    if not repository and not Path("..", "pyproject.toml").is_file():
+        raise ValueError("repository is empty and no checkout holds this notebook: set it above to where posttrain is")
     installed = {d.name.lower().replace("_", "-"): d.version for d in distributions()}
     jax_parts = sorted(name for name in installed if re.fullmatch(r"jax|jaxlib|jax-(cuda|rocm).*|libtpu.*", name))
     pins = [f"{name}=={installed[name]}" for name in jax_parts]
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *pins, repository], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *pins, repository or ".."], check=True)
     importlib.invalidate_caches()
 
 # %%

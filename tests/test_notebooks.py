@@ -277,6 +277,15 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
+def test_the_install_cell_asks_where_posttrain_is(tmp_path: Path, environment: str) -> None:
+    """In a folder that holds nothing but the notebook, as on Colab and Kaggle."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    arguments = [environment, "-c", INSTALL]
+    done = subprocess.run(arguments, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert "ValueError: repository is empty and no checkout holds this notebook" in done.stderr
+    assert done.returncode == 1
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("requires", "installs"), [("jax>=1", True), ("jax>=2", False)], ids=["jax-serves", "jax-too-old"]
@@ -290,8 +299,8 @@ def test_the_install_cell_keeps_an_installed_jax(
     packages.mkdir()
     old, _ = wheel(packages, "jax", "1.0"), wheel(packages, "jax", "2.0")
     project = wheel(packages, "posttrain", "1.0", requires)
-    assert install.count('repository = ".."') == 1
-    install = install.replace('repository = ".."', f"repository = {str(project)!r}")
+    assert install.count('repository = ""') == 1
+    install = install.replace('repository = ""', f"repository = {str(project)!r}")
 
     hidden = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_CONFIG_FILE", "PIP_INDEX_URL")
     variables = {name: value for name, value in os.environ.items() if name not in hidden}
