@@ -17,9 +17,9 @@
 # teaches it to look up and not to guess. The photographs are those of Food-101 (Bossard et al., 2014); the tool has the
 # values of USDA's table for 35 of its 101 dishes, and says `unknown` of the others.
 #
-# With a TPU (v5e-8, or one v6e chip) or a GPU: Qwen3-VL 4B and Food-101, which are downloaded; the settings are those
-# of `configs/rl/food101_qwen3_vl_4b.yaml`. Without: a new model of 0.5 million parameters and drawn dishes, five
-# minutes on two cores, nothing is downloaded.
+# With a TPU (v5e-8, or one chip) or a GPU: Qwen3-VL 4B, on one chip 2B, and Food-101, which are downloaded; on several
+# the settings are those of `configs/rl/food101_qwen3_vl_4b.yaml`. Without: a new model of 0.5 million parameters and
+# drawn dishes, five minutes on two cores, nothing is downloaded.
 
 # %% [markdown]
 # ## Install
@@ -94,7 +94,8 @@ if platform == "cpu":
         "optimizer": {"learning_rate": 3e-4, "schedule": "linear", "warmup_steps": 2},
     }
 else:
-    machine = ("v5e-8" if number > 1 else "v6e-1") if platform == "tpu" else f"h100-{number}"
+    chip = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}.get(jax.devices()[0].device_kind, "h100")
+    machine = f"{chip}-{number}"
     asked = {
         "system": (
             'Name the dish of the photograph, look it up once, and end with a line such as "hot dog: kcal 247 protein '
@@ -130,7 +131,7 @@ else:
         "checkpoint_every": 20,
     }
     if number == 1:
-        settings["model"] |= {"lora": {"rank": 16}}
+        settings["model"] |= {"lora": {"rank": 16}, "path": "Qwen/Qwen3-VL-2B-Instruct"}
         settings |= {"rollout": {"slots": 32}, "updates": 1, "placement": {}}
         settings |= {"optimizer": {"learning_rate": 2e-5, "warmup_steps": 10}}
 model_name = settings["model"]["path"] if "model" in settings else "a small model"

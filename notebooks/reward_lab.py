@@ -73,7 +73,8 @@ if platform == "cpu":
         "optimizer": {"learning_rate": 5e-4},
     }
 else:
-    machine = ("v5e-8" if number > 1 else "v6e-1") if platform == "tpu" else f"h100-{number}"
+    chip = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}.get(jax.devices()[0].device_kind, "h100")
+    machine = f"{chip}-{number}"
     settings = {
         "model": "Qwen/Qwen3-0.6B",
         "dtype": "bfloat16",

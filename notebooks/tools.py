@@ -81,13 +81,14 @@ if platform == "cpu":
         "optimizer": {"learning_rate": 5e-4},
     }
 else:
-    machine = ("v5e-8" if number > 1 else "v6e-1") if platform == "tpu" else f"h100-{number}"
+    chip = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}.get(jax.devices()[0].device_kind, "h100")
+    machine = f"{chip}-{number}"
     settings = {
         "model": "Qwen/Qwen3-4B",
         "dtype": "bfloat16",
         "remat": "full",
         "mesh": {"fsdp": -1},
-        "kl_coef": 0.001,
+        "algorithm": {"kind": "grpo", "kl_coef": 0.001},
         "env": {"max_turns": 4, "timeout_s": 30, "concurrency": 64},
         "num_steps": 200,
         "prompts_per_step": 32,
@@ -103,8 +104,12 @@ else:
         "checkpoint_every": 20,
     }
     if number == 1:
-        settings |= {"model": "Qwen/Qwen3-0.6B", "lora": {"rank": 16}, "updates": 1, "kl_coef": 0.0, "placement": {}}
-        settings |= {"optimizer": {"learning_rate": 2e-5, "warmup_steps": 10}}
+        settings |= {"model": "Qwen/Qwen3-0.6B", "lora": {"rank": 16}, "updates": 1, "algorithm": "grpo"}
+        settings |= {
+            "optimizer": {"learning_rate": 2e-5, "warmup_steps": 10},
+            "placement": {},
+            "rollout": {"slots": 32},
+        }
 print(f"{number} x {jax.devices()[0].device_kind}, planned as {machine}: {settings.get('model', 'a small model')}")
 
 # %% [markdown]

@@ -21,6 +21,8 @@ import yaml
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from tests.aot.test_notebooks import NOTEBOOKS, run_of
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
@@ -227,6 +229,14 @@ def test_the_assistant_for_photographs_learns_to_look_up(tmp_path: Path) -> None
     assert result["after"]["low"] > result["before"]["high"], result["difference"]
     assert "it fits" in printed
     assert re.search(r"^it says: [a-z ]+: (unknown|kcal \d+ protein \d+)$", printed, re.MULTILINE), printed
+
+
+@pytest.mark.parametrize("number", [1, 8])
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_settings_for_a_tpu_are_a_configuration(name: str, number: int, tmp_path: Path) -> None:
+    """That they fit is compiled by tests/aot."""
+    (stage,) = run_of(name, number, tmp_path).stages
+    assert stage.num_steps >= 50
 
 
 def test_food101_has_the_settings_of_its_configuration() -> None:

@@ -1,4 +1,5 @@
-"""Accelerator paths of the notebooks: what they would run is compiled for v5e-8 and fits, from their own settings."""
+"""Accelerator paths of the notebooks: what they would run is compiled for the TPUs that Colab (v5e-1) and Kaggle
+(v5e-8) lend, and fits, from their own settings."""
 
 from __future__ import annotations
 
@@ -40,17 +41,29 @@ QWEN3_VL_4B: Fields = {
         "out_hidden_size": 2560,
     },
 }
-MODELS = {"Qwen/Qwen3-0.6B": QWEN3, "Qwen/Qwen3-4B": QWEN3_4B, "Qwen/Qwen3-VL-4B-Instruct": QWEN3_VL_4B}
+QWEN3_VL_2B: Fields = QWEN3_VL_4B | {
+    "text_config": QWEN3_VL_4B["text_config"]
+    | {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 6144},
+    "vision_config": QWEN3_VL_4B["vision_config"] | {"out_hidden_size": 2048},
+}
+MODELS = {
+    "Qwen/Qwen3-0.6B": QWEN3,
+    "Qwen/Qwen3-4B": QWEN3_4B,
+    "Qwen/Qwen3-VL-2B-Instruct": QWEN3_VL_2B,
+    "Qwen/Qwen3-VL-4B-Instruct": QWEN3_VL_4B,
+}
 
 ROWS = [{"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}]
 REWARD = {"dataset": ROWS, "rewards": ["rewards/gsm8k.py:correct"]}
+TOOL = {"tools": ["envs/food101.py:lookup_dish"]}
 NOTEBOOKS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "sft_lora": (pt.SFT, {"dataset": ROWS}),
     "dpo": (pt.Preference, {"dataset": ROWS}),
     "grpo_gsm8k": (pt.RL, REWARD),
     "reward_lab": (pt.RL, REWARD),
-    "tools": (pt.RL, REWARD),
-    "food101": (pt.RL, REWARD | {"eval_dataset": ROWS, "tools": ["envs/food101.py:lookup_dish"]}),
+    "tools": (pt.RL, REWARD | TOOL),
+    "food101": (pt.RL, REWARD | TOOL | {"eval_dataset": ROWS}),
+    "food_vision": (pt.RL, REWARD | TOOL),
 }
 """Class of each notebook's run, and fields that `settings` does not hold."""
 
@@ -60,9 +73,13 @@ def settings_of(name: str, number: int) -> dict[str, Any]:
     source = ROOT / "notebooks" / f"{name}.py"
     (cell,) = [cell.source for cell in jupytext.read(source).cells if cell.source.startswith("platform, number =")]
     chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-    names: dict[str, Any] = {"jax": SimpleNamespace(devices=lambda: [chip] * number), "print": lambda *_: None}
+    names: dict[str, Any] = {
+        "jax": SimpleNamespace(devices=lambda: [chip] * number),
+        "meals": SimpleNamespace(FOODS=["rice"]),
+        "print": lambda *_: None,
+    }
     exec(cell, names)
-    assert names["machine"] == ("v5e-8" if number > 1 else "v6e-1")
+    assert names.get("machine", f"v5e-{number}") == f"v5e-{number}"
     found: dict[str, Any] = names["settings"]
     return found
 
@@ -81,7 +98,7 @@ def run_of(name: str, number: int, folder: Path) -> RunConfig:
 
 def plan_of(name: str, number: int, folder: Path) -> StagePlan:
     config = run_of(name, number, folder)
-    wanted = machine("v5e-8" if number > 1 else "v6e-1")
+    wanted = machine(f"v5e-{number}")
     return _stage(_setup(config.stages[0], config, _model_files(config), _mesh(config, wanted), wanted), wanted)
 
 
@@ -89,7 +106,7 @@ def check(phase: Phase, number: int) -> None:
     """Compile, and compare the peak with the chip's memory."""
     found = compile_program(phase.lower(), number)
     peak = (found.peak + phase.bytes_beside) / GIB
-    assert peak <= CHIPS["v5e" if number > 1 else "v6e"].memory / GIB, f"{phase.role}: {phase.name}: {peak:.2f} GiB"
+    assert peak <= CHIPS["v5e"].memory / GIB, f"{phase.role}: {phase.name}: {peak:.2f} GiB"
     if phase.name != LAYOUT:
         kernel = "ragged_paged_attention" if phase.name == DECODE else "splash_mha"
         assert any(mosaic.startswith(kernel) for mosaic in found.mosaic), (phase.name, found.mosaic)
@@ -111,7 +128,7 @@ def test_decoding_of_grpo_gsm8k_fits_v5e_8(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [8, 1], ids=["v5e-8", "v6e-1"])
+@pytest.mark.parametrize("number", [8, 1], ids=["v5e-8", "v5e-1"])
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_every_program_fits(name: str, number: int, tmp_path: Path) -> None:
     for phase in plan_of(name, number, tmp_path).phases:
