@@ -54,7 +54,7 @@ MAX_SHORT = 12
 """Maximum length of the names in short questions."""
 
 
-def lookup_nutrition(food: str, nutrient: Nutrient, csv: Path = TABLE) -> str:
+def lookup_nutrition(food: str, nutrient: Nutrient, csv: Path | None = None) -> str:
     """Look up how much of a nutrient is in 100 g of a food.
 
     Args:
@@ -77,12 +77,15 @@ def lookup_nutrition(food: str, nutrient: Nutrient, csv: Path = TABLE) -> str:
     return f"{amount:g} {COLUMNS[nutrient][1]} in 100 g of {name}"
 
 
-def database(csv: Path = TABLE) -> Path:
+def database(csv: Path | None = None) -> Path:
     """Database of a table, made at the first call for each content of the file."""
-    return _made(csv, _state(csv))
+    file = TABLE if csv is None else csv
+    return _made(file, _state(file))
 
 
-def questions(*, count: int, seed: int, held_out: bool, short: bool = False, csv: Path = TABLE) -> list[dict[str, Any]]:
+def questions(
+    *, count: int, seed: int, held_out: bool, short: bool = False, csv: Path | None = None
+) -> list[dict[str, Any]]:
     """Rows with a question as `prompt`, the `calls` that answer it, and the number `answer`.
 
     Every fifth food is held out. Questions are about 100 g, a household portion, or two foods; with `short` "fat in
@@ -97,7 +100,7 @@ def questions(*, count: int, seed: int, held_out: bool, short: bool = False, csv
     return [draw.choice(kinds)(draw, foods) for _ in range(count)]
 
 
-def lessons(*, count: int, seed: int, right: float = 0.25, csv: Path = TABLE) -> list[dict[str, Any]]:
+def lessons(*, count: int, seed: int, right: float = 0.25, csv: Path | None = None) -> list[dict[str, Any]]:
     """Conversations about short questions, with their tools, to learn the form from: a share `right` of them looks up
     what was asked, the others guess a number or look up another nutrient.
 
@@ -138,7 +141,7 @@ def _invented(draw: random.Random) -> str:
     return first if draw.random() < 0.2 else f"{first}{draw.choice(', ')}{second}"
 
 
-def _short_foods(csv: Path, *, held_out: bool) -> list[dict[str, str]]:
+def _short_foods(csv: Path | None, *, held_out: bool) -> list[dict[str, str]]:
     """Foods with short names and a value of each nutrient of short questions."""
     foods = [food for food in _foods(csv) if _is_held_out(food["Shrt_Desc"]) == held_out]
     known = [food for food in foods if all(food[COLUMNS[nutrient][0]] for nutrient in SHORT)]
@@ -237,8 +240,9 @@ def _read(csv: Path, state: tuple[int, int, int]) -> list[dict[str, str]]:
     return [row for row, name in zip(rows, names, strict=True) if count[name] == 1]
 
 
-def _foods(csv: Path) -> list[dict[str, str]]:
-    return _read(csv, _state(csv))
+def _foods(csv: Path | None) -> list[dict[str, str]]:
+    file = TABLE if csv is None else csv
+    return _read(file, _state(file))
 
 
 @cache

@@ -17,12 +17,13 @@ from posttrain.rollout.trajectory import Trajectory
 TERMINAL = re.compile(r"[.!?][\"”']?\s*$")
 SPEECH = re.compile(r"[\"“]([^\"“”]{2,}?)[\"”]")
 
-GIRLS = "Lily Anna Mia Sara Lucy Emma Zoe Nora Ella Ruby Jane Amy".split()
-BOYS = "Tom Ben Max Sam Tim Leo Jack Finn Noah Adam Paul Theo".split()
-THINGS = "ball kite book hat drum boat doll cup flower shell bell lamp basket coin scarf spoon".split()
-LOOKS = "red blue big small bright new shiny green yellow soft".split()
-PLACES = "park garden forest beach farm lake hill school market river barn meadow".split()
-ANIMALS = "dog cat bird frog rabbit duck mouse bear fox horse turtle hen".split()
+GIRLS = ["Lily", "Anna", "Mia", "Sara", "Lucy", "Emma", "Zoe", "Nora", "Ella", "Ruby", "Jane", "Amy"]
+BOYS = ["Tom", "Ben", "Max", "Sam", "Tim", "Leo", "Jack", "Finn", "Noah", "Adam", "Paul", "Theo"]
+THINGS = ["ball", "kite", "book", "hat", "drum", "boat", "doll", "cup", "flower", "shell", "bell", "lamp", "basket",
+          "coin", "scarf", "spoon"]  # fmt: skip
+LOOKS = ["red", "blue", "big", "small", "bright", "new", "shiny", "green", "yellow", "soft"]
+PLACES = ["park", "garden", "forest", "beach", "farm", "lake", "hill", "school", "market", "river", "barn", "meadow"]
+ANIMALS = ["dog", "cat", "bird", "frog", "rabbit", "duck", "mouse", "bear", "fox", "horse", "turtle", "hen"]
 HIDING_PLACES = ("under a tree", "behind a rock", "in the tall grass", "near the gate", "on a bench", "in a deep hole")
 WEATHERS = ("The sun was warm", "The wind was cold", "It began to rain", "The sky was blue", "A cloud came")
 GAMES = ("ran in circles", "sang a song", "played hide and seek", "counted the stones", "jumped up and down")
@@ -135,7 +136,8 @@ def _opening(draw: random.Random, cast: Cast) -> str:
             f"Once upon a time, there was a little {cast.girl} named {cast.child} who had a {cast.look} {cast.thing}.",
             f"One day, {cast.child} took {cast.her} {cast.look} {cast.thing} to the {cast.place}.",
             f"{cast.child} was a kind {cast.girl} who loved {cast.her} {cast.look} {cast.thing}.",
-            f"There was a {cast.girl} named {cast.child} who lived near the {cast.place} with a {cast.look} {cast.thing}.",
+            f"There was a {cast.girl} named {cast.child} who lived near the {cast.place} "
+            f"with a {cast.look} {cast.thing}.",
         )
     )
 
