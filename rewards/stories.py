@@ -34,6 +34,8 @@ HAPPY_SHARE = 0.5
 """Share of the stories that end well."""
 MORE_SHARE = 0.75
 """Chance that one more thing happens before the end, which makes some stories much longer than others."""
+MAX_EVENTS = 8
+"""Maximum number of such things; the longest story has fewer than 256 tokens."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _middle(draw: random.Random, cast: Cast) -> str:
         if not spoken
         else f'"May I see your {cast.thing}?" asked the {cast.animal}. "Yes," said {cast.child}.',
     ]
-    while draw.random() < MORE_SHARE:
+    while len(sentences) < 2 + MAX_EVENTS and draw.random() < MORE_SHARE:
         sentences.append(_event(draw, cast, spoken))
     sentences.append(f"Then the {cast.thing} was gone. It lay {draw.choice(HIDING_PLACES)}.")
     return " ".join(sentences)
