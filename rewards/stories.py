@@ -1,9 +1,5 @@
-"""Short stories made on the spot from a small grammar, and rewards that a reader can see working: no download.
-
-A story has a child, a thing, a place and an animal, which its sentences name again and again: what a model can learn
-beyond the frames of the sentences is to keep them apart. `configs/stories` holds the tokenizer of its few hundred
-words.
-"""
+"""Short stories made on the spot from a grammar, and rewards that a reader can see working: no download. What a model
+can learn beyond sentences is to keep child, thing, place and animal apart. `configs/stories` is their tokenizer."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ class Cast:
 
     @property
     def held_out(self) -> bool:
-        """Whether its stories are kept for evaluations: every fourth child, thing and place that come together."""
+        """Return True for a fourth of the children, things and places that come together: those of evaluations."""
         return random.Random(f"{self.child} {self.thing} {self.place}").random() < 0.25
 
 
@@ -145,7 +141,7 @@ def _opening(draw: random.Random, cast: Cast) -> str:
 
 
 def _middle(draw: random.Random, cast: Cast) -> str:
-    """What happens: the way there, a meeting, a loss, and a number of small events."""
+    """Events of a story: a meeting on the way, a number of small things, and a loss."""
     spoken = draw.random() < SPOKEN_SHARE
     sentences = [
         draw.choice(
