@@ -59,7 +59,7 @@ def test_a_reward_model_learns_which_end_is_preferred(base: Path, tmp_path: Path
     result = trained("rm_stories", tmp_path / "run", f"model.path={base}")
     before, after = result["before"], result["after"]
     metrics = after["metrics"]
-    assert before["metrics"]["eval/rewards/accuracies_low"] < 0.55 < 0.7 < metrics["eval/rewards/accuracies_low"]
+    assert before["metrics"]["eval/rewards/accuracies_high"] < 0.75 < metrics["eval/rewards/accuracies_low"]
     assert paired_difference(before["preferred"], after["preferred"]).low > 0.1
     assert metrics["eval/calibration/brier_high"] < 0.2 < 0.24 < before["metrics"]["eval/calibration/brier"]
 
@@ -67,8 +67,8 @@ def test_a_reward_model_learns_which_end_is_preferred(base: Path, tmp_path: Path
 @pytest.mark.thorough
 @pytest.mark.optimized
 def test_online_pairs_teach_what_is_rewarded(base: Path, tmp_path: Path) -> None:
-    """A third of the steps: the reward on 48 held-out openings rises, by no accident."""
-    shorter = ("num_steps=10", "eval_dataset.args.count=48", f"model.path={base}")
+    """Two thirds of the steps: the reward on 48 held-out openings rises, by no accident."""
+    shorter = ("num_steps=20", "eval_dataset.args.count=48", f"model.path={base}")
     result = trained("online_dpo_stories", tmp_path / "run", *shorter)
     assert result["before"]["high"] < result["after"]["low"], result["after"]["mean"]
 
