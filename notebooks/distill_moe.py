@@ -106,7 +106,7 @@ dense = pt.SFT(
     model={"init": shape, "tokenizer": "configs/stories"},
     dataset=train,
     eval_dataset=held_out,
-    num_steps=120,
+    num_steps=240,
     optimizer={"kind": "muon", "learning_rate": 2e-2, "weight_decay": 0.1, "warmup_steps": 10},
     output="runs/moe/dense",
     **rows,
