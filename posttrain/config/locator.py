@@ -109,7 +109,7 @@ class Locator(str):
     def _command(self) -> str | None:
         """Command of a configuration, beside this one or of the project's, whose output folder this path lies in and
         which did not run yet."""
-        folders = dict.fromkeys((self.folder, *self.beside("configs").places))
+        folders = dict.fromkeys((self.folder, *self.beside("configs").places, *self.beside("configs/rl").places))
         for file in (file for folder in folders for file in sorted(folder.glob("*.yaml"))):
             output = re.search(r"^output: *([^\s#]+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
             if output and self.startswith(f"{output[1]}/") and self.beside(output[1]).found is None:
