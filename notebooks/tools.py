@@ -107,8 +107,8 @@ print(f"{number} x {jax.devices()[0].device_kind}, planned as {machine}: {settin
 # %% [markdown]
 # ## The table
 #
-# The columns are those of USDA's table (SR 28, abbreviated, as CSV), which is in the public domain. `envs/foods.csv` has
-# thirty of its foods; the whole table has 8,790.
+# The columns are those of USDA's table (SR 28, abbreviated, as CSV), which is in the public domain. `envs/foods.csv`
+# has thirty of its foods; the whole table has 8,790.
 
 # %%
 usda = None  # path of USDA's whole table, for an accelerator
