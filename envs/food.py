@@ -1,5 +1,9 @@
 """Food assistant: a tool that looks foods up in a SQLite database made of USDA's food composition table (SR 28,
-abbreviated, as CSV), questions about them, and demonstrations for a model that begins from nothing."""
+abbreviated, as CSV), questions about them, and demonstrations for a model that begins from nothing.
+
+`envs/foods.csv` has thirty foods of that table, which is in the public domain. The whole of it, 8,790 foods, is the
+argument `csv` of each function.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,9 @@ from typing import Any, Literal, get_args
 Nutrient = Literal[
     "energy", "protein", "fat", "carbohydrate", "fiber", "sugar", "calcium", "iron", "sodium", "potassium"
 ]
+
+TABLE = Path(__file__).with_name("foods.csv")
+"""Thirty foods with their values."""
 
 COLUMNS: dict[str, tuple[str, str]] = {
     "energy": ("Energ_Kcal", "kcal"),
@@ -47,7 +54,7 @@ MAX_SHORT = 12
 """Maximum length of the names in short questions."""
 
 
-def lookup_nutrition(food: str, nutrient: Nutrient, csv: Path) -> str:
+def lookup_nutrition(food: str, nutrient: Nutrient, csv: Path | None = None) -> str:
     """Look up how much of a nutrient is in 100 g of a food.
 
     Args:
@@ -70,12 +77,15 @@ def lookup_nutrition(food: str, nutrient: Nutrient, csv: Path) -> str:
     return f"{amount:g} {COLUMNS[nutrient][1]} in 100 g of {name}"
 
 
-def database(csv: Path) -> Path:
+def database(csv: Path | None = None) -> Path:
     """Database of a table, made at the first call for each content of the file."""
-    return _made(csv, _state(csv))
+    file = TABLE if csv is None else csv
+    return _made(file, _state(file))
 
 
-def questions(*, csv: Path, count: int, seed: int, held_out: bool, short: bool = False) -> list[dict[str, Any]]:
+def questions(
+    *, count: int, seed: int, held_out: bool, short: bool = False, csv: Path | None = None
+) -> list[dict[str, Any]]:
     """Rows with a question as `prompt`, the `calls` that answer it, and the number `answer`.
 
     Every fifth food is held out. Questions are about 100 g, a household portion, or two foods; with `short` "fat in
@@ -90,7 +100,7 @@ def questions(*, csv: Path, count: int, seed: int, held_out: bool, short: bool =
     return [draw.choice(kinds)(draw, foods) for _ in range(count)]
 
 
-def lessons(*, csv: Path, count: int, seed: int, right: float = 0.25) -> list[dict[str, Any]]:
+def lessons(*, count: int, seed: int, right: float = 0.25, csv: Path | None = None) -> list[dict[str, Any]]:
     """Conversations about short questions, with their tools, to learn the form from: a share `right` of them looks up
     what was asked, the others guess a number or look up another nutrient.
 
@@ -131,7 +141,7 @@ def _invented(draw: random.Random) -> str:
     return first if draw.random() < 0.2 else f"{first}{draw.choice(', ')}{second}"
 
 
-def _short_foods(csv: Path, *, held_out: bool) -> list[dict[str, str]]:
+def _short_foods(csv: Path | None, *, held_out: bool) -> list[dict[str, str]]:
     """Foods with short names and a value of each nutrient of short questions."""
     foods = [food for food in _foods(csv) if _is_held_out(food["Shrt_Desc"]) == held_out]
     known = [food for food in foods if all(food[COLUMNS[nutrient][0]] for nutrient in SHORT)]
@@ -222,15 +232,17 @@ def _state(csv: Path) -> tuple[int, int, int]:
 @cache
 def _read(csv: Path, state: tuple[int, int, int]) -> list[dict[str, str]]:
     with csv.open(encoding="utf-8", newline="") as file:
-        rows = list(csv_files.DictReader(file))
+        # A table may begin with a line that says where it comes from.
+        rows = list(csv_files.DictReader(line for line in file if not line.startswith("#")))
     # Two foods of one name could not be told apart.
     names = [" ".join(_words(row["Shrt_Desc"])) for row in rows]
     count = Counter(names)
     return [row for row, name in zip(rows, names, strict=True) if count[name] == 1]
 
 
-def _foods(csv: Path) -> list[dict[str, str]]:
-    return _read(csv, _state(csv))
+def _foods(csv: Path | None) -> list[dict[str, str]]:
+    file = TABLE if csv is None else csv
+    return _read(file, _state(file))
 
 
 @cache

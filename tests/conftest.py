@@ -21,6 +21,7 @@ from hypothesis import settings
 from tests import compilation, shape_checks
 
 ROOT = Path(__file__).resolve().parent.parent
+NO_THIRD_PARTY = "needs the folder ../shared (third-party data and checkpoints), which is not there"
 
 # The same examples every time, without a clock: a slow machine is no failure.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
@@ -30,6 +31,7 @@ settings.load_profile("suite")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-shape-checks", action="store_true", help="run without jaxtyping and beartype checks")
     parser.addoption("--part", metavar="K/N", help="only the K-th of N parts of the tests; each test is in one part")
+    parser.addoption("--third-party", action="store_true", help="only the tests that need third-party data, ../shared")
     parser.addoption("--gpu", action="store_true", help="on the GPU that there is, for what is marked gpu")
 
 
@@ -58,6 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m looks at markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_second_cases(items)
+    if config.getoption("--third-party"):
+        others = [item for item in items if "shared" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in {*others}]
     if part := config.getoption("--part"):
         number, _, parts = part.partition("/")
         if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
@@ -71,6 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if part_of(item) == int(number) - 1]
         config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
         items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How much of the suite a machine without third-party data leaves out."""
+    skipped = [one for one in terminalreporter.stats.get("skipped", ()) if NO_THIRD_PARTY in str(one.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"third-party data: {len(skipped)} tests skipped, each {NO_THIRD_PARTY}")
 
 
 def mark_second_cases(items: list[pytest.Item]) -> None:
@@ -151,5 +164,5 @@ def shared() -> Path:
     """Folder of third-party data and checkpoints beside the repository; not part of it."""
     folder = ROOT.parent / "shared"
     if not folder.is_dir():
-        pytest.skip("needs the folder ../shared (third-party data and checkpoints), which is not there")
+        pytest.skip(NO_THIRD_PARTY)
     return folder

@@ -118,10 +118,13 @@ def titled(documents: Sequence[Path]) -> Iterator[tuple[str, str]]:
 def write_folder(folder: Path, documents: Sequence[Path] = DOCUMENTS) -> Path:
     """What the documents take for granted: the models of the quick start and of stories, tiny here, with an adapter of
     the last, and the files they spell out."""
+    words = pt.load_tokenizer(ROOT / "configs" / "stories")
     tokenizer = pt.load_tokenizer("bytes")
     for trained, seed in (("sft_stories/0-sft", 0), ("quickstart/0-sft", 0), ("quickstart/1-rl", 1)):
-        model = tiny_model(seed, num_layers=2, windows=(None,), max_positions=4096, intermediate_size=256)
-        pt.save_model(model, folder / "runs" / trained / "model", tokenizer=tokenizer)
+        of_stories = trained.startswith("sft_stories")
+        vocabulary = {"vocab_size": words.vocab_size} if of_stories else {}
+        model = tiny_model(seed, num_layers=2, windows=(None,), max_positions=4096, intermediate_size=256, **vocabulary)
+        pt.save_model(model, folder / "runs" / trained / "model", tokenizer=words if of_stories else tokenizer)
     attach_lora(model, pt.LoRA(rank=4, targets=("q_proj",)), seed=0)
     pt.save_adapter(model, folder / "adapters" / "sums")
     write_photographs(folder)

@@ -25,6 +25,30 @@ def table(shared: Path) -> Path:
     return shared / "data/food/usda_sr28_abbrev.csv"
 
 
+def test_the_project_has_thirty_foods_of_the_table(table: Path) -> None:
+    """With the values that the table says, and a note of where they come from."""
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = {row["Shrt_Desc"]: row for row in csv.DictReader(file)}
+    text = food.TABLE.read_text(encoding="utf-8")
+    assert "USDA" in text.partition("\n")[0] and "public domain" in text.partition("\n")[0]
+    few = list(csv.DictReader(text.splitlines()[1:]))
+    assert len(few) == 30
+    assert [{name: rows[row["Shrt_Desc"]][name] for name in row} for row in few] == few
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_questions_about_the_thirty_foods(short: bool) -> None:
+    """Nothing but the repository is needed: each call of a question has an answer."""
+    rows = {held: food.questions(count=200, seed=0, held_out=held, short=short) for held in (False, True)}
+    names = {held: {one["arguments"]["food"] for row in of for one in row["calls"]} for held, of in rows.items()}
+    assert not names[False] & names[True] and len(names[False]) == 22 and len(names[True]) == 8
+    tool = FunctionTool(food.lookup_nutrition, timeout_s=20.0, max_chars=200, args={"csv": None})
+    for row in rows[True][:20]:
+        for one in row["calls"]:
+            assert answer_of(tool, **given(one)).endswith(f"in 100 g of {one['arguments']['food']}")
+    assert len(food.lessons(count=10, seed=0)) == 10
+
+
 @pytest.fixture(scope="module")
 def tool(table: Path) -> FunctionTool:
     return FunctionTool(food.lookup_nutrition, timeout_s=20.0, max_chars=200, args={"csv": table})
@@ -102,13 +126,12 @@ def test_demonstrations_are_right_as_often_as_they_shall(table: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_talks_to_the_tool(table: Path, tmp_path: Path) -> None:
+def test_a_run_talks_to_the_tool(tmp_path: Path) -> None:
     """A step of a policy that knows nothing: its turns are made, sent to the tool and scored."""
     example = yaml.safe_load((ROOT / "configs/rl/food_assistant.yaml").read_text())
     shown = example["stages"][1]
     same = {name: shown[name] for name in ("tools", "rewards", "env")}
-    dataset = {"path": "envs/food.py:questions", "args": {**shown["dataset"]["args"], "csv": str(table), "count": 4}}
-    same["tools"][0]["args"]["csv"] = str(table)
+    dataset = {"path": "envs/food.py:questions", "args": {**shown["dataset"]["args"], "count": 4}}
     stage = rl_stage(**same, dataset=dataset, num_steps=1, row_tokens=128, sampling={"max_tokens": 16})
     model = {"init": INIT | {"max_position_embeddings": 128}, "tokenizer": "bytes"}
     model["chat_template"] = example["model"]["chat_template"]

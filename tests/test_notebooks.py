@@ -131,7 +131,7 @@ def test_quickstart_runs_and_improves(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.optimized
-def test_a_mixture_is_distilled(tmp_path: Path, shared: Path) -> None:
+def test_a_mixture_is_distilled(tmp_path: Path) -> None:
     """Its own assertions: held-out KL and likelihood improve, with the intervals apart."""
     work = tmp_path / "work"
     execute("distill_moe", work)

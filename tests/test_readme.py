@@ -23,8 +23,9 @@ import pytest
 import typer
 
 from posttrain.cli import app
-from posttrain.config import DatasetSection, Locator, RunConfig
+from posttrain.config import DatasetSection, RunConfig
 from posttrain.config.yaml_file import build_config, load_config
+from posttrain.errors import ConfigError
 from posttrain.runs.check import check
 from posttrain.stages.table import stage_names
 from tests.documents import (
@@ -82,14 +83,8 @@ def offline() -> Iterator[None]:
 
 @functools.cache
 def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int) -> list[str]:
-    """The lines of `posttrain check` over the first rows of each dataset.
-
-    Skips where the configuration needs ../shared and there is none.
-    """
-    loaded = load_config(config, overrides)
-    if "../shared" in Locator(config).file.read_text() and not (ROOT.parent / "shared").is_dir():
-        pytest.skip(f"{config} needs the folder ../shared, which is not there")
-    return check(first_rows(loaded, num_rows))
+    """The lines of `posttrain check` over the first rows of each dataset."""
+    return check(first_rows(load_config(config, overrides), num_rows))
 
 
 def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
@@ -111,22 +106,46 @@ def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
 
 @pytest.mark.parametrize("num_rows", often([NUM_ROWS, 500], NUM_ROWS))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_configs_pass_their_check(path: Path, num_rows: int, offline: None, folder: Path) -> None:
-    """Those that go on from another run's model have one of the quickstart's kind here."""
-    goes_on = re.search(r"path: runs/\S+/model\b", path.read_text())
-    overrides = (f"model.path={folder / 'runs/quickstart/0-sft/model'}",) if goes_on else ()
-    lines = checked(str(path.relative_to(ROOT)), overrides, num_rows=num_rows)
+def test_configs_pass_their_check(
+    path: Path, num_rows: int, offline: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that go on from another run's model find a tiny one here."""
+    if re.search(r"path: runs/", path.read_text()):
+        monkeypatch.chdir(folder)
+    lines = checked(str(path.relative_to(ROOT)), num_rows=num_rows)
     text = "\n".join(lines)
     for name in stage_names(load_config(path)):
         assert name in text
-    assert ("not checked" in text) == needs_hub(load_config(path))
+    assert ("not checked" in text) == bool(hub_ids(load_config(path)))
 
 
-def needs_hub(config: RunConfig) -> bool:
-    """Whether the model, the tokenizer or a dataset is on the hub."""
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_say_first_what_they_need(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hub ids and the machine, in the first line; or nothing but another run, which an error names."""
+    config, text = load_config(path), path.read_text(encoding="utf-8")
+    first = text.partition("\n")[0]
+    assert ".." not in [part for word in re.findall(r"[\w./-]+", text) for part in word.split("/")]
+    if ids := hub_ids(config):
+        assert [name for name in ids if name not in first] == []
+        assert re.search(r"TPU|v5|GPU", first), first
+    elif before := re.search(r"path: (runs/(\w+)/\S+/model)\b", text):
+        assert f"configs/{before[2]}.yaml" in text[: text.index("output:")]
+        # As in a fresh clone, where nothing ran yet.
+        for name in ("configs", "rewards", "envs"):
+            (tmp_path / name).symlink_to(ROOT / name)
+        monkeypatch.setattr("posttrain.config.locator.CHECKOUT", tmp_path)
+        monkeypatch.chdir(tmp_path)
+        config = load_config(path.relative_to(ROOT))
+        with pytest.raises(ConfigError, match=f"{before[1]}: .*; first run: posttrain run configs/{before[2]}.yaml$"):
+            check(first_rows(config, NUM_ROWS))
+
+
+def hub_ids(config: RunConfig) -> set[str]:
+    """The model, its teachers, the tokenizer and the datasets that are on the hub."""
     sections = [section for stage in config.stages for section in (stage.dataset, stage.eval_dataset) if section]
-    names = {config.model.path, config.model.tokenizer, *(section.path for section in sections)}
-    return any(re.fullmatch(r"[\w-]+/[\w.-]+", name) and not (ROOT / name).exists() for name in names if name)
+    teachers = [teacher for stage in config.stages for teacher in getattr(stage, "teachers", ())]
+    names = {config.model.path, config.model.tokenizer, *(section.path for section in (*sections, *teachers))}
+    return {name for name in names if name and re.fullmatch(r"[\w-]+/[\w.-]+", name) and not (ROOT / name).exists()}
 
 
 def test_configs_are_short() -> None:

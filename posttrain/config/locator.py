@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -95,9 +96,25 @@ class Locator(str):
 
     @property
     def suggestion(self) -> str:
-        """Hint `; did you mean ...?` with the most similar existing path; empty if this one exists, or without one."""
-        near = None if self.found else next((near for place in self.places if (near := _similar(place))), None)
+        """Hint for a path that does not exist: the command of the run that writes it, if there is nothing of that run
+        yet, or else `; did you mean ...?` with the most similar path; empty without either."""
+        if self.found:
+            return ""
+        if command := self._command:
+            return f"; first run: {command}"
+        near = next((near for place in self.places if (near := _similar(place))), None)
         return "" if near is None else f"; did you mean {shown_path(near)!r}?"
+
+    @property
+    def _command(self) -> str | None:
+        """Command of a configuration, beside this one or of the project's, whose output folder this path lies in and
+        which did not run yet."""
+        folders = dict.fromkeys((self.folder, *self.beside("configs").places, *self.beside("configs/rl").places))
+        for file in (file for folder in folders for file in sorted(folder.glob("*.yaml"))):
+            output = re.search(r"^output: *([^\s#]+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+            if output and self.startswith(f"{output[1]}/") and self.beside(output[1]).found is None:
+                return f"posttrain run {shown_path(file)}"
+        return None
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:

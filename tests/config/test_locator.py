@@ -50,6 +50,24 @@ def test_hub_ids_and_missing_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Locator("owner/model").resolved == str(tmp_path / "owner" / "model")
 
 
+@pytest.mark.parametrize("folder", ["configs", "mine"], ids=["of-the-project", "beside-the-configuration"])
+def test_what_another_run_writes_names_its_command(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until that run has begun: then another name in its folder is what was meant."""
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "first.yaml").write_text("# It comes first.\noutput: runs/first  # its stages\nseed: 0\n")
+    monkeypatch.setattr("posttrain.config.locator.CHECKOUT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    missing = Locator("runs/first/0-sft/model", tmp_path / folder)
+    with pytest.raises(ConfigError, match=rf"no such file or folder; first run: posttrain run {folder}/first.yaml$"):
+        str(missing.resolved)
+    (tmp_path / "runs" / "first" / "0-sft" / "modal").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="did you mean 'runs/first/0-sft/modal'"):
+        str(missing.resolved)
+    assert Locator("runs/of_nobody/0-sft/model", tmp_path / folder).suggestion == ""
+
+
 def test_python_objects_are_found_from_the_folder(tmp_path: Path) -> None:
     (tmp_path / "located_here.py").write_text("def one():\n    return 1\n")
     for text in ("located_here.py:one", "located_here:one"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from posttrain.data.tokenizer import load_tokenizer
 from rewards import arithmetic, gsm8k, soft_overlong, stories
 
 
@@ -65,13 +67,43 @@ def test_story_rewards() -> None:
     assert stories.has_dialogue(texts) == [1.0, 0.0, 1.0]
 
 
-def test_openings_are_first_sentences(shared: Path) -> None:
-    path = shared / "data/text/tinystories_v2gpt4_train_head.jsonl"
-    rows = stories.openings(path=path, skip=0, limit=1400)
-    held_out = stories.openings(path=path, skip=1400, limit=128)
-    assert (len(rows), len(held_out)) == (1400, 128)
-    assert all(row["prompt"][-1] in ".!?" for row in rows)
-    assert all(20 <= len(row["prompt"]) <= 162 for row in rows)
+def test_held_out_stories_have_other_children_things_and_places() -> None:
+    """By their words alone: no seed and no count mixes the sets."""
+    names = [*stories.GIRLS, *stories.BOYS], stories.THINGS, stories.PLACES
+    sets = []
+    for held_out in (False, True):
+        words = [re.findall(r"\w+", row["text"]) for row in stories.stories(count=500, seed=0, held_out=held_out)]
+        sets.append({tuple(next(w for w in one if w in group) for group in names) for one in words})
+    assert not sets[0] & sets[1]
+    assert len(sets[0]) > 400, "few stories are of the same child, thing and place"
+
+
+def test_openings_are_first_sentences_and_pairs_differ_in_their_ends() -> None:
+    whole = [row["text"] for row in stories.stories(count=200, seed=0, held_out=True)]
+    openings = stories.openings(count=200, seed=0, held_out=True)
+    assert [row["prompt"] + row["completion"] for row in openings] == whole
+    assert all(re.fullmatch(r"[^.!?]+\.", row["prompt"]) for row in openings)
+    spoken = stories.has_dialogue([row["completion"] for row in openings])
+    assert 0.2 < sum(spoken) / len(spoken) < 0.4
+    for text, row in zip(whole, stories.pairs(count=200, seed=0, held_out=True), strict=True):
+        assert text.startswith(row["prompt"]) and row["chosen"] != row["rejected"]
+        assert re.search("happy|friend|laughed|smiled", row["chosen"])
+        assert re.search("cried|never|angry|sad", row["rejected"])
+
+
+def test_the_answer_stands_in_the_story() -> None:
+    for row in stories.questions(count=200, seed=0, held_out=False):
+        answer = re.sub("^(to the|the|a) ", "", row["completion"].strip(" .").lower())
+        assert answer in row["prompt"].lower(), row
+
+
+def test_the_tokenizer_of_stories_has_their_words() -> None:
+    tokenizer = load_tokenizer(Path(__file__).resolve().parents[2] / "configs/stories")
+    text = " ".join(row["text"] for row in stories.stories(count=100, seed=9, held_out=True))
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert len(tokens) < 1.25 * len(text.split()), "punctuation is most of what is more than a token a word"
+    assert tokenizer.hf.eos_token == "<end>" and tokenizer.vocab_size < 800
 
 
 def test_pairs_are_right_and_wrong_sums() -> None:
