@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from posttrain.statistics import paired_difference
+from tests import compilation
 from tests.stages.runs import ROOT, inside, posttrain, start
 
 
@@ -34,6 +35,7 @@ def trained(config: str, output: Path, *changes: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that all others go on with, trained once."""
+    compilation.quick(False)  # as `optimized`, which is set for a test after the fixtures of its file
     output = tmp_path_factory.mktemp("stories") / "sft_stories"
     result = trained("sft_stories", output)
     assert result["before"]["eval/perplexity"] > 500 and result["after"]["eval/perplexity_high"] < 2
