@@ -14,6 +14,7 @@ import numpy as np
 
 from posttrain.metrics import Sample
 from posttrain.tracking.console import LiveLine, clean, console, printable
+from posttrain.tracking.log_files import keep_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,11 +99,14 @@ class ConsoleSink:
             self._waiting = self._line(step, metrics)
             warnings = list(_warnings(metrics))
             self._waiting = "  ".join((self._waiting, *warnings))
-            due = self._live is None and time.monotonic() - self._printed_at >= self._interval_s
-            if due or step >= self._num_steps or warnings:
+            due = time.monotonic() - self._printed_at >= self._interval_s
+            if (due and self._live is None) or step >= self._num_steps or warnings:
                 self._flush()
             elif self._live is not None:
                 self._head()
+                if due:
+                    keep_line(self._waiting)
+                    self._printed_at = time.monotonic()
                 self._live.show(printable(self._waiting, self._console.encoding))
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluated:
