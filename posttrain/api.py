@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic.fields import FieldInfo
 
-from posttrain.config import ModelSection, RLSection, RunConfig, SamplingSection, Section
+from posttrain.config import DistillSection, ModelSection, RLSection, RunConfig, SamplingSection, Section
 from posttrain.config.describe import FieldTable, field_table
 from posttrain.config.run import SECTIONS
 from posttrain.config.train import DatasetSection
@@ -271,6 +271,32 @@ class Distill(PythonRun):
                 raise ConfigError("pt.Distill: set teacher, or teachers for several")
             fields["teachers"] = [{"path": str(teacher)} if isinstance(teacher, str | Path) else teacher]
         super().__init__(model, dataset, **fields)
+
+    def write_cache(self) -> Path:
+        """Score the dataset by the teachers into the folder `cache`, which is returned; `fit` then loads no teacher.
+
+        As `posttrain distill --cache`: in one process; rows that the cache has are not scored again, so that the same
+        call goes on after a stop. ConfigError without `cache`, and for mistakes, before any work.
+        """
+        from posttrain.runs.write_teacher_cache import write_caches
+        from posttrain.runtime.join import check_alone
+
+        section = self.config.stages[0]
+        assert isinstance(section, DistillSection)
+        if section.cache is None:
+            raise ConfigError("pt.Distill: write_cache needs the folder to write; give cache=FOLDER")
+        try:
+            check_alone("write_cache")
+            for file, text in self._files.items():
+                _write_text(file, text)
+            write_caches(self.config)
+        except ConfigError as error:
+            raise _in_python(error) from None
+        except KeyboardInterrupt as stop:
+            if not hasattr(sys, "ps1"):
+                raise _stopped(stop, begun=True) from None
+            raise
+        return Path(section.cache)
 
 
 class Preference(PythonRun):
