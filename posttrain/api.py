@@ -233,14 +233,11 @@ def _stopped(stop: Interrupted | KeyboardInterrupt, *, begun: bool) -> Stopped:
 
 
 def _stage(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the stage. A single reward becomes a list, and functions or names become sections."""
+    """Fields of the stage. A single reward, metric or tool becomes a list, and functions or names become sections."""
     stage: dict[str, Any] = _plain(fields)
-    if "rewards" in stage:
-        rewards = stage["rewards"] if isinstance(stage["rewards"], list) else [stage["rewards"]]
-        stage["rewards"] = [{"fn": r} if callable(r) or isinstance(r, str) else r for r in rewards]
-    if "tools" in stage:
-        tools = stage["tools"] if isinstance(stage["tools"], list) else [stage["tools"]]
-        stage["tools"] = [{"fn": t} if callable(t) or isinstance(t, str) else t for t in tools]
+    for name in {"rewards", "metrics", "tools"} & stage.keys():
+        functions = stage[name] if isinstance(stage[name], list) else [stage[name]]
+        stage[name] = [{"fn": f} if callable(f) or isinstance(f, str) else f for f in functions]
     for name in ("env", "agent"):
         if callable(stage.get(name)) or isinstance(stage.get(name), str):
             stage[name] = {"fn": stage[name]}

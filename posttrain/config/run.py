@@ -12,7 +12,8 @@ from posttrain.config.distill import DistillSection, DrafterSection
 from posttrain.config.model import MeshSection, ModelSection
 from posttrain.config.preference import OnlinePreferenceSection, PreferenceSection, RewardModelSection
 from posttrain.config.rl import OnlineSection, RLSection
-from posttrain.config.train import ADAPTER_RATE_FACTOR, IMAGE_CACHE_MIB, OfflineSection, SFTSection, TrainSection
+from posttrain.config.sft import SFTSection
+from posttrain.config.train import ADAPTER_RATE_FACTOR, IMAGE_CACHE_MIB, OfflineSection, TrainSection
 
 Stage = Annotated[
     SFTSection

@@ -51,6 +51,17 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
+def _of_samples(metrics: Mapping[str, float]) -> str:
+    """Format what is known of samples of held-out prompts."""
+    words = []
+    for name in (name for name in metrics if f"{name}_low" in metrics and name.startswith("samples/")):
+        mean, low, high = (metrics[f"{name}{end}"] for end in ("", "_low", "_high"))
+        interval = f" ({low:.3f} to {high:.3f})" if math.isfinite(low + high) else ""
+        words.append(f"{name.split('/')[1]} {mean:.3f}{interval}")
+    length, clipped = (metrics[f"samples/completions/{name}"] for name in ("mean_length", "clipped_ratio"))
+    return f"held-out samples: {', '.join((*words, f'length {number(length)}', f'cut off {share(clipped)}'))}"
+
+
 def with_interval(metrics: Mapping[str, float], name: str, digits: str = ".3f") -> str:
     """Format an evaluation metric with its interval."""
     mean, low, high = (format(metrics[f"eval/{name}{end}"], digits) for end in ("", "_low", "_high"))
@@ -112,6 +123,10 @@ class ConsoleSink:
         if evaluated:
             self._flush()
             self._print(f"{self._number(step)}  {_evaluation(evaluated)}")
+
+        if any(name.startswith("samples/") for name in metrics):
+            self._flush()
+            self._print(f"{self._number(step)}  {_of_samples(metrics)}")
 
     def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
         """Ignored: tables are written to files only."""
