@@ -27,7 +27,7 @@ from posttrain.data.messages import Message, Tools, parts_of, pictures_in
 from posttrain.data.pictures import Picture, Pictures
 from posttrain.data.pipeline import prompts_identity
 from posttrain.data.prompt_images import PromptImages
-from posttrain.data.sources import Rows, each_row, with_all_columns
+from posttrain.data.sources import Rows, each_row, needed_rows, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import sampled_stop_notes
 from posttrain.distill.teachers import TeacherSource, tokenizers_identity
@@ -354,7 +354,7 @@ def examples_of(
 
     fitting: list[Example] = []
     long: list[tuple[int, int]] = []
-    prompts = list(each_row(rows, range(len(rows)), "prompts", example))
+    prompts = list(each_row(rows, needed_rows(len(rows)), "prompts", example))
     filled = with_all_columns([prompt.row for prompt in prompts])
     for prompt in (replace(prompt, row=row) for prompt, row in zip(prompts, filled, strict=True)):
         length = len(prompt.prompt_tokens)
