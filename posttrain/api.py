@@ -112,6 +112,7 @@ class PythonRun:
         mesh: Mapping[str, Any] | None = None,
         tensorboard: bool = True,
         trackers: Sequence[str] = (),
+        metrics_server: Mapping[str, Any] | None = None,
         profile: Mapping[str, Any] | None = None,
         **fields: Any,
     ):
@@ -121,7 +122,13 @@ class PythonRun:
                 dataset,
                 output,
                 seed,
-                {"mesh": mesh or {}, "tensorboard": tensorboard, "trackers": list(trackers), "profile": profile},
+                {
+                    "mesh": mesh or {},
+                    "tensorboard": tensorboard,
+                    "trackers": list(trackers),
+                    "metrics_server": metrics_server,
+                    "profile": profile,
+                },
                 fields,
             )
         except ConfigError as error:
@@ -470,7 +477,7 @@ def _digest(config: RunConfig, more: Sequence[str]) -> str:
     """Hash of the settings, including the source code of functions and their dependencies, so that an edited reward
     function makes a new run."""
     parts = [
-        dump_config(config.model_copy(update={"profile": None, "trackers": ()})),
+        dump_config(config.model_copy(update={"profile": None, "trackers": (), "metrics_server": None})),
         *more,
         json.dumps(code_digests(config), sort_keys=True),
     ]

@@ -46,6 +46,7 @@ from posttrain.runtime.files import check_writable
 from posttrain.stages.context import num_training_devices
 from posttrain.stages.inputs import Inputs
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
+from posttrain.tracking.metrics_server import check_address
 from posttrain.tracking.trackers import check_dashboards
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import used_once
@@ -127,6 +128,7 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
     if num_devices is None:
         check_writable(Path(config.output))
         check_dashboards(tensorboard=config.tensorboard, trackers=config.trackers)
+        check_address(config.metrics_server)
     mesh = mesh_of_run(config, num_devices)
     check_row_tokens(config, mesh["context"])
     shards = math.prod(mesh[axis] for axis in ROW_AXES)

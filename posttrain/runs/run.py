@@ -33,6 +33,7 @@ from posttrain.stages.table import check_processes, check_row_tokens, row_notes,
 from posttrain.statistics import PairedDifference, count_rows, paired_difference, prompt_numbers
 from posttrain.tracking.console import console, cut, printable
 from posttrain.tracking.log_files import RunLog, host_log
+from posttrain.tracking.metrics_server import LastMetrics, MetricsSink, serving
 from posttrain.tracking.sink import CallbackSink, OnSamples, OnStep, Sink
 from posttrain.tracking.steps import means_of_functions, shown_number, with_interval
 from posttrain.tracking.trackers import check_dashboards
@@ -59,7 +60,7 @@ def run(
     check_writable(Path(config.output))
     check_dashboards(tensorboard=config.tensorboard, trackers=config.trackers)
     log = RunLog()
-    with log.copying():
+    with log.copying(), serving(config.metrics_server) as last:
         prepared = prepare(config, offline_ok=False)
         config = prepared.config
         output, names = Path(config.output), stage_names(config)
@@ -70,7 +71,7 @@ def run(
                 for note in prepared.notes + row_notes(config, row_shards(mesh)):
                     console().print(note, markup=False, soft_wrap=True)
                 watchers = [CallbackSink(on_step, on_samples, stop.end_stage)] if on_step or on_samples else []
-                trained = _train_stages(prepared, mesh, watchers, stop, chosen, growth, log, strict=strict)
+                trained = _train_stages(prepared, mesh, watchers, stop, chosen, growth, log, last, strict=strict)
         results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
         if not trained:
             _print_nothing_trained(output, _finished(output / names[-1]))
@@ -86,6 +87,7 @@ def _train_stages(
     chosen: Sequence[Chosen],
     growth: Growth,
     log: RunLog,
+    last: LastMetrics | None,
     *,
     strict: bool,
 ) -> list[str]:
@@ -127,7 +129,7 @@ def _train_stages(
             stop=stop,
             trackers=config.trackers,
             settings=stage_settings(config, names.index(name)),
-            watchers=watchers,
+            watchers=watchers if last is None else [*watchers, MetricsSink(last, name)],
             strict=strict,
             write_run=write_run,
         )
