@@ -273,3 +273,10 @@ def test_a_quick_check_reads_few_rows(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_quick_with_others(tmp_path: Path, arguments: list[str], words: str) -> None:
     assert words in posttrain("check", write_run(tmp_path, sft_stage()), *arguments).error
+
+
+def test_a_note_is_said_once(tmp_path: Path) -> None:
+    """Red if rows of one file that are trained on and held out are told of twice."""
+    held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
+    out = posttrain("check", write_run(tmp_path, sft_stage(eval_dataset=held_out))).out.splitlines()
+    assert out.count("0-sft: rows.jsonl: columns that are not read: answer") == 1
