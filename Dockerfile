@@ -1,7 +1,9 @@
 # posttrain for a TPU or a GPU, from the package registry alone. EXTRA says for which: tpu, cuda (CUDA 13) or cuda12.
 #   docker build --build-arg EXTRA=tpu -t posttrain .
-#   docker run --init --rm --privileged --net=host -v "$PWD:/work" posttrain run configs/quickstart.yaml    # TPU
-#   docker run --init --rm --gpus=all --shm-size=16g -v "$PWD:/work" posttrain run configs/quickstart.yaml  # GPU
+#   as="--init --rm --user $(id -u):$(id -g) -v $PWD:/work"
+#   docker run $as --privileged --net=host posttrain run configs/quickstart.yaml    # TPU
+#   docker run $as --gpus=all --shm-size=16g posttrain run configs/quickstart.yaml  # GPU
+# It does not run as root: without --user as user 1000, who must be able to write the folder that is mounted.
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS build
@@ -19,6 +21,11 @@ RUN pip install --no-cache-dir -c /dist/constraints.txt "$(echo /dist/*.whl)[$EX
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # Runs, data and the caches of compiled programs and models outlive the container there.
 ENV XDG_CACHE_HOME=/work/.cache HF_HOME=/work/.cache/huggingface
+# Any user has these: one that --user names has no home and no name of its own.
+ENV HOME=/work USER=posttrain
+RUN useradd --uid 1000 --home-dir /work --shell /usr/sbin/nologin posttrain \
+    && install --directory --mode 1777 --owner posttrain /work
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["posttrain"]
 CMD ["--help"]

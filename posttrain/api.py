@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic.fields import FieldInfo
 
-from posttrain.config import ModelSection, RLSection, RunConfig, SamplingSection, Section
+from posttrain.config import DistillSection, ModelSection, RLSection, RunConfig, SamplingSection, Section
 from posttrain.config.describe import FieldTable, field_table
 from posttrain.config.run import SECTIONS
 from posttrain.config.train import DatasetSection
@@ -112,6 +112,7 @@ class PythonRun:
         mesh: Mapping[str, Any] | None = None,
         tensorboard: bool = True,
         trackers: Sequence[str] = (),
+        metrics_server: Mapping[str, Any] | None = None,
         profile: Mapping[str, Any] | None = None,
         **fields: Any,
     ):
@@ -121,7 +122,13 @@ class PythonRun:
                 dataset,
                 output,
                 seed,
-                {"mesh": mesh or {}, "tensorboard": tensorboard, "trackers": list(trackers), "profile": profile},
+                {
+                    "mesh": mesh or {},
+                    "tensorboard": tensorboard,
+                    "trackers": list(trackers),
+                    "metrics_server": metrics_server,
+                    "profile": profile,
+                },
                 fields,
             )
         except ConfigError as error:
@@ -233,14 +240,11 @@ def _stopped(stop: Interrupted | KeyboardInterrupt, *, begun: bool) -> Stopped:
 
 
 def _stage(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the stage. A single reward becomes a list, and functions or names become sections."""
+    """Fields of the stage. A single reward, metric or tool becomes a list, and functions or names become sections."""
     stage: dict[str, Any] = _plain(fields)
-    if "rewards" in stage:
-        rewards = stage["rewards"] if isinstance(stage["rewards"], list) else [stage["rewards"]]
-        stage["rewards"] = [{"fn": r} if callable(r) or isinstance(r, str) else r for r in rewards]
-    if "tools" in stage:
-        tools = stage["tools"] if isinstance(stage["tools"], list) else [stage["tools"]]
-        stage["tools"] = [{"fn": t} if callable(t) or isinstance(t, str) else t for t in tools]
+    for name in {"rewards", "metrics", "tools"} & stage.keys():
+        functions = stage[name] if isinstance(stage[name], list) else [stage[name]]
+        stage[name] = [{"fn": f} if callable(f) or isinstance(f, str) else f for f in functions]
     for name in ("env", "agent"):
         if callable(stage.get(name)) or isinstance(stage.get(name), str):
             stage[name] = {"fn": stage[name]}
@@ -271,6 +275,32 @@ class Distill(PythonRun):
                 raise ConfigError("pt.Distill: set teacher, or teachers for several")
             fields["teachers"] = [{"path": str(teacher)} if isinstance(teacher, str | Path) else teacher]
         super().__init__(model, dataset, **fields)
+
+    def write_cache(self) -> Path:
+        """Score the dataset by the teachers into the folder `cache`, which is returned; `fit` then loads no teacher.
+
+        As `posttrain distill --cache`: in one process; rows that the cache has are not scored again, so that the same
+        call goes on after a stop. ConfigError without `cache`, and for mistakes, before any work.
+        """
+        from posttrain.runs.write_teacher_cache import write_caches
+        from posttrain.runtime.join import check_alone
+
+        section = self.config.stages[0]
+        assert isinstance(section, DistillSection)
+        if section.cache is None:
+            raise ConfigError("pt.Distill: write_cache needs the folder to write; give cache=FOLDER")
+        try:
+            check_alone("write_cache")
+            for file, text in self._files.items():
+                _write_text(file, text)
+            write_caches(self.config)
+        except ConfigError as error:
+            raise _in_python(error) from None
+        except KeyboardInterrupt as stop:
+            if not hasattr(sys, "ps1"):
+                raise _stopped(stop, begun=True) from None
+            raise
+        return Path(section.cache)
 
 
 class Preference(PythonRun):
@@ -447,7 +477,7 @@ def _digest(config: RunConfig, more: Sequence[str]) -> str:
     """Hash of the settings, including the source code of functions and their dependencies, so that an edited reward
     function makes a new run."""
     parts = [
-        dump_config(config.model_copy(update={"profile": None, "trackers": ()})),
+        dump_config(config.model_copy(update={"profile": None, "trackers": (), "metrics_server": None})),
         *more,
         json.dumps(code_digests(config), sort_keys=True),
     ]

@@ -115,7 +115,13 @@ def test_the_image_installs_extras_that_there_are() -> None:
     assert set(always.split(",")) <= extras.keys()
     assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"python:${PYTHON}-slim"}
     commands = re.findall(r"^RUN (\S+) (\S+)", text, re.MULTILINE)
-    assert [" ".join(words) for words in commands] == ["pip wheel", "test -n", "pip install"]
+    assert [" ".join(words) for words in commands] == ["pip wheel", "test -n", "pip install", "useradd --uid"]
     assert "://" not in text and "index" not in text
+    # Everything is installed before, and nothing after runs as root.
+    users = [(number, line) for number, line in enumerate(text.splitlines()) if line.startswith("USER ")]
+    last_install = max(number for number, line in enumerate(text.splitlines()) if line.startswith(("RUN", "COPY")))
+    assert [line for _, line in users] == ["USER 1000"] and users[0][0] > last_install
+    assert re.search(r"useradd --uid 1000\b", text) and "HOME=/work" in text and "--mode 1777" in text
+    assert all("$as" in line for line in text.splitlines() if line.startswith("#   docker run"))
     python = re.search(r"^ARG PYTHON=([\d.]+)$", text, re.MULTILINE)
     assert python is not None and python[1] in ("3.11", "3.12", "3.13")

@@ -89,6 +89,7 @@ from posttrain.config.rollout import (
     answer_tokens,
 )
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
+from posttrain.config.sft import SFTSection
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
     IMAGE_CACHE_MIB,
@@ -96,7 +97,6 @@ from posttrain.config.train import (
     OfflineSection,
     RouterSection,
     SequenceSection,
-    SFTSection,
     TrainSection,
 )
 

@@ -107,7 +107,8 @@ class DistillSection(SequenceSection):
     """Match hidden states or attention relations of the teacher's layers too; needs a single teacher in the training
     step."""
     cache: LocalPath | None = None
-    """Folder of cached teacher top-k, written by `posttrain distill --cache`; training then loads no teacher."""
+    """Folder of cached teacher top-k, written by `posttrain distill --cache` or `write_cache`; training then loads no
+    teacher."""
     top_k: PositiveInt | None = None
     """Number of most probable tokens per position kept from a cache or from a teacher outside of the training step
     (`url`, `mesh`, `tokenizer: align` or `gold`), plus the sum of the others; default 64."""

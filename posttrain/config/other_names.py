@@ -108,6 +108,7 @@ OTHER_NAMES = (
     OtherName("response_template", "train_on_prompt", "false, the default, trains on answers alone"),
     OtherName("packing_strategy", "packing", "true or false"),
     OtherName("log_completions", "samples_every", "steps between tables"),
+    OtherName("compute_metrics", "metrics", "functions of samples, with samples_every", kinds=("sft",)),
     OtherName("load_best_model_at_end", "evaluate.keep_best", "the best model is in best/"),
     OtherName("rollout_func", "agent", "a loop of your own: write agent: {fn: file.py:function}"),
     OtherName("environment_factory", "env", "write env: {fn: file.py:Class}"),

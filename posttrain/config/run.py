@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, LocalPath, PositiveInt, Section
+from posttrain.config.base import Flag, ListOf, LocalPath, PositiveInt, Section, Text
 from posttrain.config.distill import DistillSection, DrafterSection
 from posttrain.config.model import MeshSection, ModelSection
 from posttrain.config.preference import OnlinePreferenceSection, PreferenceSection, RewardModelSection
 from posttrain.config.rl import OnlineSection, RLSection
-from posttrain.config.train import ADAPTER_RATE_FACTOR, IMAGE_CACHE_MIB, OfflineSection, SFTSection, TrainSection
+from posttrain.config.sft import SFTSection
+from posttrain.config.train import ADAPTER_RATE_FACTOR, IMAGE_CACHE_MIB, OfflineSection, TrainSection
 
 Stage = Annotated[
     SFTSection
@@ -72,6 +73,16 @@ class ProfileSection(Section):
             yield f"steps={list(self.steps)}: the first step is after the last one"
 
 
+class MetricsServerSection(Section):
+    """Endpoint `/metrics` of the run's last metrics while it trains, in the text format of Prometheus."""
+
+    port: Annotated[int, Field(ge=1, le=65535)]
+    """Port of the endpoint; one that is taken is refused at the start."""
+    host: Text = "127.0.0.1"
+    """Address of this machine on which it listens, by default for this machine alone; `0.0.0.0` for all. It asks for no
+    key, and shows numbers only."""
+
+
 class RunConfig(Section):
     """Run of one model through one or more stages."""
 
@@ -86,6 +97,8 @@ class RunConfig(Section):
     """Write TensorBoard's event files to `tensorboard/` of the run's folder."""
     trackers: ListOf[Literal["wandb", "mlflow", "trackio"]] = ()
     """Experiment trackers that get metrics, samples and settings as well, each with its extra: `posttrain[wandb]`."""
+    metrics_server: MetricsServerSection | None = None
+    """Serve the last metrics to Prometheus while the run trains: `metrics_server: {port: 9090}`."""
     profile: ProfileSection | None = None
     """Record steps to see where their time goes; `profile: {}` records three steps of each stage. Has no effect on
     results; a resumed run may have another."""

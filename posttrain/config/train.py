@@ -1,4 +1,4 @@
-"""Fields of all stages, datasets, optimizer; supervised fine-tuning."""
+"""Fields of all stages, datasets, optimizer; of stages that train on given sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from posttrain.config.base import Flag, FunctionArguments, ListOf, NonNegativeInt, PositiveInt, Section, Text
-from posttrain.config.locator import Locator, Named
+from posttrain.config.locator import Locator
 from posttrain.config.optimizer import ANY_KIND, AdamW, AnyOptimizer, OtherOptimizer, Schedule
 
 ADAPTER_RATE_FACTOR = 10
@@ -255,20 +255,3 @@ class SequenceSection(OfflineSection):
     @property
     def datasets(self) -> tuple[DatasetSection, ...]:
         return (self.dataset, *self.mix)
-
-
-class SFTSection(SequenceSection):
-    """Supervised fine-tuning."""
-
-    kind: Literal["sft"] = "sft"
-    loss: Named = "nll"
-    """Loss type: `nll`, `dft`, or a token loss of your own: `file.py:name`, with settings `{fn: file.py:name, ...}`, or
-    in Python the object, class or function."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Label smoothing of the `nll` loss: share of the target that is spread over the vocabulary."""
-    noise_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """NEFTune noise on the embeddings in training, arXiv:2310.05914; 5 is usual."""
-
-    def _mistakes(self) -> Iterator[str]:
-        if self.label_smoothing and self.loss != "nll":
-            yield f"label_smoothing={self.label_smoothing} is for the loss nll, not for {self.loss!r}"

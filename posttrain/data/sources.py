@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import re
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -174,7 +175,10 @@ def load_rows(section: DatasetSection) -> Rows:
 
     Raises `ConfigError` if the source does not exist or cannot be read, or if no rows remain.
     """
+    started = time.monotonic()
     table, files = _open(section)
+    if _few:
+        _few[-1].loads[section.path] = time.monotonic() - started
     if len(table) == 0:
         raise ConfigError(f"dataset.path={section.path}: the dataset is empty; it needs at least one row")
     if section.skip >= len(table):
@@ -309,9 +313,60 @@ def with_paths(function: Callable[..., Any], at: Locator, args: Mapping[str, Any
     }
 
 
+@dataclass
+class FewRows:
+    """Bounds of a quick check, and what it has left out."""
+
+    most: int
+    """Rows of a dataset."""
+    seconds: float
+    """Time for reading the rows of all datasets together; one row of each is read all the same."""
+    read: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    """Number of rows that were read, by dataset, what they are, and how many there are."""
+    loads: dict[str, float] = field(default_factory=dict)
+    """Seconds in which a dataset was opened, or made by its function, by name."""
+
+    used_s: float = 0.0
+    """Time that reading has taken so far."""
+
+    def notes(self) -> list[str]:
+        """Say of each dataset how many of its rows were read, where not all were."""
+        left = [f"{name}: {read:,} of {whole:,} {what} were read" for (name, what, whole), read in self.read.items()]
+        late = [f"reading was ended after {self.used_s:.0f} s"] if self.used_s > self.seconds else []
+        slow = [
+            f"{name}: opening it took {seconds:.0f} s, which --quick cannot shorten"
+            for name, seconds in self.loads.items()
+            if seconds > SLOW_S
+        ]
+        return [f"quick: {line}" for line in (*left, *late, *slow)]
+
+
+SLOW_S = 5.0
+"""Seconds above which a quick check says that opening a dataset has taken them."""
+_few: list[FewRows] = []
+"""Bounds in force, if any."""
+
+
+@contextmanager
+def few_rows(bounds: FewRows) -> Iterator[FewRows]:
+    """Read few rows of each dataset in this block, spread evenly."""
+    _few.append(bounds)
+    try:
+        yield bounds
+    finally:
+        _few.pop()
+
+
 def checked_rows(length: int) -> range:
-    """Numbers of the rows that are read before a run starts: all, or `CHECKED_ROWS` spread evenly."""
-    return range(0, length, -(-length // CHECKED_ROWS))
+    """Numbers of the rows that are read before a run starts: all, or `CHECKED_ROWS` spread evenly; in a quick check
+    those of its bound."""
+    most = _few[-1].most if _few else CHECKED_ROWS
+    return range(0, length, -(-length // most))
+
+
+def needed_rows(length: int) -> range:
+    """Numbers of the rows that a run must have read before it starts: all; in a quick check those of its bound."""
+    return checked_rows(length) if _few else range(length)
 
 
 def picked(length: int) -> list[int]:
@@ -320,9 +375,19 @@ def picked(length: int) -> list[int]:
 
 
 def each_row(rows: Rows, chosen: Sequence[int], what: str, read: Callable[[int], T]) -> Iterator[T]:
-    """Apply `read` to each chosen row, with a progress bar if that takes long."""
+    """Apply `read` to each chosen row, with a progress bar if that takes long. A quick check ends with its time."""
+    count = 0
     for index in progress(chosen, f"checking {what} of {rows.name}", len(chosen)):
-        yield read(index)
+        if _few and count and _few[-1].used_s > _few[-1].seconds:
+            break
+        started = time.monotonic()
+        made = read(index)
+        if _few:
+            _few[-1].used_s += time.monotonic() - started
+        yield made
+        count += 1
+    if _few and count < len(rows):
+        _few[-1].read[rows.name, what, len(rows)] = count
 
 
 Arrays = dict[str, np.ndarray]

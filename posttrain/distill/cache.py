@@ -122,7 +122,9 @@ class CacheFolder:
         """Records of this kind. ConfigError if there are none, or of several teachers where it is unknown."""
         files = sorted(self.folder.glob(f"*/{DESCRIPTION}"))
         if not files:
-            raise ConfigError(f"cache: {self.folder} is empty; write it with posttrain distill --cache")
+            raise ConfigError(
+                f"cache: {self.folder} is empty; write it with posttrain distill --cache, or write_cache() in Python"
+            )
         known = {file.parent: json.loads(file.read_text(encoding="utf-8")) for file in files}
         differing = {folder: self._differing(one) for folder, one in known.items()}
         fitting = [folder for folder, names in differing.items() if not names]

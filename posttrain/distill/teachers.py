@@ -425,7 +425,8 @@ def _look(section: DistillSection, aligner: Aligner, data: Sequence[Data]) -> Fo
     for number, (dataset, rows, renderer) in enumerate(data):
         tokenize = row_tokenizer(section, dataset, rows, renderer)
         chosen = range(0, len(rows), -(-len(rows) // LOOKED_AT))
-        for index, sequences in zip(chosen, each_row(rows, chosen, "alignment", tokenize), strict=True):
+        # A quick check may end before all of them.
+        for index, sequences in zip(chosen, each_row(rows, chosen, "alignment", tokenize), strict=False):
             with rows.named(index) as row:
                 pairs = zip(sequences, aligner.align(number, row, sequences), strict=True)
             sample += [

@@ -184,7 +184,9 @@ def _rows(result: RunResult, place: int) -> list[dict[str, Any]]:
 
 def _identity(result: RunResult, config: RunConfig) -> str:
     """Settings, code and inputs of a run but for its seed, and for what has no effect."""
-    same = config.model_copy(update={"seed": 0, "tensorboard": True, "trackers": (), "profile": None})
+    same = config.model_copy(
+        update={"seed": 0, "tensorboard": True, "trackers": (), "metrics_server": None, "profile": None}
+    )
     files = [file for name in (CODE, INPUTS) if (file := result.output / name).is_file()]
     texts = [dump_config(same), *(file.read_text(encoding="utf-8") for file in files)]
     # Rows and templates given in Python lie in the run's own folder.

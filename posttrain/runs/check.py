@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from posttrain.config import (
     ROW_AXES,
     AnyOptimizer,
     BlockDrafts,
+    DatasetSection,
     DistillSection,
     DrafterSection,
     ModelDrafts,
@@ -27,6 +28,7 @@ from posttrain.config import (
     RewardModelSection,
     RLSection,
     RunConfig,
+    SequenceSection,
     TrainSection,
     UserOptimizer,
     trains_on_samples,
@@ -34,6 +36,7 @@ from posttrain.config import (
 from posttrain.config.algorithm import PPO
 from posttrain.config.optimizer import WidthScaled
 from posttrain.config.rollout import CriticSection
+from posttrain.data.sources import FewRows, few_rows
 from posttrain.errors import ConfigError, placed
 from posttrain.mesh import mesh_sizes, split_axes
 from posttrain.models.config import Compute
@@ -43,11 +46,13 @@ from posttrain.runtime.files import check_writable
 from posttrain.stages.context import num_training_devices
 from posttrain.stages.inputs import Inputs
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
+from posttrain.tracking.metrics_server import check_address
 from posttrain.tracking.trackers import check_dashboards
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import used_once
 from posttrain.train.optimizers import state_bytes, trained_parameters
 from posttrain.train.transformations import BLOCK, groups_of, make_optimizer
+from posttrain.user_code import is_object_spec
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, read_model_files, unreachable
 from posttrain.weights.lora import attach_lora, has_lora
@@ -78,6 +83,42 @@ class TrainingSize:
     gradient_per_device: int
 
 
+QUICK_ROWS, QUICK_S = 256, 20.0
+"""Rows of each dataset that a quick check reads, and its time for the rows of all datasets."""
+
+
+def quick_check(config: RunConfig, num_devices: int | None = None, num_processes: int = 1) -> list[str]:
+    """Validate a run as `check` does, over few rows of its datasets and in a bounded time; the last lines say what was
+    left out."""
+    stages, notes = zip(*(_making_few(section) for section in config.stages), strict=True)
+    few = config.model_copy(update={"stages": stages})
+    with few_rows(FewRows(most=QUICK_ROWS, seconds=QUICK_S)) as bounds:
+        lines = check(few, num_devices, num_processes)
+    return lines + bounds.notes() + [note for of_stage in notes for note in of_stage]
+
+
+def _making_few(section: TrainSection) -> tuple[TrainSection, list[str]]:
+    """Section whose functions with an argument `count` make few rows, with notes. The rows over which `num_epochs`
+    passes are all made: their number gives the steps."""
+    notes: list[str] = []
+
+    def fewer(dataset: DatasetSection) -> DatasetSection:
+        count, enough = dataset.args.get("count"), dataset.skip + QUICK_ROWS
+        if not is_object_spec(dataset.path) or not isinstance(count, int) or count <= enough:
+            return dataset
+        notes.append(f"quick: {dataset.path}: called with count={enough} in place of {count:,}")
+        return dataset.model_copy(update={"args": {**dataset.args, "count": enough}})
+
+    datasets: dict[str, Any] = {}
+    if section.epochs is None:
+        datasets["dataset"] = fewer(section.dataset)
+    if section.epochs is None and isinstance(section, SequenceSection):
+        datasets["mix"] = tuple(fewer(dataset) for dataset in section.mix)
+    if section.eval_dataset is not None:
+        datasets["eval_dataset"] = fewer(section.eval_dataset)
+    return section.model_copy(update=datasets), notes
+
+
 def check(config: RunConfig, num_devices: int | None = None, num_processes: int = 1) -> list[str]:
     """Validate a run; return lines about what it would do. Raises ConfigError for the first mistake.
 
@@ -87,6 +128,7 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
     if num_devices is None:
         check_writable(Path(config.output))
         check_dashboards(tensorboard=config.tensorboard, trackers=config.trackers)
+        check_address(config.metrics_server)
     mesh = mesh_of_run(config, num_devices)
     check_row_tokens(config, mesh["context"])
     shards = math.prod(mesh[axis] for axis in ROW_AXES)

@@ -29,6 +29,7 @@ from posttrain.config import (
     RLSection,
     RunConfig,
     Section,
+    SFTSection,
     TrainSection,
     UserObject,
     UserOptimizer,
@@ -98,6 +99,9 @@ def _digests_of(named: Any) -> dict[str, str]:
 
 
 def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
+    if isinstance(section, SFTSection):
+        metrics = enumerate(section.metrics)
+        yield from ((f"metrics.{index}.fn", metric.fn) for index, metric in metrics if metric.fn is not None)
     if isinstance(section, OnlineSection):
         rewards = enumerate(section.rewards)
         yield from ((f"rewards.{index}.fn", reward.fn) for index, reward in rewards if reward.fn is not None)

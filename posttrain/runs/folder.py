@@ -37,7 +37,7 @@ SHOWN_VERSIONS = ("posttrain", "jax", "python")
 """Names of `versions.json` that one line has room for."""
 OF_ROWS = re.compile(r"(dataset|mix\.\d+|sets\.\d+)\.args\.revision$")
 """Keys that say which rows are read, and no more."""
-NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
+NO_EFFECT = ("output", "tensorboard", "trackers", "metrics_server", "profile")
 """Keys that may differ between calls of the same run."""
 
 

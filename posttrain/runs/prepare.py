@@ -126,7 +126,9 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate
     forms = form_notes(prepared.tokenizer, prompt_form(inputs.renderers), section.datasets)
     prepared.add(index, inputs)
     files = [note for dataset in section.all_datasets if (note := files_note(dataset)) is not None]
-    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*files, *forms, *more, *notes]]
+    # Training and held-out rows of one file have the same notes.
+    told = dict.fromkeys([*files, *forms, *more, *notes])
+    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in told]
 
 
 def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:

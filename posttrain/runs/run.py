@@ -31,7 +31,9 @@ from posttrain.stages.context import RoleDevices, StageRun, role_devices, traini
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.table import check_processes, check_row_tokens, row_notes, stage_kind, stage_names
 from posttrain.statistics import PairedDifference, count_rows, paired_difference, prompt_numbers
-from posttrain.tracking.console import console, cut, host_log, printable
+from posttrain.tracking.console import console, cut, printable
+from posttrain.tracking.log_files import RunLog, host_log
+from posttrain.tracking.metrics_server import LastMetrics, MetricsSink, serving
 from posttrain.tracking.sink import CallbackSink, OnSamples, OnStep, Sink
 from posttrain.tracking.steps import means_of_functions, shown_number, with_interval
 from posttrain.tracking.trackers import check_dashboards
@@ -57,19 +59,23 @@ def run(
     mesh = mesh_of(config)
     check_writable(Path(config.output))
     check_dashboards(tensorboard=config.tensorboard, trackers=config.trackers)
-    prepared = prepare(config, offline_ok=False)
-    config = prepared.config
-    output, names = Path(config.output), stage_names(config)
-    chosen = _memory_choices(config, prepared.files, mesh, force=force)
-    with _outside_failures(output), claimed(prepared) as growth, host_log(output), stop_on_signals() as stop:
-        for note in prepared.notes + row_notes(config, row_shards(mesh)):
-            console().print(note, markup=False, soft_wrap=True)
-        watchers = [CallbackSink(on_step, on_samples, stop.end_stage)] if on_step or on_samples else []
-        trained = _train_stages(prepared, mesh, watchers, stop, chosen, growth, strict=strict)
-    results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
-    if not trained:
-        _print_nothing_trained(output, _finished(output / names[-1]))
-    print_summary(output, names, results, config)
+    log = RunLog()
+    with log.copying(), serving(config.metrics_server) as last:
+        prepared = prepare(config, offline_ok=False)
+        config = prepared.config
+        output, names = Path(config.output), stage_names(config)
+        chosen = _memory_choices(config, prepared.files, mesh, force=force)
+        with _outside_failures(output), claimed(prepared) as growth, host_log(output):
+            log.claim(output)
+            with stop_on_signals() as stop:
+                for note in prepared.notes + row_notes(config, row_shards(mesh)):
+                    console().print(note, markup=False, soft_wrap=True)
+                watchers = [CallbackSink(on_step, on_samples, stop.end_stage)] if on_step or on_samples else []
+                trained = _train_stages(prepared, mesh, watchers, stop, chosen, growth, log, last, strict=strict)
+        results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
+        if not trained:
+            _print_nothing_trained(output, _finished(output / names[-1]))
+        print_summary(output, names, results, config)
     return trained
 
 
@@ -80,6 +86,8 @@ def _train_stages(
     stop: StopRequest,
     chosen: Sequence[Chosen],
     growth: Growth,
+    log: RunLog,
+    last: LastMetrics | None,
     *,
     strict: bool,
 ) -> list[str]:
@@ -96,6 +104,7 @@ def _train_stages(
             remember_devices(output, config.mesh.slices)
             remember_versions(output)
             growth.write()
+            log.open()
 
     for name, inputs, form, own in zip(names, prepared.stages, prepared.forms, chosen, strict=True):
         folder = output / name
@@ -120,7 +129,7 @@ def _train_stages(
             stop=stop,
             trackers=config.trackers,
             settings=stage_settings(config, names.index(name)),
-            watchers=watchers,
+            watchers=watchers if last is None else [*watchers, MetricsSink(last, name)],
             strict=strict,
             write_run=write_run,
         )

@@ -24,6 +24,7 @@ from posttrain.config import (
     RLSection,
     RunConfig,
     SavedActivations,
+    SFTSection,
     TrainSection,
 )
 from posttrain.data.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ from posttrain.errors import ConfigError, placed
 from posttrain.evaluation.at_k import Record, paired
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.mesh import mesh_sizes
+from posttrain.metrics import Sample, Timer
 from posttrain.models.activations import shown_remat
 from posttrain.models.adapter import without_dropout
 from posttrain.models.decoder import Decoder
@@ -225,7 +227,7 @@ class StageRun:
                 num_steps=trainer.step_number if ended else num_steps,
                 tensorboard=self.tensorboard,
                 start_step=trainer.step_number if trainer.step_number else -1,
-                sample_tables=isinstance(section, OnlineSection) and section.samples_every is not None,
+                sample_tables=isinstance(section, OnlineSection | SFTSection) and section.samples_every is not None,
                 trackers=self.trackers,
                 settings=self.settings,
                 watchers=self.watchers,
@@ -358,6 +360,16 @@ class Training:
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Log the metrics of the completed step."""
         self._loop.log(metrics)
+
+    def write_samples(self, draw: Callable[[], tuple[Sequence[Sample], Mapping[str, float]]]) -> None:
+        """Draw samples between two steps, by the weights that evaluations have, and write them with their metrics."""
+        self._loop.flush()
+        timer = Timer()
+        with timer("samples"), self._trainer.averaged():
+            samples, metrics = draw()
+        step = self._trainer.step_number
+        self.sinks.samples(step, samples)
+        self.sinks.write(step, {**metrics, **timer.metrics()})
 
     def _consider(self, found: Record) -> None:
         if self._best is not None:

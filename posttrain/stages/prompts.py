@@ -27,7 +27,7 @@ from posttrain.data.messages import Message, Tools, parts_of, pictures_in
 from posttrain.data.pictures import Picture, Pictures
 from posttrain.data.pipeline import prompts_identity
 from posttrain.data.prompt_images import PromptImages
-from posttrain.data.sources import Rows, each_row, with_all_columns
+from posttrain.data.sources import Rows, each_row, needed_rows, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.data.turns import sampled_stop_notes
 from posttrain.distill.teachers import TeacherSource, tokenizers_identity
@@ -152,7 +152,7 @@ def prepare_scored(
         raise ConfigError(f"max_prompt_tokens={limit} + sampling.max_tokens={answer} must fit {_room(section, room)}")
     tools, schemas = _tools_and_schemas(section)
     rows, renderer = _rows_with_tools(section, section.dataset, tokenizer)
-    _check_columns(rubric, (*rows.columns, *_seen([], renderer)))
+    check_columns(rubric, (*rows.columns, *_seen([], renderer)))
     converses = isinstance(section, RLSection) and section.converses
     read = [section.teacher_column] if isinstance(section, RLSection) and section.teacher_column else []
 
@@ -167,7 +167,7 @@ def prepare_scored(
     eval_sets: list[EvalSet] = []
     for dataset in section.all_datasets[1:]:
         eval_rows, eval_renderer = _rows_with_tools(section, dataset, tokenizer)
-        _check_columns(rubric, (*eval_rows.columns, *_seen([], eval_renderer)))
+        check_columns(rubric, (*eval_rows.columns, *_seen([], eval_renderer)))
         held_out, more = prompts_of(dataset, eval_rows, eval_renderer)
         name = dataset.name if isinstance(dataset, HeldOutSection) else None
         held_out_rows: dict[str, Any] = {"dataset": dataset, "rows": eval_rows, "renderer": eval_renderer}
@@ -322,7 +322,7 @@ def examples_of(
     def example(index: int) -> Example:
         with rows.named(index) as row:
             if tuple(row) not in complete:
-                _check_columns(rubric, (*row, *given))
+                check_columns(rubric, (*row, *given))
                 complete.add(tuple(row))
             messages, _, of_row = prompt_conversation(row, section, renderer, read=taken)
             if of_row and converses and not tools:
@@ -354,7 +354,7 @@ def examples_of(
 
     fitting: list[Example] = []
     long: list[tuple[int, int]] = []
-    prompts = list(each_row(rows, range(len(rows)), "prompts", example))
+    prompts = list(each_row(rows, needed_rows(len(rows)), "prompts", example))
     filled = with_all_columns([prompt.row for prompt in prompts])
     for prompt in (replace(prompt, row=row) for prompt, row in zip(prompts, filled, strict=True)):
         length = len(prompt.prompt_tokens)
@@ -457,7 +457,8 @@ def _refuse_completions(section: OnlineSection) -> None:
             )
 
 
-def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
+def check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
+    """ConfigError for functions that read columns which the rows do not have."""
     lines = [line for reward in rubric.rewards for line in missing_arguments(reward, columns)]
     if lines:
         raise ConfigError("\n".join(lines))

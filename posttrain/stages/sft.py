@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,6 +46,9 @@ from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_a
 from posttrain.train.loop import prefetched
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from posttrain.stages.held_out_samples import HeldOutPrompts, HeldOutSamples
 
 STOP_ROWS = 8
 """Rows of a dataset, spread evenly, whose turns must end with a stop token."""
@@ -105,10 +110,12 @@ def prepare_sequences(
     *,
     targets: RowTargets | None = None,
     has_completions: bool = True,
+    scored: Collection[str] | None = (),
 ) -> tuple[SequenceInputs, list[str]]:
     """Load rows. Also returns notes about dropped rows.
 
     `targets`: teacher targets of the rows. `has_completions`: whether rows are trained on, instead of being prompts.
+    `scored`: columns of the held-out rows that functions read; None: all.
     """
     most_patches(section, prepared.tokenizer)
     notes: list[str] = []
@@ -117,7 +124,8 @@ def prepare_sequences(
     for dataset in section.all_datasets:
         sources.append(rows_and_renderer(dataset, prepared.tokenizer))
         if has_completions:
-            lost, more = _check_sequences(section, dataset, *sources[-1], targets)
+            read = scored if dataset is section.eval_dataset else ()
+            lost, more = _check_sequences(section, dataset, *sources[-1], targets, read)
             dropped.append(lost)
             notes += more
     num_trained = len(section.datasets)
@@ -145,7 +153,12 @@ def describe_sequences(section: SequenceSection, inputs: SequenceInputs | None, 
 
 
 def _check_sequences(
-    section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, targets: RowTargets | None
+    section: SequenceSection,
+    dataset: DatasetSection,
+    rows: Rows,
+    renderer: Renderer,
+    targets: RowTargets | None,
+    read: Collection[str] | None,
 ) -> tuple[RowCuts, list[str]]:
     """Tokenise the rows of `checked_rows` as in training, to find mistakes early.
 
@@ -193,7 +206,8 @@ def _check_sequences(
     notes += lost.truncation_note(f"{'sequences' if split else 'rows'}{checked}", rows.name, section.row_tokens)
     teacher = [section.teacher_column] if isinstance(section, DistillSection) and section.teacher_column else []
     seen = renderer.tokenizer.has_images
-    unread = unread_columns(rows.all_columns, dataset, "sequence", images=seen, others=teacher)
+    known = rows.all_columns if read is None else (*teacher, *read)
+    unread = unread_columns(rows.all_columns, dataset, "sequence", images=seen, others=known)
     notes += _stop_notes(dataset, rows, renderer) + rows.notes + unread_note(rows.name, unread)
     return lost, notes
 
@@ -227,8 +241,10 @@ def train_batches(
     batches: MeasuredStream,
     evaluate_all: Callable[[], Record],
     seen: Callable[[Metrics], Mapping[str, float]] | None = None,
+    samples: HeldOutSamples | None = None,
 ) -> None:
-    """Run all steps and evaluations of a stage, then save its model. `seen`: additional metrics of a step."""
+    """Run all steps and evaluations of a stage, then save its model. `seen`: additional metrics of a step; `samples`:
+    those of held-out prompts between steps."""
     section = inputs.section
     # With overlong=error, a row that does not fit is an error before the first step.
     dropping = section.on_bad_image == "drop"
@@ -237,11 +253,15 @@ def train_batches(
     if section.eval_dataset is not None:
         held_out = HeldOut(evaluate=evaluate_all, metrics=sequence_metrics, difference=sequence_differences)
     with stage.training(trainer, batches, section, held_out) as training:
-        for _ in training:
+        for step in training:
+            if samples is not None:
+                samples.before(training)
             metrics = trainer.step(next(batches))
             sampled = {} if seen is None else seen(metrics)
             bad = bad_image_metrics(batches.state()) if dropping else {}
             training.log({**with_perplexities(metrics), **dropped, **bad, **batches.metrics(), **sampled})
+            if samples is not None:
+                samples.after(training, step)
 
 
 SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
@@ -252,17 +272,36 @@ class SFTInputs(SequenceInputs):
     """Inputs of SFT stages."""
 
     section: SFTSection
+    prompts: HeldOutPrompts | None = None
+    """Held-out prompts that are sampled between steps; None: none are."""
 
 
 def prepare(section: SFTSection, prepared: Prepared) -> tuple[SFTInputs, list[str]]:
     """Load rows and loss. Also returns notes about dropped rows."""
-    inputs, notes = prepare_sequences(section, prepared, sft_loss(section))
-    return SFTInputs(**vars(inputs)), notes
+    loss = sft_loss(section)
+    if section.samples_every is None:
+        inputs, notes = prepare_sequences(section, prepared, loss)
+        return SFTInputs(**vars(inputs)), notes
+    # Stages without samples load nothing of RL.
+    from posttrain.stages.held_out_samples import columns_read, prepare_samples
+
+    inputs, notes = prepare_sequences(section, prepared, loss, scored=columns_read(section))
+    prompts, more = prepare_samples(section, prepared)
+    return SFTInputs(prompts=prompts, **vars(inputs)), notes + more
+
+
+def one_process(section: SFTSection) -> str | None:
+    """Reason why a stage runs in a single process; None: in any number of them."""
+    return None if section.samples_every is None else "samples_every works in one process only"
 
 
 def check_offline(section: SFTSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
     sft_loss(section)
+    if section.samples_every is not None:
+        from posttrain.stages.held_out_samples import check_rewards
+
+        check_rewards(section)
 
 
 def describe(section: SFTSection, inputs: SFTInputs | None, shards: int) -> str:
@@ -275,8 +314,16 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
     section = inputs.section
     settings = train_settings(section, stage.tokenizer.num_ids, dropout_seed=stage.seed)
     trainer = stage.make_trainer(section, stage.load_model(), inputs.loss, settings)
-    with prefetched(sequences_of(stage, inputs, None), trainer, section.steps) as batches:
-        train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, None))
+    with ExitStack() as stack:
+        samples = None
+        if inputs.prompts is not None:
+            from posttrain.stages.held_out_samples import HeldOutSamples
+
+            samples = stack.enter_context(HeldOutSamples.running(stage, section, inputs.prompts, trainer))
+        batches = stack.enter_context(prefetched(sequences_of(stage, inputs, None), trainer, section.steps))
+        train_batches(
+            stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, None), samples=samples
+        )
 
 
 def train_settings(section: SFTSection, num_ids: int, *, dropout_seed: int) -> TrainSettings:

@@ -44,7 +44,7 @@ def stage_kind(kind: str) -> StageKind:
         case "sft":
             from posttrain.stages import sft
 
-            return _functions_of(sft)
+            return _functions_of(sft, one_process=sft.one_process)
         case "distill":
             from posttrain.stages import distill
 

@@ -6,15 +6,12 @@ import functools
 import importlib.util
 import logging
 import os
-import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleRenderable
@@ -100,84 +97,6 @@ def shown_log() -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
-
-
-@contextmanager
-def host_log(output: Path) -> Iterator[None]:
-    """Keep a log of this process in `hosts/NUMBER.log` if the run has several: its start and devices, what the package
-    logs, the lines of `sys.stderr`, and how it ends."""
-    from posttrain.runtime import processes
-
-    if processes.count() == 1:
-        yield
-        return
-    import jax
-
-    from posttrain import __version__
-
-    folder = output / "hosts"
-    folder.mkdir(exist_ok=True)
-    with (
-        (folder / f"{processes.index()}.log").open("a", encoding="utf-8", errors="backslashreplace") as file,
-        ExitStack() as stack,
-    ):
-        log = _Log(file)
-        devices = ", ".join(f"{device.device_kind} {device.id}" for device in jax.local_devices())
-        log.line(
-            f"begun: process {processes.index()} of {processes.count()}, {socket.gethostname()}, pid {os.getpid()}, "
-            f"posttrain {__version__}, JAX {jax.__version__}, devices {devices}"
-        )
-        logger = logging.getLogger("posttrain")
-        if logger.handlers:  # else its warnings go to sys.stderr, which they would not with a handler
-            logger.addHandler(log)
-            stack.callback(logger.removeHandler, log)
-        stderr, sys.stderr = sys.stderr, _Copied(sys.stderr, log)
-        stack.callback(setattr, sys, "stderr", stderr)
-        try:
-            yield
-        except BaseException as error:
-            # A signal is no fault, and has no traceback: after it all processes stop at the same step.
-            is_signal = isinstance(error, KeyboardInterrupt | processes.SameEverywhere)
-            log.line(str(error) if is_signal else "".join(traceback.format_exception(error)))
-            log.line(f"ended by {type(error).__name__}")
-            raise
-        log.line("ended")
-
-
-class _Log(logging.Handler):
-    """Lines of the log, each with its time, from any thread."""
-
-    def __init__(self, file: TextIO) -> None:
-        super().__init__()
-        self._file = file
-
-    def line(self, text: str) -> None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        self.acquire()
-        try:
-            self._file.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
-            self._file.flush()
-        finally:
-            self.release()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.line(f"{record.levelname} {record.name}: {record.getMessage()}")
-
-
-class _Copied:
-    """Stream whose whole lines go to the log too; in all else the stream itself."""
-
-    def __init__(self, stream: Any, log: _Log) -> None:
-        self._stream, self._log, self._rest = stream, log, ""
-
-    def write(self, text: str) -> int:
-        *whole, self._rest = (self._rest + text).split("\n")
-        for line in filter(str.strip, whole):
-            self._log.line(line)
-        return int(self._stream.write(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 ERASE = "\r\x1b[2K"

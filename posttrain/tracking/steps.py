@@ -14,6 +14,7 @@ import numpy as np
 
 from posttrain.metrics import Sample
 from posttrain.tracking.console import LiveLine, clean, console, printable
+from posttrain.tracking.log_files import keep_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +49,17 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
         found += [f"loss {metrics['eval/loss']:.4f}"] if "eval/loss" in metrics else []
         return f"held-out {', '.join(found)}"
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def _of_samples(metrics: Mapping[str, float]) -> str:
+    """Format what is known of samples of held-out prompts."""
+    words = []
+    for name in (name for name in metrics if f"{name}_low" in metrics and name.startswith("samples/")):
+        mean, low, high = (metrics[f"{name}{end}"] for end in ("", "_low", "_high"))
+        interval = f" ({low:.3f} to {high:.3f})" if math.isfinite(low + high) else ""
+        words.append(f"{name.split('/')[1]} {mean:.3f}{interval}")
+    length, clipped = (metrics[f"samples/completions/{name}"] for name in ("mean_length", "clipped_ratio"))
+    return f"held-out samples: {', '.join((*words, f'length {number(length)}', f'cut off {share(clipped)}'))}"
 
 
 def with_interval(metrics: Mapping[str, float], name: str, digits: str = ".3f") -> str:
@@ -98,16 +110,23 @@ class ConsoleSink:
             self._waiting = self._line(step, metrics)
             warnings = list(_warnings(metrics))
             self._waiting = "  ".join((self._waiting, *warnings))
-            due = self._live is None and time.monotonic() - self._printed_at >= self._interval_s
-            if due or step >= self._num_steps or warnings:
+            due = time.monotonic() - self._printed_at >= self._interval_s
+            if (due and self._live is None) or step >= self._num_steps or warnings:
                 self._flush()
             elif self._live is not None:
                 self._head()
+                if due:
+                    keep_line(self._waiting)
+                    self._printed_at = time.monotonic()
                 self._live.show(printable(self._waiting, self._console.encoding))
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluated:
             self._flush()
             self._print(f"{self._number(step)}  {_evaluation(evaluated)}")
+
+        if any(name.startswith("samples/") for name in metrics):
+            self._flush()
+            self._print(f"{self._number(step)}  {_of_samples(metrics)}")
 
     def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
         """Ignored: tables are written to files only."""

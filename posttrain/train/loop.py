@@ -282,6 +282,10 @@ class TrainingLoop:
                 rate = self._schedule(step - 1)
         self._lines.add(step, metrics, rate)
 
+    def flush(self) -> None:
+        """Wait for the step that was dispatched, and write its line."""
+        self._lines.flush()
+
     def _after(self, before: int, done: int) -> None:
         """Evaluate, save and stop, where a step after `before`, up to `done`, is one for it."""
         last = done == self._num_steps

@@ -21,11 +21,12 @@ from posttrain.serve.app import check_installed, listen, server_of
 from posttrain.serve.body import Refused
 from posttrain.serve.middleware import AllowedHosts, RequestGuard
 from posttrain.view import queries
-from posttrain.view.folder import CurveReader, RunFolder, Stage, find_runs, runs_in
+from posttrain.view.folder import CONFIG, CurveReader, RunFolder, Stage, find_runs, runs_in
 from posttrain.view.microscope import Microscope
 from posttrain.view.queries import cache_of, connection, make_index
 from posttrain.view.records import Sequence as TokenSequence
 from posttrain.view.records import read_pictures, read_sample
+from posttrain.view.settings import settings, warnings
 
 STATIC = Path(__file__).resolve().parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -121,6 +122,7 @@ class Api:
             "microscope": self.microscope,
             "prompts": self.prompts,
             "compare": self.compare,
+            "settings": self.settings,
         }
         self.changes = {"microscope": self.replay}
 
@@ -223,6 +225,11 @@ class Api:
                     summary["means"][name] = logged
             found.append(summary)
         return found
+
+    def settings(self, given: Mapping[str, str]) -> Any:
+        """Settings of a run beside their defaults, and its warnings."""
+        folder = self._run(given).folder.path
+        return {"settings": settings(folder / CONFIG), "warnings": warnings(folder)}
 
     def _run(self, given: Mapping[str, str]) -> Viewed:
         number, runs = given.get("run", ""), self._roster.runs

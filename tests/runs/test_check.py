@@ -16,6 +16,7 @@ from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.losses.sft import SFTLoss
 from posttrain.models.drafter import DrafterConfig
+from posttrain.runs import check as check_module
 from posttrain.runs.check import TrainingSize, model_outline, training_size
 from posttrain.runs.finished import tokenizer_of
 from posttrain.runs.prepare import keep_clock, prepare
@@ -236,3 +237,46 @@ def test_sequences_of_turns_are_told(tmp_path: Path) -> None:
         (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
         out = posttrain("check", file).out
         assert said in out and out.count("1 of 2 sequences of talk.jsonl are dropped") == dropped
+
+
+def test_a_quick_check_reads_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every kind of stage, spread evenly, and says which it has left out; a run reads them all."""
+    counted = "def counted(count):\n    return [{'prompt': str(i), 'completion': str(i)} for i in range(count)]\n"
+    made = {"path": "made.py:counted", "args": {"count": 3000}, "chat": False}
+    file = write_run(tmp_path, sft_stage(eval_dataset=made), rl_stage(), sft_stage(num_steps=None, dataset=made))
+    (tmp_path / "made.py").write_text(counted)
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1)} for n in range(1200)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = posttrain("check", file, "--quick").out.splitlines()
+    assert [line for line in out if line.startswith("quick: ")] == [
+        "quick: rows.jsonl: 240 of 1,200 rows were read",
+        "quick: rows.jsonl: 240 of 1,200 prompts were read",
+        "quick: made.py:counted: 250 of 3,000 rows were read",
+        "quick: made.py:counted: called with count=256 in place of 3,000",
+    ]
+    assert any("estimated from 250 of 3,000 sequences" in line for line in out) and out[-1] == "ok"
+    assert "quick:" not in posttrain("check", file).out
+    # A row that is read is still refused by its number, and one row of each dataset is read whatever the time.
+    monkeypatch.setattr(check_module, "QUICK_S", -1.0)
+    out = posttrain("check", file, "--quick").out
+    assert "quick: rows.jsonl: 1 of 1,200 prompts were read" in out and "quick: reading was ended after 0 s" in out
+    (tmp_path / "rows.jsonl").write_text('{"prompt": 3, "completion": "4"}\n')
+    assert "row 0" in posttrain("check", file, "--quick").error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--quick", "--probe"], "--quick reads few rows of CONFIG"),
+        (["--quick", "--devices", "v5e-8"], "--quick compiles nothing; give --devices a number, or v5e-8 without"),
+    ],
+)
+def test_quick_with_others(tmp_path: Path, arguments: list[str], words: str) -> None:
+    assert words in posttrain("check", write_run(tmp_path, sft_stage()), *arguments).error
+
+
+def test_a_note_is_said_once(tmp_path: Path) -> None:
+    """Red if rows of one file that are trained on and held out are told of twice."""
+    held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
+    out = posttrain("check", write_run(tmp_path, sft_stage(eval_dataset=held_out))).out.splitlines()
+    assert out.count("0-sft: rows.jsonl: columns that are not read: answer") == 1

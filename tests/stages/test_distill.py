@@ -24,7 +24,7 @@ from posttrain.runs.folder import versions_of
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
-from tests.stages.runs import INIT, ROWS, check_data_wait, inside, lines, write_run
+from tests.stages.runs import INIT, ROWS, check_data_wait, few_devices, inside, lines, write_run
 from tests.stages.runs import posttrain as command
 
 STORIES = "models/stories260k"
@@ -229,6 +229,59 @@ def test_from_python(folder: Path) -> None:
         assert section.kind == "distill" and section.teachers[0].path == "teacher" and section.beta == 0.5
         with pytest.raises(ValueError, match="set teacher, or teachers for several"):
             posttrain.Distill({"init": INIT}, "teacher", "rows.jsonl", teachers=[{"path": "x"}])
+
+
+def test_a_cache_from_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in memory too; a run reads it and loads no teacher."""
+    rows = [{"prompt": f"{number}+2=", "completion": str(number + 2)} for number in range(6)]
+
+    def run(**more: Any) -> posttrain.Distill:
+        return posttrain.Distill(
+            {"init": INIT, "tokenizer": "bytes"},
+            "teacher",
+            rows,
+            chat=False,
+            output="python-cached",
+            row_tokens=16,
+            batch_rows=4,
+            num_steps=2,
+            tensorboard=False,
+            mesh={"fsdp": 1},
+            **more,
+        )
+
+    with inside(folder), few_devices(1):
+        with pytest.raises(ValueError, match=r"^pt\.Distill: write_cache needs .*; give cache=FOLDER$"):
+            run().write_cache()
+        cached = run(cache="cache-python")
+        with pytest.raises(ValueError, match=r"is empty; .* or write_cache\(\) in Python"):
+            cached.fit()
+        assert cached.write_cache() == Path("cache-python")
+        scored = {file: file.stat().st_mtime_ns for file in Path("cache-python").rglob("*.npy")}
+        assert scored and run(cache="cache-python").write_cache() == Path("cache-python")
+        assert {file: file.stat().st_mtime_ns for file in Path("cache-python").rglob("*.npy")} == scored
+        monkeypatch.setattr("posttrain.stages.distill.load_teacher", None)
+        result = cached.fit()
+        assert result.finished and result.metrics[-1]["distill/kl"] > 0
+
+
+def test_a_stopped_cache_from_python_ends_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(config: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("posttrain.runs.write_teacher_cache.write_caches", stop)
+    run = posttrain.Distill("student", "teacher", "rows.jsonl", output=tmp_path, row_tokens=16, cache=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run.write_cache()
+    assert stopped.value.code == 130  # type: ignore[attr-defined]
+    assert capsys.readouterr().err == "interrupted; run the same script again to resume\n"
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    with pytest.raises(ValueError, match="write_cache runs in one process"):
+        run.write_cache()
 
 
 @pytest.mark.thorough

@@ -14,8 +14,8 @@ import pytest
 
 from posttrain.metrics import Sample
 from posttrain.runtime import processes
-from posttrain.tracking.console import host_log
 from posttrain.tracking.history import JsonlSink
+from posttrain.tracking.log_files import host_log
 from posttrain.tracking.sinks import Sinks, TensorBoardSink, open_sinks
 from posttrain.train.loop import Interrupted
 

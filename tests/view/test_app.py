@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 import transformers
 
+from posttrain.config.yaml_file import dump_config, load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rl.store import file_of
@@ -266,3 +267,64 @@ def test_an_index_of_another_version_is_made_anew(tmp_path: Path, monkeypatch: p
     index_all([Indexer(folder, viewed("run", folder).index)])
     with served([run]) as address:
         assert ask(address, "rollouts")["total"] == PROMPTS * GROUP + 2
+
+
+def test_settings_beside_their_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run writes them: what was given differs, nothing else; secrets are not shown."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = make_run(tmp_path / "a", STEPS)
+    file = run.path / "config.yaml"
+    config = load_config(
+        tmp_path / "a" / "run.yaml", ["stages.0.optimizer.learning_rate=1e-6", "stages.0.rollout.slots=7"]
+    )
+    file.write_text(dump_config(config))
+    with served([viewed("a", run)]) as address:
+        found = {row["name"]: row for row in ask(address, "settings")["settings"]}
+        differing = {name: (row["value"], row["default"]) for name, row in found.items() if row["differs"]}
+        assert differing == {
+            "tensorboard": ("false", "true"),
+            "model.tokenizer": ("bytes", "null"),
+            "stages.0.rewards.0.fn": ("rewards_of_test.py:low", "null"),
+            "stages.0.num_steps": ("4", "100"),
+            "stages.0.prompts_per_step": ("2", "8"),
+            "stages.0.group_size": ("4", "8"),
+            "stages.0.micro_batch_rows": ("4", "null"),
+            "stages.0.row_tokens": ("16", "1024"),
+            "stages.0.dataset.chat": ("false", "null"),
+            "stages.0.sampling.max_tokens": ("6", "512"),
+            "stages.0.eval_sampling.max_tokens": ("6", "512"),
+            "stages.0.rollout.slots": ("7", "null"),
+        } | {name: pair for name, pair in differing.items() if name.startswith("stages.0.eval_sampling.")}
+        assert found["stages.0.optimizer.learning_rate"]["value"] in ("1e-06", "1.0e-06", "1.0e-6")
+        assert found["stages.0.dataset.path"]["default"] is None, "it had to be given"
+        # A file that was written by hand, or by a version without the refusal of secrets.
+        text = file.read_text() + "judge: {api_key: sesame, api_key_env: JUDGE, url: 'https://me:sesame@host/x'}\n"
+        file.write_text(text)
+        answer = ask(address, "settings")
+        assert "sesame" not in json.dumps(answer)
+        shown = {row["name"]: row for row in answer["settings"]}
+        assert shown["judge.api_key_env"]["value"] == "JUDGE" and shown["judge.api_key"]["value"].startswith(
+            "(not shown"
+        )
+        assert not any(row["differs"] for row in answer["settings"]), "of another version"
+        file.unlink()
+        assert ask(address, "settings")["settings"] == []
+
+
+def test_warnings_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its file, as far as it is written, else those of its log."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = make_run(tmp_path / "a", STEPS)
+    with served([viewed("a", run)]) as address:
+        assert ask(address, "settings")["warnings"] == []
+        log = ["begun", "WARNING, step 3: no signal", " 1/3  0.2 the word WARNING of a model" + " " * 80, "step 4: x"]
+        log[2] = " " * 90 + log[2]
+        (run.path / "log.txt").write_text("".join(f"2026-01-02 03:04:05 {line}\n" for line in log))
+        assert ask(address, "settings")["warnings"] == [
+            {"time": "2026-01-02 03:04:05", "text": "WARNING, step 3: no signal"}
+        ]
+        told = {"stage": STAGE, "step": 3, "name": "no_signal", "text": UNSAFE, "more": 1}
+        (run.path / "warnings.jsonl").write_text(json.dumps(told) + '\n{"stage": "0')
+        assert ask(address, "settings")["warnings"] == [
+            {"stage": STAGE, "step": 3, "name": "no_signal", "text": UNSAFE}
+        ]

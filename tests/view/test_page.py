@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ DRAWN = {
     "rollouts": f"document.querySelectorAll('tbody tr').length === {PROMPTS * GROUP * len(STEPS) + 2}",
     "prompts": f"document.querySelectorAll('.cells').length === {PROMPTS}",
     "compare": "document.querySelectorAll('.sample').length > 0",
+    "settings": "document.querySelectorAll('tbody tr').length > 5",
     "rollout?run=0&id=1": "document.querySelectorAll('.tokens span').length > 0",
 }
 """Views by their address, and what stands in each."""
@@ -78,6 +80,23 @@ def test_search_sort_and_a_rollout(page: Chromium, address: str) -> None:
     page.wait(f"{READY} && location.hash.startsWith('#rollout?')")
     page.wait("document.querySelector('h2').textContent.includes('step 3')")
     page.wait("document.querySelector('#microscope button.main').textContent === 'Replay the step'")
+
+
+def test_settings_and_warnings(page: Chromium, runs: list[Viewed], address: str) -> None:
+    """Those that differ from the defaults, then all; a warning's text is a text."""
+    told = {"stage": STAGE, "step": 3, "name": "no_signal", "text": UNSAFE}
+    file = runs[0].folder.path / "warnings.jsonl"
+    file.write_text(json.dumps(told) + "\n")
+    page.open(f"{address}#settings")
+    page.wait(f"{READY} && document.querySelector('ul.warnings li') !== null")
+    assert UNSAFE in page.value("document.querySelector('ul.warnings').textContent")
+    names = "[...document.querySelectorAll('tbody tr td:first-child')].map((cell) => cell.textContent)"
+    few = page.value(names)
+    page.open(f"{address}#settings?all=yes")
+    page.wait(f"{READY} && document.querySelectorAll('tbody tr').length >= {len(few)}")
+    assert page.value("document.querySelector('#tabs a[aria-current]').textContent") == "Settings"
+    assert "output" in page.value(names) and page.errors == []
+    file.unlink()
 
 
 def test_pictures_of_the_documentation(page: Chromium, runs: list[Viewed], address: str, tmp_path: Path) -> None:

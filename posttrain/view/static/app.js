@@ -7,9 +7,10 @@ import { el } from "./dom.js";
 import { prompts } from "./prompts.js";
 import { rollout } from "./rollout.js";
 import { rollouts } from "./rollouts.js";
+import { settings } from "./settings.js";
 
-const VIEWS = { curves, rollouts, prompts, compare, rollout };
-const TABS = { curves: "Curves", rollouts: "Rollouts", prompts: "Prompts", compare: "Side by side" };
+const VIEWS = { curves, rollouts, prompts, compare, settings, rollout };
+const TABS = { curves: "Curves", rollouts: "Rollouts", prompts: "Prompts", compare: "Side by side", settings: "Settings" };
 const POLL_MS = 3000;
 const state = { runs: [], shown: 0, refresh: null, drawn: "" };
 
