@@ -16,7 +16,8 @@ from jaxtyping import Float
 from posttrain.config import OnlineSection
 from posttrain.data.messages import shown_text
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.reward.function import Reward, accepted
+from posttrain.reward.function import Reward
+from posttrain.reward.keywords import accepted
 from posttrain.reward.lab.cases import ANSWER_COLUMNS
 from posttrain.reward.types import Rewards
 from posttrain.rollout.trajectory import Example, Group

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from posttrain.errors import ConfigError
+from posttrain.rollout.records import Sequence as TokenSequence
+from posttrain.rollout.records import read_pictures, read_sample
 from posttrain.serve.app import check_installed, listen, server_of
 from posttrain.serve.body import Refused
 from posttrain.serve.middleware import AllowedHosts, RequestGuard
@@ -24,8 +26,6 @@ from posttrain.view import queries
 from posttrain.view.folder import CurveReader, RunFolder, Stage, find_runs, runs_in
 from posttrain.view.microscope import Microscope
 from posttrain.view.queries import cache_of, connection, make_index
-from posttrain.view.records import Sequence as TokenSequence
-from posttrain.view.records import read_pictures, read_sample
 
 STATIC = Path(__file__).resolve().parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

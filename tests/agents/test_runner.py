@@ -25,7 +25,8 @@ from posttrain.config import ImageSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pictures import Picture, Pictures, data_url
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.reward.function import completion_argument, env_rewards, prompt_argument
+from posttrain.reward.function import env_rewards
+from posttrain.reward.keywords import completion_argument, prompt_argument
 from posttrain.reward.types import Rewards
 from posttrain.rl.metrics import SignalWarnings, sample_metrics
 from posttrain.rl.returns import turn_advantages

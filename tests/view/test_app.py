@@ -17,7 +17,7 @@ import transformers
 
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.rl.store import file_of
+from posttrain.rollout.records import file_of
 from posttrain.runtime.files import LOCK_NAME, locked
 from posttrain.serve.app import listen
 from posttrain.view.folder import RunFolder, find_runs
