@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from posttrain.config import OnlineSection, RewardSection, TrainSection
+from posttrain.config import Locator, OnlineSection, RewardSection, TrainSection
 from posttrain.config.locator import callable_of
+from posttrain.config.yaml_file import load_recorded
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows, load_rows
 from posttrain.errors import ConfigError
@@ -22,8 +29,11 @@ from posttrain.runtime.event_loop import run_async
 
 NUM_ROWS = 64
 """Rows whose answers are scored: the interval of a share is then at most 0.24 wide."""
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 """Time for all calls of reward functions; beyond it the answers count as not scored."""
+TOO_LONG = f"the reward functions took more than {TIMEOUT_S:g} s"
+CONFIG = "config.yaml"
+"""Settings in the folder of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +67,63 @@ def no_answers(rows: Sequence[int] = ()) -> Answers:
     return Answers(missing="the stage has no rewards")
 
 
-def score_answers(section: TrainSection, rows: Sequence[int] = ()) -> Answers:
+def score_answers(run: Path, stage: str, section: TrainSection, rows: Sequence[int] = ()) -> Answers:
     """Score the answers of these rows of the training data, or of its first ones; never raises: `missing` says why
-    there are none. Reward models are not asked."""
+    there are none. Reward models are not asked.
+
+    User code may hang or end its process: functions with a name in a file are called in a child, which reads the
+    settings from the run's folder, others in a thread.
+    """
     if not isinstance(section, OnlineSection):
         return no_answers()
+    if all(
+        isinstance(reward.fn, Locator) and not reward.fn.startswith(("<", "__main__")) for reward in section.rewards
+    ):
+        return _in_child(run, stage, rows)
     found: list[Answers] = []
-    # User code may hang or end the thread; the diagnosis goes on without it.
     thread = threading.Thread(target=lambda: found.append(_score(section, rows)), daemon=True)
     thread.start()
     thread.join(TIMEOUT_S)
-    return found[0] if found else Answers(missing=f"the reward functions took more than {TIMEOUT_S:g} s")
+    return found[0] if found else Answers(missing=TOO_LONG)
+
+
+PROGRAM = "import sys; from posttrain.diagnosis.answers import main; main(*sys.argv[1:])"
+
+
+def _in_child(run: Path, stage: str, rows: Sequence[int]) -> Answers:
+    # Its standard output is that of the user's code too: the answers are in a file.
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "answers.json"
+        command = [sys.executable, "-c", PROGRAM, str(run), stage, json.dumps(list(rows)), str(file)]
+        paths = os.pathsep.join(path for path in sys.path if path)
+        try:
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=TIMEOUT_S,
+                check=False,
+                env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+            )
+        except subprocess.TimeoutExpired:
+            return Answers(missing=TOO_LONG)
+        if not file.is_file():
+            return Answers(missing="the process of the reward functions has ended")
+        read = json.loads(file.read_text(encoding="utf-8"))
+    read |= {name: np.asarray(read[name], np.float64) for name in ("rewards", "wrong")}
+    return Answers(**read)
+
+
+def main(run: str, stage: str, rows: str, file: str) -> None:
+    """Score the answers of a run's stage, in the child process, and write them to a file."""
+    section = load_recorded(Path(run) / CONFIG).stages[int(stage.partition("-")[0])]
+    assert isinstance(section, OnlineSection)
+    found = asdict(_score(section, json.loads(rows)))
+    found |= {name: found[name].tolist() for name in ("rewards", "wrong")}
+    whole = Path(f"{file}.part")
+    whole.write_text(json.dumps(found), encoding="utf-8")
+    whole.rename(file)
 
 
 def _score(section: OnlineSection, wanted: Sequence[int]) -> Answers:

@@ -41,7 +41,10 @@ worse than none."""
 
 
 def find_causes(evidence: Evidence, checks: Sequence[Check]) -> list[Cause]:
-    """Causes in the order of the checks, without those that another one explains."""
-    found = [cause for check in checks if (cause := check(evidence)) is not None]
-    explained = {name for cause in found for name in cause.explains}
-    return [cause for cause in found if cause.name not in explained]
+    """Causes in the order of the checks, each name once, without those that another one explains."""
+    found: dict[str, Cause] = {}
+    for check in checks:
+        if (cause := check(evidence)) is not None:
+            found.setdefault(cause.name, cause)
+    explained = {name for cause in found.values() for name in cause.explains}
+    return [cause for cause in found.values() if cause.name not in explained]

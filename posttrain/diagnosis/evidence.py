@@ -13,17 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import ModelSection, RunConfig, TrainSection
+from posttrain.config import ModelSection, TrainSection
 from posttrain.config.yaml_file import load_recorded
 from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.diagnosis.answers import Answers, no_answers, score_answers
+from posttrain.diagnosis.answers import CONFIG, Answers, no_answers, score_answers
 from posttrain.errors import ConfigError
 from posttrain.rollout.records import file_of, read_rollouts, read_tokens, recorded_steps
 from posttrain.rollout.trajectory import is_cut
 from posttrain.tracking.records import read_lines, read_metrics, read_samples
 
-CONFIG = "config.yaml"
 WARNINGS = "warnings.jsonl"
 MAX_RECORDS = 16
 """Records that are read: the first, the last and some between, so that large runs take seconds too."""
@@ -231,12 +230,21 @@ def read_evidence(run: Path) -> list[Evidence]:
     config = load_recorded(run / CONFIG)
     lines, samples, warnings = read_metrics(run), read_samples(run), read_warnings(run)
     found = []
-    for number in range(len(config.stages)):
-        folders = [folder for folder in run.glob(f"{number}-*") if folder.is_dir()]
-        if folders:
-            name = folders[0].name
-            own = [[line for line in rows if line.get("stage") == name] for rows in (lines, samples, warnings)]
-            found.append(evidence_of(run, config, name, *own))
+    for number, section in enumerate(config.stages):
+        for folder in run.glob(f"{number}-*"):
+            rows = [[line for line in each if line.get("stage") == folder.name] for each in (lines, samples, warnings)]
+            found.append(
+                stage_evidence(
+                    run,
+                    folder.name,
+                    section,
+                    kind=section.kind,
+                    model=config.model,
+                    lines=rows[0],
+                    samples=rows[1],
+                    warnings=rows[2],
+                )
+            )
     return found
 
 
@@ -245,31 +253,34 @@ def read_warnings(run: Path) -> list[dict[str, Any]]:
     return list(read_lines(run / WARNINGS))
 
 
-def evidence_of(
+def stage_evidence(
     run: Path,
-    config: RunConfig,
     name: str,
+    section: TrainSection,
+    *,
+    kind: str,
+    model: ModelSection,
     lines: Sequence[Mapping[str, Any]],
     samples: Sequence[Mapping[str, Any]] = (),
     warnings: Sequence[Mapping[str, Any]] = (),
 ) -> Evidence:
     """Evidence of a stage from its lines of metrics; the rest is read from the folder on use."""
-    folder, section = run / name, config.stages[int(name.partition("-")[0])]
+    folder = run / name
     return Evidence(
         name=name,
-        kind=section.kind,
+        kind=kind,
         section=section,
-        model=config.model,
+        model=model,
         steps=[line for line in lines if "loss" in line or "reward" in line or "grad_norm" in line],
         evaluations=[line for line in lines if any(key.startswith("eval/") for key in line)],
         samples=samples,
         result=_result(folder),
         warnings=warnings,
         read_records=partial(_read_records, folder / "trajectories"),
-        read_answers=partial(score_answers, section),
+        read_answers=partial(score_answers, run, name, section),
         read_rows=partial(_read_rows, section),
-        read_tokenizer=partial(_first_tokenizer, (str(folder / "model"), *_sources(folder, config.model))),
-        read_source_tokenizer=partial(_first_tokenizer, _sources(folder, config.model)),
+        read_tokenizer=partial(_first_tokenizer, (str(folder / "model"), *_sources(folder, model))),
+        read_source_tokenizer=partial(_first_tokenizer, _sources(folder, model)),
     )
 
 
@@ -285,7 +296,7 @@ def _sources(folder: Path, model: ModelSection) -> tuple[str, ...]:
     """Where the tokenizer of the stage's first model may be, the likeliest first."""
     file = folder / "source.json"
     source = json.loads(file.read_text(encoding="utf-8")).get("name") if file.is_file() else None
-    return tuple(str(one) for one in (model.tokenizer, source, model.path) if one is not None)
+    return tuple(str(one) for one in (source, model.tokenizer, model.path) if one is not None)
 
 
 def _first_tokenizer(names: Sequence[str]) -> Tokenizer | None:

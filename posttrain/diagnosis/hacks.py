@@ -73,6 +73,25 @@ def pays_for_length(evidence: Evidence) -> Cause | None:
     )
 
 
+LENGTH_ALONE = 0.9
+"""Least correlation within groups of a reward that is the length, whatever else it reads."""
+
+
+def reward_is_length(evidence: Evidence) -> Cause | None:
+    """Within groups the reward follows nothing but the length of the answers."""
+    found = evidence.column("hacking/length_correlation")[-RECENT:]
+    correlation = nan_mean(found)
+    if not is_watched(evidence) or np.isfinite(found).sum() < 3 or not abs(correlation) >= LENGTH_ALONE:
+        return None
+    return _hack(
+        "pays_for_length",
+        f"within groups the reward follows the length of the answers alone (correlation {correlation:.2f}): "
+        f"{'longer' if correlation > 0 else 'shorter'} ones are learned, whatever they say",
+        _sample_lines(evidence, lambda sample: sample.reward),
+        "try the functions with posttrain reward",
+    )
+
+
 def pays_without_end(evidence: Evidence) -> Cause | None:
     """Answers that no longer end, and are paid for it: at the limit their lengths differ no more, so that the reward
     follows them within no group."""
@@ -204,6 +223,7 @@ HACKS: tuple[Check, ...] = (
     pays_for_constant,
     pays_for_repetition,
     pays_for_length,
+    reward_is_length,
     pays_without_end,
     pays_for_copies,
     pays_for_told_answers,

@@ -14,6 +14,7 @@ from posttrain.diagnosis.causes import Cause, Check
 from posttrain.diagnosis.evidence import Change, Evidence, RecordedSample, nan_mean
 from posttrain.diagnosis.hacks import HACKS
 from posttrain.diagnosis.words import count, shown_range, shown_text
+from posttrain.rollout.trajectory import LIMITS
 from posttrain.statistics import mean_interval
 
 UNCHANGED_Z = 3.0
@@ -139,9 +140,11 @@ PASSES_LITTLE = 0.2
 
 def wrong_template(evidence: Evidence) -> Cause | None:
     """The prompts are rendered otherwise than those that the model was trained on."""
-    data, tokenizer = evidence.section.datasets[0], evidence.source_tokenizer
-    form = None if tokenizer is None else tokenizer.form
-    if form is None or data.chat is None or data.chat == form.chat or _first_pass_rate(evidence) > PASSES_LITTLE:
+    data = evidence.section.datasets[0]
+    if data.chat is None or _first_pass_rate(evidence) > PASSES_LITTLE or evidence.source_tokenizer is None:
+        return None
+    form = evidence.source_tokenizer.form
+    if form is None or data.chat == form.chat:
         return None
     before, now = (
         ("with the chat template", "as plain text") if form.chat else ("as plain text", "with the chat template")
@@ -181,9 +184,11 @@ def answers_cut(evidence: Evidence) -> Cause | None:
     """Most answers are cut: there is no room for the data's own, or for what the model writes before it answers."""
     section = section_of(evidence)
     limit, cut = section.sampling.max_tokens, _cut_ratio(evidence)
+    if cut is None:
+        return None
     need = _tokens_needed(evidence)
     too_long = need is not None and need > limit
-    if cut is None or cut < (MOSTLY / 2 if too_long else MOSTLY):
+    if not too_long and cut < MOSTLY:
         return None
     if not too_long and _begins_right(evidence) >= BEGINS_RIGHT:
         return None  # the answer is there: the model never stops
@@ -201,9 +206,11 @@ def answers_cut(evidence: Evidence) -> Cause | None:
 
 def never_stops(evidence: Evidence) -> Cause | None:
     """The model answers and goes on: its end was never trained, or another stop token was."""
-    cut, need, limit = _cut_ratio(evidence), _tokens_needed(evidence), section_of(evidence).sampling.max_tokens
-    right = _begins_right(evidence)
-    if cut is None or cut < MOSTLY or right < BEGINS_RIGHT or (need is not None and need > limit):
+    cut, limit = _cut_ratio(evidence), section_of(evidence).sampling.max_tokens
+    if cut is None or cut < MOSTLY:
+        return None
+    need, right = _tokens_needed(evidence), _begins_right(evidence)
+    if right < BEGINS_RIGHT or (need is not None and need > limit):
         return None
     return Cause(
         name="never_stops",
@@ -257,10 +264,33 @@ def _paid_when_cut(evidence: Evidence) -> list[str]:
     return [f"{line}, of ended ones {nan_mean(ended):.3g} ({len(ended):,})" if ended.size else f"{line}; none ends"]
 
 
+UNFINISHED = 0.5
+
+
+def conversations_unfinished(evidence: Evidence) -> Cause | None:
+    """Most conversations end at a limit, before the environment is done."""
+    unfinished = evidence.mean("env/unfinished", slice(-evidence.part, None))
+    if not unfinished > UNFINISHED:
+        return None
+    shares = {limit: evidence.mean(f"env/unfinished_{limit}", slice(-evidence.part, None)) for limit in LIMITS}
+    limit = max(shares, key=lambda name: nan_mean(np.asarray([shares[name], 0.0])))
+    setting = "sampling.max_tokens" if limit == "max_tokens" else limit
+    return Cause(
+        name="conversations_unfinished",
+        summary=f"{unfinished:.0%} of the conversations end before the environment is done",
+        evidence=[f"{share:.0%} at {name}" for name, share in shares.items() if share > 0],
+        advice=f"raise {setting}, or see in the samples why they do not end; those at a limit have the reward "
+        "`unfinished`",
+        explains=("too_hard", "little_signal"),
+    )
+
+
 DEAD = 0.5
 """Share of the steps without any group of different rewards, beyond which the stage has learned next to nothing."""
 ALIKE = 1.5
 """Different texts in a group, of 3 or more, below which the samples are alike."""
+COLD_MIXED = 0.25
+"""Share of groups with different rewards below which alike samples are what is missing."""
 GOOD = 0.95
 
 
@@ -280,6 +310,12 @@ def _without_update(evidence: Evidence) -> str:
     steps = f"{int((mixed == 0.0).sum())} of {len(mixed)} steps"
     made = "nothing was learned at all" if len(skipped) and (skipped == 1.0).all() else "nothing was learned"
     return f"{made} in {steps}: no group had two different rewards"
+
+
+def _little_words(evidence: Evidence) -> str:
+    if no_signal(evidence) is not None:
+        return _without_update(evidence)
+    return f"little to learn from: only {evidence.mean('frac_mixed'):.0%} of the groups have different rewards"
 
 
 def format_never_asked(evidence: Evidence) -> Cause | None:
@@ -302,6 +338,7 @@ def format_never_asked(evidence: Evidence) -> Cause | None:
         ],
         advice="the reward asks for a form that prompts and data do not have: change it (try it with posttrain "
         "reward), ask for the form in the prompt, or train it first with SFT",
+        explains=("reward_constant", "too_hard", "too_easy", "sampling_too_cold", "little_signal"),
     )
 
 
@@ -322,13 +359,20 @@ def reward_constant(evidence: Evidence) -> Cause | None:
             f"{count(len(values), 'answer')} of the data and {len(evidence.records):,} samples all score {values[0]:g}"
         ],
         advice="the reward function tells nothing apart; examine it with posttrain reward",
+        explains=("too_hard", "too_easy", "sampling_too_cold", "little_signal"),
     )
 
 
 def sampling_too_cold(evidence: Evidence) -> Cause | None:
     """The samples of a group are the same text, so that there is nothing to compare."""
-    section, distinct = section_of(evidence), distinct_texts(evidence)
-    if no_signal(evidence) is None or section.group_size < 3 or distinct is None or distinct >= ALIKE:
+    section, change = section_of(evidence), evidence.change("reward")
+    # A policy that has learned its task gives the same answers too: the first samples count, of a reward that stays.
+    first = [sample for sample in evidence.records if sample.step <= max(3, evidence.num_steps / 3)]
+    distinct = distinct_texts(evidence, first or evidence.records)
+    little = no_signal(evidence) is not None or evidence.mean("frac_mixed") < COLD_MIXED
+    if not little or (change is not None and change.z >= UNCHANGED_Z) or _first_pass_rate(evidence) >= GOOD:
+        return None
+    if section.group_size < 3 or distinct is None or distinct >= ALIKE:
         return None
     temperature, top_k = section.sampling.temperature, section.sampling.top_k
     cold = temperature < 0.8 or top_k == 1 or section.sampling.top_p < 0.5
@@ -339,11 +383,11 @@ def sampling_too_cold(evidence: Evidence) -> Cause | None:
         )
     return Cause(
         name="sampling_too_cold",
-        summary=f"{_without_update(evidence)}; the samples of a group are alike: {distinct:.2f} different texts in "
+        summary=f"{_little_words(evidence)}; the samples of a group are alike: {distinct:.2f} different texts in "
         f"{section.group_size} at sampling.temperature={temperature:g}",
         evidence=[f"entropy {evidence.mean('entropy'):.3g} nats a token", _passed_words(evidence)],
         advice=advice,
-        explains=("too_hard", "too_easy", "little_signal", "rate_too_small"),
+        explains=("too_hard", "too_easy", "little_signal", "rate_too_small", "noisy_data"),
     )
 
 
@@ -382,9 +426,9 @@ def too_hard(evidence: Evidence) -> Cause | None:
     )
 
 
-def distinct_texts(evidence: Evidence) -> float | None:
+def distinct_texts(evidence: Evidence, records: Sequence[RecordedSample] | None = None) -> float | None:
     """Mean number of different completions in a recorded group; None without records."""
-    groups = evidence.groups()
+    groups = evidence.groups(records)
     return float(np.mean([len({sample.tokens for sample in group}) for group in groups])) if groups else None
 
 
@@ -413,6 +457,8 @@ LEAST_UPDATES = 10
 """Updates before it is said that they do not move the policy."""
 STILL_KL = 0.005
 """Nats per token from the start, below which the policy has not moved; rewards that grow come with 0.01 and more."""
+MOVED_KL = 0.02
+"""Nats per token of a policy that has learned something."""
 SAME_ANSWERS = 0.95
 """Share of held-out answers at temperature 0 that training has not changed."""
 HOLDS = 0.5
@@ -454,6 +500,8 @@ def rate_too_small(evidence: Evidence) -> Cause | None:
     if not (kl < STILL_KL or (math.isnan(kl) and same is not None and same >= SAME_ANSWERS)):
         return None
     rate = rate_of(evidence)
+    # The KL grows with the square of the distance.
+    factor = 30.0 if math.isnan(kl) else min(max(math.sqrt(MOVED_KL / max(kl, 1e-12)), 10.0), 300.0)
     lines = [
         f"{reward_words(evidence.change('reward'))}; groups with different rewards: {evidence.mean('frac_mixed'):.0%}, "
         f"grad_norm {evidence.mean('grad_norm'):.3g}"
@@ -465,9 +513,9 @@ def rate_too_small(evidence: Evidence) -> Cause | None:
         name="rate_too_small",
         summary=f"the policy has not moved: {moved} after {updates:,} updates at optimizer.learning_rate={rate:g}",
         evidence=lines,
-        advice=f"optimizer.learning_rate={rate * 30:.1g} to {rate * 100:.1g}; LoRA takes ten times as much",
+        advice=f"optimizer.learning_rate={rate * factor:.1g}, and more if the KL stays below 0.01",
         explains=("evaluation_too_small", "noisy_data", "little_signal"),
-        proof={"optimizer.learning_rate": rate * 30},
+        proof={"optimizer.learning_rate": rate * factor},
     )
 
 
@@ -530,10 +578,14 @@ REFUSED = 0.10
 ELSE_GOOD = 0.85
 """Mean reward of the other groups in which the model is sure: a model that errs in many ways stays below."""
 LEAST_GROUPS = 24
+SAMPLED_AT = 0.8
+"""Least temperature at which equal samples say that the model is sure."""
 
 
 def noisy_data(evidence: Evidence) -> Cause | None:
     """The model is sure of answers that the data calls wrong, and right where it is sure of others."""
+    if section_of(evidence).sampling.temperature < SAMPLED_AT:
+        return None
     sure: list[tuple[list[RecordedSample], RecordedSample, int]] = []
     for group in evidence.groups(evidence.late_records()):
         tokens, most = Counter(sample.tokens for sample in group).most_common(1)[0]
@@ -670,6 +722,7 @@ RL_CAUSES: tuple[Check, ...] = (
     *HACKS,
     answers_cut,
     never_stops,
+    conversations_unfinished,
     format_never_asked,
     reward_constant,
     sampling_too_cold,

@@ -27,6 +27,7 @@ from posttrain.config import (
     TrainSection,
 )
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.diagnosis.live import DiagnosisSink
 from posttrain.errors import ConfigError, placed
 from posttrain.evaluation.at_k import Record, paired
 from posttrain.kernels.logits.chunk_stats import Terms
@@ -218,17 +219,18 @@ class StageRun:
                 self.write_run()
             if trainer.step_number:
                 console().print(f"resuming after step {trainer.step_number} of {num_steps}")
+            start = trainer.step_number if trainer.step_number else -1
             sinks = open_sinks(
                 self.output,
                 stage=self.name,
                 kind=self.kind,
                 num_steps=trainer.step_number if ended else num_steps,
                 tensorboard=self.tensorboard,
-                start_step=trainer.step_number if trainer.step_number else -1,
+                start_step=start,
                 sample_tables=isinstance(section, OnlineSection) and section.samples_every is not None,
                 trackers=self.trackers,
                 settings=self.settings,
-                watchers=self.watchers,
+                watchers=[*self._diagnosis(section, start), *self.watchers],
             )
             try:
                 if restored.damaged:
@@ -256,6 +258,13 @@ class StageRun:
             save_model(trainer.model, self.folder / "last", tokenizer=self.tokenizer)
         with trainer.averaged():
             self._finish(trainer.model, training.result)
+
+    def _diagnosis(self, section: TrainSection, start: int) -> list[Sink]:
+        """Sink of the diagnosis, in the process that writes files."""
+        if not processes.writes():
+            return []
+        sink = DiagnosisSink(self.output, self.name, section, kind=self.kind, model=self.model, start_step=start)
+        return [sink]
 
     def _best(self, section: TrainSection, held_out: HeldOut | None) -> BestModel | None:
         if held_out is None or held_out.decides is None:
