@@ -125,7 +125,7 @@ CASES: dict[str, Case] = {
     "rl_too_hard": case("too_hard", RL, dataset=rows("products", count=2000), eval_dataset=None),
     "rl_format": case("format_never_asked", RL, rewards=reward("tagged"), row_tokens=32, sampling={"max_tokens": 22}),
     "rl_cut": case("answers_cut", RL, sampling={"max_tokens": 2}),
-    "rl_cold": case("too_cold", RL, sampling={"temperature": 0.05}),
+    "rl_cold": case("too_cold", RL, sampling={"temperature": 0.1}, optimizer={"learning_rate": 1e-4}),
     "rl_rate_small": case("rate_too_small", RL, optimizer={"learning_rate": 1e-7}),
     "rl_rate_large": case("rate_too_large", RL, optimizer={"learning_rate": 3e-2}),
     "rl_template": case("template", RL, dataset={"chat": True}, eval_dataset={"chat": True}, row_tokens=48),
@@ -182,11 +182,11 @@ CASES: dict[str, Case] = {
     "sft_mask_empty": case(
         "mask_empty",
         SFT,
-        dataset=rows("wordy", count=2000, words=6),
+        dataset=rows("wordy", count=2000, least=0, most=18),
         overlong="truncate",
         row_tokens=32,
     ),
-    "sft_mask_full": case("mask_full", SFT, dataset=rows("wordy", count=2000, words=6), train_on_prompt=True),
+    "sft_mask_full": case("mask_full", SFT, dataset=rows("wordy", count=2000, least=6, most=6), train_on_prompt=True),
     "sft_no_end": case(
         "end_never_trained",
         SFT,

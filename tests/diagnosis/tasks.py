@@ -60,13 +60,13 @@ def worked(*, count: int, seed: int, held_out: bool) -> list[Row]:
     return [row | {"completion": f"{row['prompt'][:-1]} is {row['answer']}, so {row['answer']}"} for row in rows]
 
 
-def wordy(*, count: int, seed: int, words: int) -> list[Row]:
+def wordy(*, count: int, seed: int, least: int, most: int) -> list[Row]:
     """Sums behind a preface of words drawn at random, which no model can foresee."""
     draw = random.Random(seed)
     rows = problems(count=count, seed=seed, held_out=False)
 
     def preface() -> str:
-        return " ".join("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(words))
+        return " ".join("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(draw.randint(least, most)))
 
     return [row | {"prompt": f"{preface()} {row['prompt']}", "completion": row["answer"]} for row in rows]
 
