@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from posttrain.config import DatasetSection, DistillSection, OfflineSection, PreferenceSection, SequenceSection
+from posttrain.config import DistillSection, PreferenceSection, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import TokenizedExample, loss_on, tokenize_example, use_chat
 from posttrain.data.tokenizer import Tokenizer
@@ -45,6 +45,8 @@ RISE = 1.3
 """Ratio of the training loss at the end to that at the start, of a model that was destroyed."""
 LEAST_RISE = 0.1
 """Nats that this rise has at least, which losses near 0 have by chance."""
+JUMP = 1.4
+"""Ratio of the largest loss of a reward model to that at the start, near log 2: its weights have jumped."""
 SKIPPED = 0.3
 """Share of updates with gradients that are not finite."""
 EQUAL_PAIRS = 0.2
@@ -63,8 +65,8 @@ CONTRADICTIONS = 0.2
 """Share of prompts with several pairs whose pairs contradict each other; mistakes of annotators give half of it."""
 CHANCE = 0.6
 """Accuracy on training pairs up to which labels look random, over hundreds of pairs."""
-OTHER_TEXT = 2.0
-"""Nats per token by which a teacher's distribution is apart from a student that knows its own text."""
+FORGOTTEN = 0.5
+"""Nats per token that a student loses on its text by following its teacher; one that is only less sure costs 0.1."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def mask_empty(evidence: Evidence) -> Cause | None:
         name="mask_empty",
         summary=f"{texts.unlearned:.0%} of the rows have no token with loss: their answers do not fit, or are empty",
         evidence=[
-            f"of {texts.num_rows} rows tokenized, 95 % have up to {texts.longest} tokens; row_tokens={section.row_tokens}",
+            f"95 % of {texts.num_rows} rows have up to {texts.longest} tokens; row_tokens={section.row_tokens}",
             f"{texts.lost:.0%} of the tokens of answers are left out",
         ],
         advice=f"raise row_tokens to {texts.longest} or more, or shorten the prompts",
@@ -186,7 +188,11 @@ def end_never_trained(evidence: Evidence) -> Cause | None:
     texts = trained_texts(evidence)
     if texts is None or texts.ended > NO_END:
         return None
-    stops = [] if evidence.tokenizer is None else evidence.tokenizer.hf.convert_ids_to_tokens([*evidence.tokenizer.stop_ids])
+    stops = (
+        []
+        if evidence.tokenizer is None
+        else evidence.tokenizer.hf.convert_ids_to_tokens([*evidence.tokenizer.stop_ids])
+    )
     return Cause(
         name="end_never_trained",
         summary="the end of an answer is never trained: the model will not stop",
@@ -206,9 +212,7 @@ def mask_full(evidence: Evidence) -> Cause | None:
     return Cause(
         name="mask_full",
         summary=f"{texts.prompt_share:.0%} of the loss is on prompts (train_on_prompt), the answers are the rest",
-        evidence=[
-            f"{texts.num_rows} rows tokenized; loss {_span(evidence, 'loss')}",
-        ],
+        evidence=[f"{texts.num_rows} rows tokenized; loss {_span(evidence, 'loss')}"],
         advice="train_on_prompt=false, so that the loss is that of answers",
     )
 
@@ -230,7 +234,7 @@ def template_missing(evidence: Evidence) -> Cause | None:
         return None
     start = evidence.column("loss")
     return Cause(
-        name="template",
+        name="wrong_template",
         summary="the model was trained with a chat template, and this stage trains it without",
         evidence=[
             "its tokenizer says that its prompts were conversations; dataset.chat is "
@@ -262,7 +266,7 @@ def held_out_leaks(evidence: Evidence) -> Cause | None:
         return None
     return Cause(
         name="held_out_leaks",
-        summary=f"{share:.0%} of the held-out rows are training rows: the evaluation measures what was learned by heart",
+        summary=f"{share:.0%} of the held-out rows are training rows: the evaluation measures what is known by heart",
         evidence=[
             f"{len(leaked):,} of {len(evidence.held_out_rows):,} rows, such as {_shown(leaked[0])}",
             f"held-out loss {_held_out_span(evidence, 'loss')}",
@@ -282,7 +286,7 @@ def duplicates(evidence: Evidence) -> Cause | None:
         return None
     return Cause(
         name="duplicates",
-        summary=f"each row stands {copies:.0f} times in the training data: {distinct:,} different ones are learned by heart",
+        summary=f"each row stands {copies:.0f} times in the data: {distinct:,} different ones are learned by heart",
         evidence=[
             f"{distinct:,} different rows of {len(rows):,}",
             f"training loss {_span(evidence, 'loss')}; held-out loss {_held_out_span(evidence, 'loss')}",
@@ -324,6 +328,30 @@ def _destroyed(evidence: Evidence, how: str) -> Cause:
         advice=f"optimizer.learning_rate={rate / 30:.0e} or lower, from the model before this stage",
         explains=("likelihood_falls", "noisy_data"),
     )
+
+
+def preference_rate_too_large(evidence: Evidence) -> Cause | None:
+    """A policy that writes its chosen answers less likely than one that draws tokens at random."""
+    tokens, chosen = _answer_tokens(evidence, "chosen"), _moved(evidence, "logps/chosen")
+    if tokens is not None and chosen is not None and evidence.tokenizer is not None:
+        before, after = (value / tokens for value in chosen)
+        chance = -math.log(evidence.tokenizer.num_ids)
+        if after < chance < before:
+            how = f"chosen answers have {after:.3g} nats a token, {before:.3g} before; by chance it is {chance:.3g}"
+            return _destroyed(evidence, how)
+    return rate_too_large(evidence)
+
+
+def reward_model_rate_too_large(evidence: Evidence) -> Cause | None:
+    """A reward model whose loss jumped, and which tells held-out answers apart no better than a coin."""
+    loss = evidence.column("loss")
+    known = [line for line in evidence.evaluations if "eval/rewards/accuracies_low" in line]
+    if len(loss) >= 2 * evidence.part and len(known) > 1:
+        low, worst = float(known[-1]["eval/rewards/accuracies_low"]), float(np.nanmax(loss))
+        if low < 0.5 and worst > JUMP * float(loss[0]):
+            how = f"the loss jumped from {loss[0]:.3g} to {worst:.3g}, and held-out accuracy is {low:.0%} or more"
+            return _destroyed(evidence, how)
+    return rate_too_large(evidence)
 
 
 def rate_too_small(evidence: Evidence) -> Cause | None:
@@ -418,9 +446,8 @@ def likelihood_falls(evidence: Evidence) -> Cause | None:
         name="likelihood_falls",
         summary=f"the chosen answers lose likelihood too: {chosen_before:.3g} -> {chosen_after:.3g} nats an answer",
         evidence=[
-            f"rejected answers {rejected_before:.3g} -> {rejected_after:.3g}; {fall / tokens:.2g} nats a token of the "
-            "chosen ones",
-            f"entropy {_span(evidence, 'entropy')}; accuracy {nan_mean(evidence.column('rewards/accuracies')[-3:]):.0%}",
+            f"{fall / tokens:.2g} nats a token; rejected answers {rejected_before:.3g} -> {rejected_after:.3g}",
+            f"entropy {_span(evidence, 'entropy')}, accuracy {_span(evidence, 'rewards/accuracies')}",
         ],
         advice="loss: {kind: [sigmoid, sft], weights: [1, 0.1]}, a larger beta, or a lower learning_rate",
     )
@@ -478,8 +505,25 @@ def contradictory_pairs(evidence: Evidence) -> Cause | None:
 
 
 def teacher_of_other_text(evidence: Evidence) -> Cause | None:
-    """A teacher that does not know the text on which the student learns from it."""
-    raise NotImplementedError
+    """A teacher that does not know the text: the student comes nearer to it and forgets what it knew."""
+    text, loss = _moved(evidence, "nll"), evidence.column("loss")
+    if not isinstance(evidence.section, DistillSection) or text is None or len(loss) < 2 * evidence.part:
+        return None
+    before, after = text
+    end = nan_mean(loss[-evidence.part :])
+    if after - before < FORGOTTEN or not end < float(loss[0]):
+        return None
+    return Cause(
+        name="teacher_of_other_text",
+        summary=f"the teacher does not know this text: the student's own loss on it rises, {before:.3g} -> {after:.3g} "
+        "nats a token, while it comes nearer to the teacher",
+        evidence=[
+            f"divergence {loss[0]:.3g} -> {end:.3g} nats a token",
+            f"entropy of the student {_span(evidence, 'entropy')}",
+        ],
+        advice="render the text as the teacher was trained (dataset.chat, model.chat_template), or take another "
+        "teacher; posttrain evaluate gives its loss on this text",
+    )
 
 
 # --- words and numbers ------------------------------------------------------------------------------------------------
@@ -549,7 +593,7 @@ SFT_CAUSES: tuple[Check, ...] = (
 )
 PREFERENCE_CAUSES: tuple[Check, ...] = (
     template_missing,
-    rate_too_large,
+    preference_rate_too_large,
     pairs_equal,
     contradictory_pairs,
     pairs_saturated,
@@ -560,7 +604,7 @@ PREFERENCE_CAUSES: tuple[Check, ...] = (
 )
 REWARD_MODEL_CAUSES: tuple[Check, ...] = (
     template_missing,
-    rate_too_large,
+    reward_model_rate_too_large,
     pairs_equal,
     contradictory_pairs,
     pairs_saturated,

@@ -7,19 +7,25 @@ name says. `make` trains, `keep` writes what `posttrain why` reads of it into a 
 from __future__ import annotations
 
 import copy
+import io
 import json
 import shutil
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+import pyarrow.parquet as parquet
 import yaml
 
 from tests.stages.runs import posttrain
 
 TASKS = "tests/diagnosis/tasks.py"
 KEPT_RUNS = Path(__file__).parent / "runs"
+KEPT_MODELS = Path("tests/diagnosis/models")
+"""Tokenizers of the models that runs begin with, below the repository's root."""
 HEALTHY = "healthy"
 INIT: dict[str, Any] = {
     "model_type": "qwen3",
@@ -125,10 +131,10 @@ CASES: dict[str, Case] = {
     "rl_too_hard": case("too_hard", RL, dataset=rows("products", count=2000), eval_dataset=None),
     "rl_format": case("format_never_asked", RL, rewards=reward("tagged"), row_tokens=32, sampling={"max_tokens": 22}),
     "rl_cut": case("answers_cut", RL, sampling={"max_tokens": 2}),
-    "rl_cold": case("too_cold", RL, sampling={"temperature": 0.1}, optimizer={"learning_rate": 1e-4}),
+    "rl_cold": case("sampling_too_cold", RL, sampling={"temperature": 0.01}, optimizer={"learning_rate": 1e-5}),
     "rl_rate_small": case("rate_too_small", RL, optimizer={"learning_rate": 1e-7}),
     "rl_rate_large": case("rate_too_large", RL, optimizer={"learning_rate": 3e-2}),
-    "rl_template": case("template", RL, dataset={"chat": True}, eval_dataset={"chat": True}, row_tokens=48),
+    "rl_template": case("wrong_template", RL, dataset={"chat": True}, eval_dataset={"chat": True}, row_tokens=48),
     "rl_never_stops": case("never_stops", RL, start="chatter", sampling={"max_tokens": 16}, row_tokens=32),
     "rl_length": case(
         "pays_for_length",
@@ -168,7 +174,7 @@ CASES: dict[str, Case] = {
     ),
     "rl_small_eval": case("evaluation_too_small", RL, eval_dataset={"args": {"count": 8}}, num_steps=12),
     "rl_overfit": case(
-        "overfits_prompts",
+        "overfitting",
         RL,
         dataset=rows("whims", count=12, held_out=False),
         eval_dataset=rows("whims", count=150, held_out=True, seed=999),
@@ -203,7 +209,7 @@ CASES: dict[str, Case] = {
     "sft_leak": case("held_out_leaks", SFT, dataset=sums(300, seed=5), eval_dataset=sums(300, seed=5)),
     "sft_rate_small": case("rate_too_small", SFT, optimizer={"learning_rate": 1e-7}),
     "sft_rate_large": case("rate_too_large", SFT, optimizer={"learning_rate": 0.3}),
-    "sft_template": case("template", SFT, start="chat"),
+    "sft_template": case("wrong_template", SFT, start="chat"),
     # --- preferences ---
     "dpo_equal": case("pairs_equal", PREFERENCE, dataset={"args": {"equal": 0.7}}),
     "dpo_saturated": case(
@@ -217,7 +223,7 @@ CASES: dict[str, Case] = {
     ),
     "dpo_rate_small": case("rate_too_small", PREFERENCE, optimizer={"learning_rate": 1e-7}),
     "dpo_rate_large": case("rate_too_large", PREFERENCE, optimizer={"learning_rate": 0.1}),
-    "dpo_template": case("template", PREFERENCE, start="chat"),
+    "dpo_template": case("wrong_template", PREFERENCE, start="chat"),
     # --- reward models ---
     "rm_equal": case("pairs_equal", REWARD_MODEL, dataset={"args": {"equal": 0.7}}),
     "rm_noisy": case("noisy_data", REWARD_MODEL, dataset={"args": {"swapped": 0.5}}),
@@ -312,10 +318,14 @@ def make_warm(name: str, seed: int, folder: Path) -> None:
     shutil.rmtree(output)
 
 
+def is_made(name: str, seed: int, folder: Path) -> bool:
+    return (folder / "raw" / f"{name}-{seed}" / "done").exists()
+
+
 def make(name: str, seed: int, folder: Path) -> Path:
     """Train the run `name` of `CASES` and return its folder, which is kept between calls."""
     output = folder / "raw" / f"{name}-{seed}"
-    if (output / "done").exists():
+    if is_made(name, seed, folder):
         return output
     case = CASES[name]
     teachers = {Path(teacher["path"]).name for teacher in merged(case.stage, case.changes).get("teachers", ())}
@@ -329,3 +339,92 @@ def make(name: str, seed: int, folder: Path) -> Path:
         found.unlink()
     (output / "done").touch()
     return output
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+KEPT_METRICS = (
+    *("step", "stage", "loss", "nll", "entropy", "grad_norm", "learning_rate", "update_skipped"),
+    *(
+        "reward",
+        "reward_stderr",
+        "rewards/",
+        "pass_rate",
+        "frac_mixed",
+        "frac_all_bad",
+        "kl",
+        "hacking/",
+        "logps/",
+        "eval/",
+    ),
+    *("completions/clipped_ratio", "completions/mean_length", "clip_ratio/region_mean", "sampling/staleness/"),
+    *("sampling/logp_difference/mean", "sampling/logp_difference/limit", "sampling/logp_difference/outliers"),
+)
+"""Names of metrics, or their beginnings."""
+KEPT_COLUMNS = ("group", "sample", "row", "stop", "reward", "tokens", "versions")
+KEPT_RECORDS = 5
+KEPT_GROUPS = 16
+
+
+def keep(name: str, seed: int, run: Path, folder: Path = KEPT_RUNS) -> Path:
+    """Write what the diagnosis reads of a run to an archive: settings, metrics, the result's numbers, some recorded
+    groups of some steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    case, archive = CASES[name], folder / f"{name}-{seed}.zip"
+    config = configuration(case, seed, KEPT_MODELS, Path("runs") / f"{name}-{seed}")
+    config["model"]["path"] = f"{KEPT_MODELS}/{'chat' if case.start == 'chat' else 'plain'}"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    stage = next(path for path in run.iterdir() if path.is_dir() and path.name[0].isdecimal())
+    files = {
+        "config.yaml": yaml.safe_dump(config, sort_keys=False).encode(),
+        "metrics.jsonl": "".join(f"{json.dumps(_short(line))}\n" for line in lines).encode(),
+        f"{stage.name}/result.json": json.dumps(_numbers(json.loads((stage / "result.json").read_text()))).encode(),
+    }
+    if case.model:
+        files |= {f"{stage.name}/model/{file.name}": file.read_bytes() for file in stage.glob("model/tokenizer*.json")}
+    records = sorted(stage.glob("trajectories/*.parquet"))
+    places = (
+        {round(place * (len(records) - 1) / (KEPT_RECORDS - 1)) for place in range(KEPT_RECORDS)} if records else ()
+    )
+    for place in sorted(places):
+        files[f"{stage.name}/trajectories/{records[place].name}"] = _short_record(records[place])
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
+        for path, content in sorted(files.items()):
+            # Without the time, so that the same run is the same file.
+            target.writestr(zipfile.ZipInfo(path), content, zipfile.ZIP_DEFLATED, 9)
+    return archive
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """The run's folder, unpacked below `folder`."""
+    target = folder / archive.stem
+    with zipfile.ZipFile(archive) as source:
+        source.extractall(target)
+    return target
+
+
+def _short(line: Fields) -> dict[str, Any]:
+    """Metrics of a step that are kept, to four digits."""
+    kept: dict[str, Any] = {}
+    for name, value in line.items():
+        if any(name == known or (known.endswith("/") and name.startswith(known)) for known in KEPT_METRICS):
+            kept[name] = float(f"{value:.4g}") if isinstance(value, float) else value
+    return kept
+
+
+def _numbers(result: Any) -> Any:
+    """The result without its lists of samples."""
+    if isinstance(result, dict):
+        return {name: _numbers(value) for name, value in result.items() if not isinstance(value, list)}
+    return result
+
+
+def _short_record(file: Path) -> bytes:
+    """Record of a step with its first groups, without what is known of each token besides its version."""
+    table = parquet.read_table(file)
+    names = [name for name in table.column_names if name in KEPT_COLUMNS]
+    groups = pc.unique(table.column("group")).sort()[:KEPT_GROUPS]
+    kept = table.filter(pc.field("group").isin(groups)).select(names)
+    target = io.BytesIO()
+    parquet.write_table(kept, target, compression="none", write_statistics=False)
+    return target.getvalue()

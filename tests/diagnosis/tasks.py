@@ -66,7 +66,9 @@ def wordy(*, count: int, seed: int, least: int, most: int) -> list[Row]:
     rows = problems(count=count, seed=seed, held_out=False)
 
     def preface() -> str:
-        return " ".join("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(draw.randint(least, most)))
+        return " ".join(
+            "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(draw.randint(least, most))
+        )
 
     return [row | {"prompt": f"{preface()} {row['prompt']}", "completion": row["answer"]} for row in rows]
 
