@@ -89,7 +89,7 @@ class Evidence:
     kind: str
     """Kind of the stage, such as `rl`."""
     section: TrainSection
-    model: ModelSection = field(default_factory=ModelSection)
+    model: ModelSection
     steps: Sequence[Mapping[str, Any]] = ()
     """Metrics of the training steps, in order."""
     evaluations: Sequence[Mapping[str, Any]] = ()

@@ -170,7 +170,17 @@ def pays_for_form(evidence: Evidence) -> Cause | None:
     """Rewards of form grow while those that read the answer fall."""
     if not is_watched(evidence):
         return None
-    form, content = (_sum_change(evidence, reads) for reads in (False, True))
+    assert isinstance(evidence.section, OnlineSection)
+    weighted = [reward for reward in evidence.section.rewards if reward.weight > 0]
+    known = [(reward, _part_change(evidence, _metric_of(reward))) for reward in weighted]
+    changes = [(reward, change) for reward, change in known if change is not None]
+    # User code is imported only where something may depend on what it reads.
+    if not (any(one.rises(0.0) for _, one in changes) and any(one.falls(0.0) for _, one in changes)):
+        return None
+    reads = {reward.fn: _reads_answer(reward) for reward, _ in changes}
+    form, content = (
+        _summed([one for reward, one in changes if reads[reward.fn] is reads_it]) for reads_it in (False, True)
+    )
     if form is None or content is None or not (form.rises(0.1) and content.falls(0.1)):
         return None
     return _hack(
@@ -284,19 +294,12 @@ def _sample_lines(evidence: Evidence, score: Callable[[RecordedSample], float]) 
     return [f"sample of step {best.step} with reward {best.reward:.3g}: {shown_text(evidence.text_of(best))}"]
 
 
-def _sum_change(evidence: Evidence, reads_answer: bool) -> Change | None:
-    """Change of the sum of the rewards that read the right answer, or of the others; None without any of them."""
-    assert isinstance(evidence.section, OnlineSection)
-    changes = []
-    for reward in evidence.section.rewards:
-        if reward.weight > 0 and _reads_answer(reward) == reads_answer:
-            changes.append(_part_change(evidence, _metric_of(reward)))
-    known = [change for change in changes if change is not None]
-    if not known or len(known) < len(changes):
+def _summed(changes: Sequence[Change]) -> Change | None:
+    """Change of the sum of some rewards, as sure as the weakest of them; None without any."""
+    if not changes:
         return None
-    # The weakest part is as sure as the sum may be said to be.
-    z = min((change.z for change in known), key=abs)
-    return Change(sum(one.before for one in known), sum(one.after for one in known), z, known[0].steps)
+    z = min((change.z for change in changes), key=abs)
+    return Change(sum(one.before for one in changes), sum(one.after for one in changes), z, changes[0].steps)
 
 
 def _part_change(evidence: Evidence, name: str) -> Change | None:

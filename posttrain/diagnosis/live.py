@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posttrain.config import ModelSection, OnlineSection, TrainSection
+from posttrain.diagnosis.answers import Answers, score_answers
 from posttrain.diagnosis.causes import Cause
 from posttrain.diagnosis.diagnose import diagnose
 from posttrain.diagnosis.evidence import WARNINGS, Evidence, read_evidence, read_warnings, stage_evidence
+from posttrain.diagnosis.report import StageDiagnosis, stage_diagnosis
 from posttrain.errors import RunError
 from posttrain.metrics import Sample
 from posttrain.tracking.console import console, printable
@@ -43,6 +46,7 @@ class DiagnosisSink:
             line["step"]: line for line in read_metrics(run) if line["stage"] == name and line["step"] <= start_step
         }
         self._failed = False
+        self._scored: Answers | None = None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step, and diagnose the stage if it is due."""
@@ -81,7 +85,7 @@ class DiagnosisSink:
             )
 
     def _evidence(self) -> Evidence:
-        return stage_evidence(
+        found = stage_evidence(
             self._run,
             self._name,
             self._section,
@@ -89,6 +93,13 @@ class DiagnosisSink:
             model=self._model,
             lines=[self._lines[step] for step in sorted(self._lines)],
         )
+        return replace(found, read_answers=self._answers)
+
+    def _answers(self, rows: Sequence[int]) -> Answers:
+        """Answers of the data, scored once: the function and the rows stay the same."""
+        if self._scored is None:
+            self._scored = score_answers(self._run, self._name, self._section, rows)
+        return self._scored
 
 
 def tell(line: str) -> None:
@@ -117,16 +128,17 @@ def first_hack(causes: Sequence[Cause]) -> Cause | None:
     return next((cause for cause in causes if cause.hack), None)
 
 
-def end_of_run(run: Path, *, writes: bool) -> dict[str, list[Cause]]:
-    """Causes that hold at the end of each stage; those that were not told yet are written to `warnings.jsonl`."""
-    found: dict[str, list[Cause]] = {}
+def end_of_run(run: Path, *, writes: bool) -> dict[str, StageDiagnosis]:
+    """Diagnosis at the end of each stage; causes that were not told yet are written to `warnings.jsonl`."""
+    found: dict[str, StageDiagnosis] = {}
     try:
-        stages = read_evidence(run)
-        for evidence in stages:
-            causes = found[evidence.name] = diagnose(evidence) if evidence.steps else []
+        for evidence in read_evidence(run):
+            if not evidence.steps:
+                continue
+            stage = found[evidence.name] = stage_diagnosis(evidence)
             told = {line["name"] for line in evidence.warnings}
             if writes:
-                new = [cause for cause in causes if cause.name not in told]
+                new = [cause for cause in stage.causes if cause.name not in told]
                 write_warnings(run, evidence.name, evidence.num_steps, new)
     except Exception as error:  # nor must it hide what was trained
         tell(f"the diagnosis has failed, and is left out: {type(error).__name__}: {error}")

@@ -35,7 +35,14 @@ class StageDiagnosis:
     name: str
     head: str
     """Steps and main metric in one line."""
+    updated: bool
+    """False if no step has updated the model."""
     causes: Sequence[Cause]
+
+    @property
+    def hack(self) -> Cause | None:
+        """First cause that is a hack."""
+        return next((cause for cause in self.causes if cause.hack), None)
 
     def lines(self) -> list[str]:
         """Causes in words: what, the numbers, and what to try."""
@@ -89,7 +96,10 @@ def why(run: str | Path) -> Diagnosis:
 
 def stage_diagnosis(evidence: Evidence) -> StageDiagnosis:
     """Diagnose a stage, of which something is known."""
-    return StageDiagnosis(name=evidence.name, head=_head(evidence), causes=diagnose(evidence))
+    skipped = evidence.column("update_skipped")
+    updated = not (len(skipped) and bool((skipped == 1.0).all()))
+    head = _head(evidence) if updated else f"{_head(evidence)}; NO UPDATE WAS MADE"
+    return StageDiagnosis(name=evidence.name, head=head, updated=updated, causes=diagnose(evidence))
 
 
 def _head(evidence: Evidence) -> str:

@@ -14,6 +14,7 @@ from posttrain.diagnosis.causes import Cause, Check
 from posttrain.diagnosis.evidence import Change, Evidence, RecordedSample, nan_mean
 from posttrain.diagnosis.hacks import HACKS
 from posttrain.diagnosis.words import count, shown_range, shown_text
+from posttrain.reward.lab.cases import ANSWER_COLUMNS
 from posttrain.rollout.trajectory import LIMITS
 from posttrain.statistics import mean_interval
 
@@ -326,6 +327,8 @@ def format_never_asked(evidence: Evidence) -> Cause | None:
     right = answers.rewards[np.isfinite(answers.rewards)]
     if right.max() > _reward_range(evidence)[0] or _passes(evidence)[0]:
         return None
+    if right.max() > 0:
+        return None  # it pays all alike
     text = answers.texts[int(np.flatnonzero(np.isfinite(answers.rewards))[0])]
     passed, total = _passes(evidence)
     return Cause(
@@ -630,7 +633,8 @@ def _keeps_failing(evidence: Evidence) -> bool:
 
 
 def _refused_words(evidence: Evidence, group: Sequence[RecordedSample], sample: RecordedSample, most: int) -> str:
-    right = evidence.answers.text_of(sample.row)
+    row = evidence.rows[sample.row] if sample.row < len(evidence.rows) else {}
+    right = next((str(row[name]) for name in ANSWER_COLUMNS if row.get(name) is not None), None)
     data = "" if right is None else f", the data's answer is {shown_text(right)}"
     return f"row {sample.row}: {most} of {len(group)} samples say {shown_text(evidence.text_of(sample))}{data}"
 
@@ -666,10 +670,11 @@ EPOCHS = 2.0
 
 def overfitting(evidence: Evidence) -> Cause | None:
     """The reward grows on the prompts of training, and not on held-out ones."""
-    change, held_out, epochs = evidence.change("reward"), _held_out(evidence), _epochs(evidence)
-    if change is None or held_out is None or epochs is None or epochs < EPOCHS or not change.rises(0.0):
+    change, held_out = evidence.change("reward"), _held_out(evidence)
+    if change is None or held_out is None or not change.rises(0.0) or held_out["high"] >= change.by / 4:
         return None
-    if held_out["high"] >= change.by / 4:
+    epochs = _epochs(evidence)
+    if epochs is None or epochs < EPOCHS:
         return None
     return Cause(
         name="overfitting",
