@@ -435,10 +435,11 @@ def pairs_saturated(evidence: Evidence) -> Cause | None:
 def likelihood_falls(evidence: Evidence) -> Cause | None:
     """Both answers lose likelihood: the model prefers the chosen one by writing neither."""
     tokens = _answer_tokens(evidence, "chosen")
-    change = _moved(evidence, "logps/chosen"), _moved(evidence, "logps/rejected")
-    if tokens is None or change[0] is None or change[1] is None:
+    chosen, rejected = _moved(evidence, "logps/chosen"), _moved(evidence, "logps/rejected")
+    if tokens is None or chosen is None or rejected is None:
         return None
-    (chosen_before, chosen_after), (rejected_before, rejected_after) = change
+    chosen_before, chosen_after = chosen
+    rejected_before, rejected_after = rejected
     fall = chosen_before - chosen_after
     if fall / tokens < FALLEN or fall < LEAST_FALLEN or rejected_after >= rejected_before:
         return None
