@@ -59,6 +59,8 @@ SATURATED_LOSS = 0.05
 """Loss of pairs with a margin of 3, whose gradient is a twentieth of that at the start."""
 FALLEN = 0.5
 """Nats per token that the chosen answers have lost: each token has 0.6 of its probability."""
+ALIKE = 0.6
+"""Share of the rejected answers' loss of likelihood that the chosen ones lose too, when the model knows neither."""
 LEAST_FALLEN = 2.0
 """Nats that a whole chosen answer has lost at least."""
 CONTRADICTIONS = 0.2
@@ -242,6 +244,7 @@ def template_missing(evidence: Evidence) -> Cause | None:
             f"loss {start[0]:.3g} at the first step" if len(start) else "no step yet",
         ],
         advice="remove dataset.chat, or set it to true",
+        explains=("rate_too_large", "likelihood_falls"),
     )
 
 
@@ -331,12 +334,15 @@ def _destroyed(evidence: Evidence, how: str) -> Cause:
 
 
 def preference_rate_too_large(evidence: Evidence) -> Cause | None:
-    """A policy that writes its chosen answers less likely than one that draws tokens at random."""
+    """A policy that forgot both answers: the chosen one is less likely than by drawing tokens at random, and has lost
+    about as much as the rejected one."""
     tokens, chosen = _answer_tokens(evidence, "chosen"), _moved(evidence, "logps/chosen")
-    if tokens is not None and chosen is not None and evidence.tokenizer is not None:
+    rejected = _moved(evidence, "logps/rejected")
+    if tokens is not None and chosen is not None and rejected is not None and evidence.tokenizer is not None:
         before, after = (value / tokens for value in chosen)
         chance = -math.log(evidence.tokenizer.num_ids)
-        if after < chance < before:
+        alike = chosen[0] - chosen[1] > ALIKE * (rejected[0] - rejected[1])
+        if after < chance < before and alike:
             how = f"chosen answers have {after:.3g} nats a token, {before:.3g} before; by chance it is {chance:.3g}"
             return _destroyed(evidence, how)
     return rate_too_large(evidence)
@@ -435,10 +441,11 @@ def pairs_saturated(evidence: Evidence) -> Cause | None:
 def likelihood_falls(evidence: Evidence) -> Cause | None:
     """Both answers lose likelihood: the model prefers the chosen one by writing neither."""
     tokens = _answer_tokens(evidence, "chosen")
-    change = _moved(evidence, "logps/chosen"), _moved(evidence, "logps/rejected")
-    if tokens is None or change[0] is None or change[1] is None:
+    chosen, rejected = _moved(evidence, "logps/chosen"), _moved(evidence, "logps/rejected")
+    if tokens is None or chosen is None or rejected is None:
         return None
-    (chosen_before, chosen_after), (rejected_before, rejected_after) = change
+    chosen_before, chosen_after = chosen
+    rejected_before, rejected_after = rejected
     fall = chosen_before - chosen_after
     if fall / tokens < FALLEN or fall < LEAST_FALLEN or rejected_after >= rejected_before:
         return None

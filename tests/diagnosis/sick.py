@@ -169,10 +169,10 @@ CASES: dict[str, Case] = {
         "stale",
         RL,
         asynchronous={"max_staleness": 8},
-        optimizer={"learning_rate": 3e-3},
+        optimizer={"learning_rate": 1e-3},
         algorithm={"kind": "grpo", "importance_sampling": {"apply": "never"}},
     ),
-    "rl_small_eval": case("evaluation_too_small", RL, eval_dataset={"args": {"count": 8}}, num_steps=12),
+    "rl_small_eval": case("evaluation_too_small", RL, eval_dataset={"args": {"count": 8}}, num_steps=25),
     "rl_overfit": case(
         "overfitting",
         RL,
@@ -364,6 +364,7 @@ KEPT_METRICS = (
 KEPT_COLUMNS = ("group", "sample", "row", "stop", "reward", "tokens", "versions")
 KEPT_RECORDS = 5
 KEPT_GROUPS = 16
+KEPT_SAMPLES = 40
 
 
 def keep(name: str, seed: int, run: Path, folder: Path = KEPT_RUNS) -> Path:
@@ -413,10 +414,15 @@ def _short(line: Fields) -> dict[str, Any]:
 
 
 def _numbers(result: Any) -> Any:
-    """The result without its lists of samples."""
-    if isinstance(result, dict):
-        return {name: _numbers(value) for name, value in result.items() if not isinstance(value, list)}
-    return result
+    """The result without its lists, but for the first samples."""
+    if not isinstance(result, dict):
+        return result
+    kept = {name: _numbers(value) for name, value in result.items() if not isinstance(value, list)}
+    samples = result.get("samples", ())
+    # Without rewards of their own and times: the texts tell whether answers have changed.
+    return kept | (
+        {"samples": [{"completion": one["completion"]} for one in samples[:KEPT_SAMPLES]]} if samples else {}
+    )
 
 
 def _short_record(file: Path) -> bytes:
