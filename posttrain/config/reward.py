@@ -85,7 +85,8 @@ class MonitorSection(Section):
     """Name of a reward with weight 0 that training does not follow, such as a stricter check; by default the first such
     reward."""
     on_alarm: Literal["warn", "stop"] = "warn"
-    """`stop`: abort the run when it tells one, to be resumed from the last checkpoint with another reward in a new output."""
+    """`stop`: abort the run when one is told, to be resumed from the last checkpoint with another reward in a new
+    output."""
 
 
 MAX_SAMPLES = 1000

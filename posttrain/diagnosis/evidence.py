@@ -17,10 +17,9 @@ from posttrain.config import ModelSection, TrainSection
 from posttrain.config.yaml_file import load_recorded
 from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.diagnosis.answers import CONFIG, Answers, no_answers, score_answers
+from posttrain.diagnosis.answers import CONFIG, Answers, no_answers
+from posttrain.diagnosis.score_answers import score_answers
 from posttrain.errors import ConfigError
-from posttrain.rollout.records import file_of, read_rollouts, read_tokens, recorded_steps
-from posttrain.rollout.trajectory import is_cut
 from posttrain.tracking.records import read_lines, read_metrics, read_samples
 
 WARNINGS = "warnings.jsonl"
@@ -77,6 +76,8 @@ class RecordedSample:
 
     @property
     def is_cut(self) -> bool:
+        from posttrain.rollout.trajectory import is_cut
+
         return is_cut(self.stop)
 
 
@@ -323,7 +324,12 @@ def _read_rows(section: TrainSection, held_out: bool) -> list[Mapping[str, Any]]
 
 
 def _read_records(folder: Path) -> list[RecordedSample]:
-    steps = recorded_steps(folder) if folder.is_dir() else []
+    # Only stages that sample have records, and load what reads them.
+    if not folder.is_dir():
+        return []
+    from posttrain.rollout.records import file_of, recorded_steps
+
+    steps = recorded_steps(folder)
     if len(steps) > MAX_RECORDS:
         steps = [steps[round(place)] for place in np.linspace(0, len(steps) - 1, MAX_RECORDS)]
     found: list[RecordedSample] = []
@@ -336,6 +342,8 @@ def _read_records(folder: Path) -> list[RecordedSample]:
 
 
 def _read_record(file: Path, step: int) -> list[RecordedSample]:
+    from posttrain.rollout.records import read_rollouts, read_tokens
+
     tokens = read_tokens(file)
     return [
         RecordedSample(

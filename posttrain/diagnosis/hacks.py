@@ -21,7 +21,7 @@ from posttrain.reward.lab.cases import ANSWER_COLUMNS
 WORSE_Z = -2.0
 """Fall of the reward, in standard errors, below which what the samples do is not for its sake."""
 OUTWEIGHED = ("answers_cut", "never_stops", "overfitting", "evaluation_too_small", "noisy_data", "little_signal")
-"""What a hack brings with it."""
+"""Causes that a hack brings with it."""
 
 
 def is_watched(evidence: Evidence) -> bool:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from posttrain.config import ModelSection, OnlineSection, TrainSection
-from posttrain.diagnosis.answers import Answers, score_answers
+from posttrain.diagnosis.answers import Answers
 from posttrain.diagnosis.causes import Cause
 from posttrain.diagnosis.diagnose import diagnose
 from posttrain.diagnosis.evidence import WARNINGS, Evidence, read_evidence, read_warnings, stage_evidence
 from posttrain.diagnosis.report import StageDiagnosis, stage_diagnosis
+from posttrain.diagnosis.score_answers import score_answers
 from posttrain.errors import RunError
 from posttrain.metrics import Sample
 from posttrain.tracking.console import console, printable

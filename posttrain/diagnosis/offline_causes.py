@@ -73,7 +73,7 @@ FORGOTTEN = 0.5
 
 @dataclass(frozen=True)
 class TrainedTexts:
-    """What some rows of a dataset become: lengths, tokens with loss and ends, before rows are cut."""
+    """Lengths, tokens with loss and ends of some rows of a dataset, before rows are cut."""
 
     num_rows: int
     unlearned: float
