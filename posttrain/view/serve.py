@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from posttrain.diagnosis.evidence import read_warnings
+from posttrain.diagnosis.report import why
 from posttrain.errors import ConfigError
 from posttrain.rollout.records import Sequence as TokenSequence
 from posttrain.rollout.records import read_pictures, read_sample
@@ -121,6 +123,7 @@ class Api:
             "microscope": self.microscope,
             "prompts": self.prompts,
             "compare": self.compare,
+            "why": self.why,
         }
         self.changes = {"microscope": self.replay}
 
@@ -223,6 +226,11 @@ class Api:
                     summary["means"][name] = logged
             found.append(summary)
         return found
+
+    def why(self, given: Mapping[str, str]) -> Any:
+        """Causes for which a run did not learn, and those that it told while it trained."""
+        folder = self._run(given).folder.path
+        return {"stages": why(folder).record(), "told": read_warnings(folder)}
 
     def _run(self, given: Mapping[str, str]) -> Viewed:
         number, runs = given.get("run", ""), self._roster.runs

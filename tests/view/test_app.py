@@ -266,3 +266,9 @@ def test_an_index_of_another_version_is_made_anew(tmp_path: Path, monkeypatch: p
     index_all([Indexer(folder, viewed("run", folder).index)])
     with served([run]) as address:
         assert ask(address, "rollouts")["total"] == PROMPTS * GROUP + 2
+
+
+def test_why(address: str) -> None:
+    found = ask(address, "why", run=0)
+    assert [stage["stage"] for stage in found["stages"]] == [STAGE] and found["told"] == []
+    assert found["stages"][0]["head"].startswith(f"{STAGE}: ")

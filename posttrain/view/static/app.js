@@ -7,9 +7,10 @@ import { el } from "./dom.js";
 import { prompts } from "./prompts.js";
 import { rollout } from "./rollout.js";
 import { rollouts } from "./rollouts.js";
+import { why } from "./why.js";
 
-const VIEWS = { curves, rollouts, prompts, compare, rollout };
-const TABS = { curves: "Curves", rollouts: "Rollouts", prompts: "Prompts", compare: "Side by side" };
+const VIEWS = { curves, rollouts, prompts, compare, why, rollout };
+const TABS = { curves: "Curves", rollouts: "Rollouts", prompts: "Prompts", compare: "Side by side", why: "Why" };
 const POLL_MS = 3000;
 const state = { runs: [], shown: 0, refresh: null, drawn: "" };
 
