@@ -120,10 +120,21 @@ class Case:
     start: str = "pupil"
     """Model of `WARM` to begin from."""
     model: Fields = field(default_factory=dict)
+    breaks_off: bool = False
+    """True if the run ends with an error by itself."""
 
 
-def case(cause: str, stage: Fields, /, *, start: str = "pupil", model: Fields | None = None, **changes: Any) -> Case:
-    return Case(cause, stage, changes, start, model or {})
+def case(
+    cause: str,
+    stage: Fields,
+    /,
+    *,
+    start: str = "pupil",
+    model: Fields | None = None,
+    breaks_off: bool = False,
+    **changes: Any,
+) -> Case:
+    return Case(cause, stage, changes, start, model or {}, breaks_off)
 
 
 CASES: dict[str, Case] = {
@@ -164,15 +175,16 @@ CASES: dict[str, Case] = {
     ),
     "rl_kl": case("kl_outweighs", RL, algorithm={"kind": "grpo", "kl_coef": 30.0}),
     "rl_entropy": case("entropy_outweighs", RL, algorithm={"kind": "grpo", "entropy_coef": 0.5}),
-    "rl_noisy": case("noisy_data", RL, dataset=rows("wrong_rows", count=100, share=0.4), start="teacher"),
+    "rl_noisy": case("noisy_data", RL, dataset=rows("wrong_rows", count=200, share=0.3), num_steps=40),
     "rl_stale": case(
         "stale",
         RL,
+        breaks_off=True,
         asynchronous={"max_staleness": 8},
         optimizer={"learning_rate": 1e-3},
         algorithm={"kind": "grpo", "importance_sampling": {"apply": "never"}},
     ),
-    "rl_small_eval": case("evaluation_too_small", RL, eval_dataset={"args": {"count": 8}}, num_steps=25),
+    "rl_small_eval": case("evaluation_too_small", RL, eval_dataset={"args": {"count": 4}}, num_steps=25),
     "rl_overfit": case(
         "overfitting",
         RL,
@@ -287,11 +299,11 @@ def configuration(case: Case, seed: int, folder: Path, output: Path) -> dict[str
     }
 
 
-def run(config: Fields, file: Path) -> None:
+def run(config: Fields, file: Path, *, breaks_off: bool = False) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(dict(config), sort_keys=False))
     done = posttrain("run", file)
-    if done.code != 0:
+    if (done.code != 0) != breaks_off:
         raise RuntimeError(f"{file.stem}: {done.err[-2000:]}\n{done.out[-500:]}")
 
 
@@ -332,7 +344,8 @@ def make(name: str, seed: int, folder: Path) -> Path:
     for start in {case.start, *teachers}:
         make_warm(start, seed, folder)
     shutil.rmtree(output, ignore_errors=True)
-    run(configuration(case, seed, folder, output), folder / "raw" / f"{name}-{seed}.yaml")
+    file = folder / "raw" / f"{name}-{seed}.yaml"
+    run(configuration(case, seed, folder, output), file, breaks_off=case.breaks_off)
     for found in [*output.glob("*/checkpoints")]:
         shutil.rmtree(found)
     for found in [*output.glob("*/model/*.safetensors")]:
@@ -379,8 +392,9 @@ def keep(name: str, seed: int, run: Path, folder: Path = KEPT_RUNS) -> Path:
     files = {
         "config.yaml": yaml.safe_dump(config, sort_keys=False).encode(),
         "metrics.jsonl": "".join(f"{json.dumps(_short(line))}\n" for line in lines).encode(),
-        f"{stage.name}/result.json": json.dumps(_numbers(json.loads((stage / "result.json").read_text()))).encode(),
     }
+    for file in stage.glob("result.json"):
+        files[f"{stage.name}/{file.name}"] = json.dumps(_numbers(json.loads(file.read_text()))).encode()
     if case.model:
         files |= {f"{stage.name}/model/{file.name}": file.read_bytes() for file in stage.glob("model/tokenizer*.json")}
     records = sorted(stage.glob("trajectories/*.parquet"))
