@@ -42,7 +42,10 @@ class DiagnosisSink:
         self._run, self._name, self._section, self._kind, self._model = run, name, section, kind, model
         if (run / WARNINGS).exists():
             keep_lines(run / WARNINGS, lambda line: line["stage"] != name or line["step"] <= start_step)
-        self._told = {line["name"] for line in read_warnings(run) if line["stage"] == name}
+        before = [line for line in read_warnings(run) if line["stage"] == name]
+        self._told = {line["name"] for line in before}
+        self.num_hacks = sum(line["hack"] for line in before)
+        """Kinds of reward hacking told so far."""
         self._lines: dict[int, dict[str, Any]] = {
             line["step"]: line for line in read_metrics(run) if line["stage"] == name and line["step"] <= start_step
         }
@@ -75,6 +78,7 @@ class DiagnosisSink:
             return
         for cause in found:
             self._told.add(cause.name)
+            self.num_hacks += cause.hack
             tell(warning_line(step, cause))
         write_warnings(self._run, self._name, step, found)
         monitor = self._section.monitor if isinstance(self._section, OnlineSection) else None

@@ -250,6 +250,8 @@ class StepReport:
         self._record(step, result)
         monitor = self._rollouts.inputs.monitor
         hacking = {} if monitor is None else monitor.measure(result.groups_P, result.rewards)
+        if monitor is not None:
+            hacking["hacking/alarms"] = float(self._training.num_hacks)
         check_agreement(result.metrics, step, lambda: self._diagnosis(result))
         metrics = {
             **to_host(result.metrics),
