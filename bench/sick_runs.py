@@ -69,7 +69,9 @@ def main() -> None:
                 continue
             run = sick.make(name, seed, arguments.folder)
             print(f"{name} {seed}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-            runs.append((name, sick.keep(name, seed, run) if arguments.keep else run))
+            runs.append((name, run))
+            if arguments.keep:
+                sick.keep(name, seed, run)
     lines, right, total = table(runs)
     print("\n".join(lines))
     print(f"{right} of {total} runs")

@@ -47,6 +47,10 @@ LEAST_RISE = 0.1
 """Nats that this rise has at least, which losses near 0 have by chance."""
 JUMP = 1.4
 """Ratio of the largest loss of a reward model to that at the start, near log 2: its weights have jumped."""
+STILL_ERRS = 0.2
+"""Loss of a reward model, a third of log 2, that is left to learn."""
+DEAD = 0.1
+"""Share of the first gradient's norm that a model with such a loss has left only if its units are dead."""
 SKIPPED = 0.3
 """Share of updates with gradients that are not finite."""
 EQUAL_PAIRS = 0.2
@@ -349,13 +353,12 @@ def preference_rate_too_large(evidence: Evidence) -> Cause | None:
 
 
 def reward_model_rate_too_large(evidence: Evidence) -> Cause | None:
-    """A reward model whose loss jumped, and which tells held-out answers apart no better than a coin."""
-    loss = evidence.column("loss")
-    known = [line for line in evidence.evaluations if "eval/rewards/accuracies_low" in line]
-    if len(loss) >= 2 * evidence.part and len(known) > 1:
-        low, worst = float(known[-1]["eval/rewards/accuracies_low"]), float(np.nanmax(loss))
-        if low < 0.5 and worst > JUMP * float(loss[0]):
-            how = f"the loss jumped from {loss[0]:.3g} to {worst:.3g}, and held-out accuracy is {low:.0%} or more"
+    """A reward model whose loss jumped, and which has no gradient left although it still errs: its units are dead."""
+    loss, gradients, part = evidence.column("loss"), evidence.column("grad_norm"), evidence.part
+    if len(loss) >= 2 * part and np.isfinite(loss).all():
+        worst, end, left = float(loss.max()), nan_mean(loss[-part:]), nan_mean(gradients[-part:])
+        if worst > JUMP * float(loss[0]) and end > STILL_ERRS and left < DEAD * float(gradients[0]):
+            how = f"the loss jumped from {loss[0]:.3g} to {worst:.3g}, and at {end:.3g} its gradient has vanished"
             return _destroyed(evidence, how)
     return rate_too_large(evidence)
 

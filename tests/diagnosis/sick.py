@@ -184,7 +184,7 @@ CASES: dict[str, Case] = {
         optimizer={"learning_rate": 1e-3},
         algorithm={"kind": "grpo", "importance_sampling": {"apply": "never"}},
     ),
-    "rl_small_eval": case("evaluation_too_small", RL, eval_dataset={"args": {"count": 4}}, num_steps=25),
+    "rl_small_eval": case("evaluation_too_small", RL, eval_dataset={"args": {"count": 4}}, num_steps=40),
     "rl_overfit": case(
         "overfitting",
         RL,
