@@ -16,7 +16,7 @@ from posttrain.diagnosis.hacks import HACKS
 from posttrain.diagnosis.words import count, shown_range, shown_text
 from posttrain.reward.lab.cases import ANSWER_COLUMNS
 from posttrain.rollout.trajectory import LIMITS
-from posttrain.statistics import mean_interval
+from posttrain.statistics import LEVEL, mean_interval
 
 UNCHANGED_Z = 3.0
 """Standard errors below which a change of the reward counts as none: two in a hundred runs reach 2.3 by chance."""
@@ -290,6 +290,8 @@ DEAD = 0.5
 """Share of the steps without any group of different rewards, beyond which the stage has learned next to nothing."""
 ALIKE = 1.5
 """Different texts in a group, of 3 or more, below which the samples are alike."""
+SAMPLED_AT = 0.8
+"""Least temperature at which equal samples say that the model is sure."""
 COLD_MIXED = 0.25
 """Share of groups with different rewards below which alike samples are what is missing."""
 GOOD = 0.95
@@ -377,8 +379,7 @@ def sampling_too_cold(evidence: Evidence) -> Cause | None:
         return None
     if section.group_size < 3 or distinct is None or distinct >= ALIKE:
         return None
-    temperature, top_k = section.sampling.temperature, section.sampling.top_k
-    cold = temperature < 0.8 or top_k == 1 or section.sampling.top_p < 0.5
+    temperature, cold = section.sampling.temperature, _is_cold(section)
     advice = "sampling.temperature=1 (and no top_k, top_p or min_p)"
     if not cold:
         advice = (
@@ -390,8 +391,14 @@ def sampling_too_cold(evidence: Evidence) -> Cause | None:
         f"{section.group_size} at sampling.temperature={temperature:g}",
         evidence=[f"entropy {evidence.mean('entropy'):.3g} nats a token", _passed_words(evidence)],
         advice=advice,
-        explains=("too_hard", "too_easy", "little_signal", "rate_too_small", "noisy_data"),
+        explains=("too_hard", "too_easy", "little_signal", "rate_too_small"),
     )
+
+
+def _is_cold(section: OnlineSection) -> bool:
+    """True if the settings of sampling make the samples alike, whatever the model is sure of."""
+    sampling = section.sampling
+    return sampling.temperature < SAMPLED_AT or sampling.top_k == 1 or sampling.top_p < 0.5
 
 
 def too_easy(evidence: Evidence) -> Cause | None:
@@ -581,13 +588,11 @@ REFUSED = 0.10
 ELSE_GOOD = 0.85
 """Mean reward of the other groups in which the model is sure: a model that errs in many ways stays below."""
 LEAST_GROUPS = 24
-SAMPLED_AT = 0.8
-"""Least temperature at which equal samples say that the model is sure."""
 
 
 def noisy_data(evidence: Evidence) -> Cause | None:
     """The model is sure of answers that the data calls wrong, and right where it is sure of others."""
-    if section_of(evidence).sampling.temperature < SAMPLED_AT:
+    if _is_cold(section_of(evidence)):
         return None
     sure: list[tuple[list[RecordedSample], RecordedSample, int]] = []
     for group in evidence.groups(evidence.late_records()):
@@ -618,7 +623,7 @@ def noisy_data(evidence: Evidence) -> Cause | None:
         ],
         advice="look at these rows; correct or remove them if the data is wrong",
         sure=False,
-        explains=("little_signal",),
+        explains=("little_signal", "sampling_too_cold"),
     )
 
 
@@ -689,9 +694,9 @@ def overfitting(evidence: Evidence) -> Cause | None:
 def evaluation_too_small(evidence: Evidence) -> Cause | None:
     """The held-out set is too small to see the gain of training."""
     change, held_out = evidence.change("reward"), _held_out(evidence)
-    if change is None or held_out is None or not change.rises(0.0):
+    if change is None or held_out is None or not change.rises(0.0, UNCHANGED_Z):
         return None
-    if not (held_out["low"] < 0.0 < held_out["mean"] < held_out["high"] and held_out["high"] > change.by / 2):
+    if held_out["p_value"] < 1.0 - LEVEL or held_out["high"] < change.by / 2:
         return None
     width = held_out["high"] - held_out["low"]
     prompts = held_out["n"] * (width / max(change.by, 1e-9)) ** 2

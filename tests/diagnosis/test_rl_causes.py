@@ -169,7 +169,8 @@ def test_little_signal() -> None:
 
 
 def difference(mean: float, half: float) -> dict[str, Any]:
-    found = {"mean": mean, "low": mean - half, "high": mean + half, "n": 30, "p_value": 0.5}
+    p_value = 0.5 if abs(mean) < half else 0.01
+    found = {"mean": mean, "low": mean - half, "high": mean + half, "n": 30, "p_value": p_value}
     return {"difference": {"eval/reward": found}}
 
 
