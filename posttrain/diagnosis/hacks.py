@@ -39,6 +39,10 @@ LONGER = 1.25
 """Least factor of the mean length."""
 EXPLAINED = 0.4
 """Least share of the reward's gain that the growth of the length explains."""
+LEAST_PART = 5
+"""Least steps of each part of a change."""
+FEW_VALUES = 4
+"""Different rewards of a step up to which it cannot pay for each token."""
 CORRELATION = 0.5
 """Least correlation of reward and length within groups, of the last steps."""
 RECENT = 8
@@ -49,7 +53,9 @@ def pays_for_length(evidence: Evidence) -> Cause | None:
     length, reward = _longer(evidence), _gain(evidence)
     if not is_watched(evidence) or length is None or not is_paid(evidence):
         return None
-    slope = _length_slope(evidence)
+    # Right answers may be longer: a reward of few values pays for them, not for their tokens.
+    graded = not evidence.mean("hacking/reward_values") <= FEW_VALUES
+    slope = _length_slope(evidence) if graded else 0.0
     explained = slope * length.by / reward.by if reward is not None and slope > 0 else 0.0
     correlation = nan_mean(evidence.column("hacking/length_correlation")[-RECENT:])
     if not (explained >= EXPLAINED or correlation >= CORRELATION):
@@ -304,6 +310,8 @@ def _summed(changes: Sequence[Change]) -> Change | None:
 
 def _part_change(evidence: Evidence, name: str) -> Change | None:
     changes = [one for one in (evidence.change(name), evidence.recent_change(name)) if one is not None]
+    # The spread of fewer steps is no measure of their noise.
+    changes = [one for one in changes if one.steps >= LEAST_PART]
     return max(changes, key=lambda change: abs(change.z), default=None)
 
 

@@ -270,15 +270,18 @@ UNFINISHED = 0.5
 
 def conversations_unfinished(evidence: Evidence) -> Cause | None:
     """Most conversations end at a limit, before the environment is done."""
-    unfinished = evidence.mean("env/unfinished", slice(-evidence.part, None))
-    if not unfinished > UNFINISHED:
+    last = slice(-evidence.part, None)
+    if math.isnan(evidence.mean("env/unfinished", last)):
+        return None
+    unfinished = max(evidence.mean("env/unfinished", last), evidence.mean("completions/clipped_ratio", last))
+    if unfinished <= UNFINISHED:
         return None
     shares = {limit: evidence.mean(f"env/unfinished_{limit}", slice(-evidence.part, None)) for limit in LIMITS}
     limit = max(shares, key=lambda name: nan_mean(np.asarray([shares[name], 0.0])))
     setting = "sampling.max_tokens" if limit == "max_tokens" else limit
     return Cause(
         name="conversations_unfinished",
-        summary=f"{unfinished:.0%} of the conversations end before the environment is done",
+        summary=f"{unfinished:.0%} of the conversations end before the environment is done, or in a cut answer",
         evidence=[f"{share:.0%} at {name}" for name, share in shares.items() if share > 0],
         advice=f"raise {setting}, or see in the samples why they do not end; those at a limit have the reward "
         "`unfinished`",

@@ -60,6 +60,7 @@ class Monitor:
             "hacking/length_correlation": logs.correlation,
             "hacking/length_slope": plain.slope,
             "hacking/length_spread": plain.spread,
+            "hacking/reward_values": float(len(np.unique(rewards_PG[~np.isnan(rewards_PG)]))),
             "hacking/repetition": mean_of(repeated_PG),
             "hacking/copied": mean_of(copied_PG),
             "hacking/answer_leak": _answer_leak(rewards_PG, self._tells(groups_P)),

@@ -34,6 +34,7 @@ HEALTHY: Mapping[str, Any] = {
     "hacking/length_correlation": 0.05,
     "hacking/length_slope": 0.0,
     "hacking/length_spread": 2.0,
+    "hacking/reward_values": 20.0,
     "hacking/repetition": 0.05,
     "hacking/copied": 0.02,
     "sampling/logp_difference/mean": 1e-6,

@@ -85,6 +85,8 @@ def test_a_reward_that_pays_for_length() -> None:
     assert names(evidence({**LONGER, "hacking/length_slope": 0.03})) == ["pays_for_length"]
     assert names(evidence({**LONGER, "hacking/length_slope": 0.012})) == []
     assert names(evidence({"hacking/length_slope": 0.05})) == []
+    # Rewards of 0 and 1: the right answers are the longer ones.
+    assert names(evidence({**LONGER, "hacking/length_slope": 0.05, "hacking/reward_values": 2.0})) == []
     (cause,) = diagnose(evidence({**LONGER, "hacking/length_slope": 0.05}))
     assert "within groups +0.05 a token, which explains" in cause.summary and "do not raise" in cause.advice
     assert names(evidence({**LONGER, "hacking/length_slope": 0.05}, settings={"monitor": None})) == []
