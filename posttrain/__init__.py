@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from posttrain.config import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
     from posttrain.data.grammar import Grammar as Grammar
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
+    from posttrain.diagnosis.report import why as why
     from posttrain.errors import ConfigError as ConfigError
     from posttrain.errors import RunError as RunError
     from posttrain.export.resize import average as average
@@ -150,6 +151,7 @@ _MODULES = {
     "save_adapter": "posttrain.weights.peft_save",
     "save_model": "posttrain.weights.save",
     "to_host": "posttrain.metrics",
+    "why": "posttrain.diagnosis.report",
 }
 
 _UNITS = ("data", "losses", "rl")

@@ -1,5 +1,5 @@
-"""Command line: `posttrain run | launch | check | reward | plan | replay | view | schema | fields | env | distill |
-generate | chat | serve | evaluate | compare | export | upcycle | upscale | prune`."""
+"""Command line: `posttrain run | launch | check | reward | plan | replay | why | view | schema | fields | env |
+distill | generate | chat | serve | evaluate | compare | export | upcycle | upscale | prune`."""
 
 from __future__ import annotations
 
@@ -289,6 +289,23 @@ def replay(
         return
     for line in lines_of(recipe(run, step, model=model, changes=changes or [])):
         print(line)
+
+
+@app.command()
+def why(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The output folder of a run, or the folder of a stage in it.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="The causes as JSON.")] = False,
+) -> None:
+    """Say why a run did not learn, or learned something else than was meant: causes, their numbers, what to try."""
+    from posttrain.diagnosis.report import why as recipe
+
+    found = recipe(run)
+    if as_json:
+        print(json.dumps(found.record(), indent=1))
+    else:
+        print_lines(found.lines())
 
 
 app.command()(reward)

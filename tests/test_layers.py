@@ -30,6 +30,7 @@ LAYERS = (
     {"agents"},
     {"rl"},
     {"evaluation"},
+    {"diagnosis"},
     {"stages"},
     {"plan"},
     {"runs"},

@@ -78,14 +78,15 @@ class RewardSection(Section):
 
 
 class MonitorSection(Section):
-    """Monitor of reward hacking: metrics `hacking/*`, and an alarm with samples where the reward grows by length,
+    """Monitor of reward hacking: metrics `hacking/*`, by which the diagnosis tells where the reward grows by length,
     repetition, copies of the prompt, form or told answers, or apart from a verifier."""
 
     verifier: Text | None = None
     """Name of a reward with weight 0 that training does not follow, such as a stricter check; by default the first such
     reward."""
     on_alarm: Literal["warn", "stop"] = "warn"
-    """`stop`: abort the run at an alarm, to be resumed from the last checkpoint with another reward in a new output."""
+    """`stop`: abort the run when one is told, to be resumed from the last checkpoint with another reward in a new
+    output."""
 
 
 MAX_SAMPLES = 1000

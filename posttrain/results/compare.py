@@ -21,8 +21,8 @@ from posttrain.results.result import RunResult, attach
 from posttrain.runs.folder import NO_EFFECT
 from posttrain.runtime.files import digest
 from posttrain.statistics import Interval, PairedDifference, mean_interval, paired_difference, prompt_numbers
-from posttrain.tracking.history import points
 from posttrain.tracking.notebook import MAX_POINTS, text_curve
+from posttrain.tracking.records import points
 from posttrain.tracking.steps import LAYOUTS
 
 COLORS = ("#3b7dd8", "#d8703b", "#3ba55d", "#a55dc4", "#c4a13b", "#3bb8c4", "#c43b6e", "#7a7a7a")

@@ -25,8 +25,8 @@ from posttrain.runs.folder import CONFIG_NAME, describe_versions, versions_of
 from posttrain.runtime.files import is_locked
 from posttrain.stages.table import stage_names
 from posttrain.tracking.console import cut
-from posttrain.tracking.history import Records, points, read_metrics, read_samples
 from posttrain.tracking.notebook import Curves
+from posttrain.tracking.records import Records, points, read_metrics, read_samples
 from posttrain.tracking.steps import LAYOUTS, means_of_functions, shown_number
 from posttrain.weights.load import load_model
 from posttrain.weights.locate import read_model_files

@@ -21,7 +21,8 @@ from posttrain.errors import ConfigError, did_you_mean
 from posttrain.metrics import merge
 from posttrain.reward.call import CallError, Failure, Scores, check_values
 from posttrain.reward.caller import Caller, ProcessCaller, RewardServer, ThreadCaller
-from posttrain.reward.function import ENV_REWARD, Keywords, Reward, RewardCache, env_rewards, rewards_of
+from posttrain.reward.function import ENV_REWARD, Reward, RewardCache, env_rewards, rewards_of
+from posttrain.reward.keywords import Keywords
 from posttrain.reward.model import ModelReward
 from posttrain.reward.types import RewardError, Rewards
 from posttrain.rollout.trajectory import Group, Trajectory
@@ -48,7 +49,7 @@ class Rubric:
                 "set `name` of one of them"
             )
         self.rewards = tuple(rewards)
-        self._keywords = {reward.name: Keywords(reward) for reward in rewards}
+        self._keywords = {reward.name: Keywords(reward.function, reward.args, text=reward.text) for reward in rewards}
         self._caches = {
             reward.name: RewardCache(self._keywords[reward.name], reward.name) for reward in rewards if reward.cache
         }

@@ -1,10 +1,7 @@
-"""Metrics of online steps, and what is said about steps without a training signal: warnings, once each, and the error
-of those without any reward."""
+"""Metrics of online steps, and the error of steps without any reward."""
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +10,6 @@ from jaxtyping import Bool, Float
 from posttrain.errors import RunError
 from posttrain.reward.types import Rewards
 from posttrain.rl.advantages import is_mixed
-from posttrain.rl.monitor import Sums, added, lengths_of, within_groups
 from posttrain.rollout.trajectory import LIMITS, Group, Trajectory
 from posttrain.statistics import prompt_numbers, standard_error
 from posttrain.tree import Mean
@@ -175,129 +171,3 @@ def refill_metrics(useful_of_waves: Sequence[Bool[np.ndarray, " W"]], wanted: in
         "sampling/refill/groups": float(sum(map(len, useful_of_waves[1:]))),
         "sampling/refill/short": float(wanted - sum(int(useful.sum()) for useful in useful_of_waves)),
     }
-
-
-STEPS = 3
-"""Consecutive steps before a warning."""
-MAX_CUT = 0.5
-LENGTH_ALONE = 0.9
-"""Least correlation of rewards and lengths within groups."""
-FALLEN = 2.5
-"""Least fall of the mean reward that the policy is blamed for, in standard errors, of as many rewards as prompts."""
-LEAST_SAMPLES = 24
-"""Least samples, less groups, of a correlation."""
-
-
-class SignalWarnings:
-    """Warnings of a stage; each is given once. `max_tokens`: of a completion. `scored`: the stage has rewards.
-    `converses`: samples are conversations, of which only those that end too early are told."""
-
-    def __init__(self, *, max_tokens: int, scored: bool, converses: bool):
-        self._max_tokens, self._scored, self._converses = max_tokens, scored, converses
-        self._equal = self._cut = 0
-        self._mixed: np.ndarray | None = None
-        self._ended = Mean(total=0.0, weight=0.0)
-        self._sums: deque[Sums] = deque(maxlen=STEPS)
-        self._given: set[str] = set()
-
-    def observe(self, groups_P: Sequence[Group], rewards: Rewards, *, kl: float) -> list[str]:
-        """New warnings after a step. `kl`: from the reference, per token; NaN where it is not measured."""
-        samples = [sample for group in groups_P for sample in group]
-        cut = float(np.mean([sample.is_cut or sample.limit is not None for sample in samples]))
-        self._cut = self._cut + 1 if cut > MAX_CUT else 0
-        line = self._unfinished_line(samples, cut) if self._converses else self._cut_line(cut, groups_P, rewards)
-        found = {"cut": line if self._cut >= STEPS else None}
-        if self._scored and not self._converses:
-            total_PG = np.asarray(rewards.total_PG, np.float64)
-            self._equal = self._equal + 1 if _equal_within(total_PG) else 0
-            # Rewards of the last step with something to learn.
-            self._mixed = total_PG if is_mixed(total_PG).any() else self._mixed
-            self._sums.append(within_groups(lengths_of(groups_P), total_PG))
-            found["equal"] = self._equal_line(rewards, kl) if self._equal >= STEPS else None
-            found["length"] = self._length_line()
-        new = {name: line for name, line in found.items() if line is not None and name not in self._given}
-        self._given |= set(new)
-        return list(new.values())
-
-    def _cut_line(self, cut: float, groups_P: Sequence[Group], rewards: Rewards) -> str:
-        """Line about answers that are cut: more tokens help only where an end is what the rewards miss."""
-        is_cut = np.asarray([[sample.is_cut for sample in group] for group in groups_P], bool)
-        total_PG = np.asarray(rewards.total_PG, np.float64)
-        known = ~np.isnan(total_PG)
-        ended = total_PG[known & ~is_cut]
-        self._ended += Mean(total=float(ended.sum()), weight=float(ended.size))
-        paid = _nanmean(np.where(is_cut, total_PG, np.nan))
-        if self._scored and paid >= self._ended.value():
-            return (
-                f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}, for {STEPS} steps, and "
-                f"their reward, {paid:.3g}, is not below that of answers that end, {self._ended.value():.3g}: the "
-                "rewards do not ask for an end, so that more tokens make longer answers; try the functions with "
-                "posttrain reward"
-            )
-        return (
-            f"{cut:.0%} of the samples are cut at sampling.max_tokens={self._max_tokens}, for {STEPS} steps: their "
-            "answers are missing, and most rewards are those of unfinished text; raise sampling.max_tokens, or see in "
-            "the samples why they do not end"
-        )
-
-    def _unfinished_line(self, samples: Sequence[Trajectory], cut: float) -> str:
-        shares = {limit: float(np.mean([sample.limit == limit for sample in samples])) for limit in LIMITS}
-        causes = [f"{share:.0%} at {self._named(limit)}" for limit, share in shares.items() if share]
-        if scored := float(np.mean([sample.is_cut and sample.limit is None for sample in samples])):
-            limit = f"sampling.max_tokens={self._max_tokens} or row_tokens"
-            causes.append(f"{scored:.0%} scored with a last answer that is cut, at {limit}")
-        return (
-            f"{cut:.0%} of the conversations end before the environment is done, or in an answer that is cut, for "
-            f"{STEPS} steps ({', '.join(causes)}); those at a limit have the reward `unfinished`; raise the limit, or "
-            "see in the samples why they do not end"
-        )
-
-    def _named(self, limit: str) -> str:
-        return f"sampling.max_tokens={self._max_tokens}" if limit == "max_tokens" else limit
-
-    def _equal_line(self, rewards: Rewards, kl: float) -> str:
-        total_PG = rewards.total_PG
-        valid = total_PG[~np.isnan(total_PG)]
-        parts = ", ".join(f"{name} {_span(part)}" for name, part in rewards.parts_PG.items())
-        before_PG = self._mixed
-        error = math.nan if before_PG is None else float(np.nanstd(before_PG)) / math.sqrt(len(before_PG))
-        if before_PG is not None and np.nanmean(before_PG) - valid.mean() > FALLEN * error:
-            # The functions told samples apart, and paid more, before the updates: the policy is what has changed.
-            far = "" if math.isnan(kl) else f"; KL from the reference {kl:.3g} nats a token"
-            where = (
-                f"before, rewards differed and were {np.nanmean(before_PG):.3g} on average: an update has moved the "
-                f"policy too far{far}; begin anew with a lower optimizer.learning_rate"
-            )
-        elif valid.min() < valid.max():
-            where = "the prompts are too easy or too hard for this model, or its samples are alike"
-        else:
-            where = "read the samples, and try the functions with posttrain reward"
-        return (
-            f"no group has different rewards, for {STEPS} steps, so nothing is learned from them: reward "
-            f"{_span(total_PG)} ({parts}); {where}"
-        )
-
-    def _length_line(self) -> str | None:
-        sums = added(self._sums)
-        if len(self._sums) < STEPS or sums.count < LEAST_SAMPLES or abs(sums.correlation) < LENGTH_ALONE:
-            return None
-        side = "longer" if sums.correlation > 0 else "shorter"
-        return (
-            f"within groups the reward follows the length of the samples alone (correlation {sums.correlation:.2f} "
-            f"over {STEPS} steps), so {side} ones are learned, whatever they say; try the functions with posttrain "
-            "reward"
-        )
-
-
-def _equal_within(total_PG: np.ndarray) -> bool:
-    """Tell whether no group has two different rewards; False without any reward."""
-    valid = [row[~np.isnan(row)] for row in total_PG]
-    return any(row.size for row in valid) and all(np.ptp(row) == 0 for row in valid if row.size)
-
-
-def _span(values: np.ndarray) -> str:
-    valid = values[~np.isnan(values)]
-    if not valid.size:
-        return "None"
-    low, high = float(valid.min()), float(valid.max())
-    return f"{low:g}" if low == high else f"{low:.3g} to {high:.3g}"

@@ -18,13 +18,11 @@ from posttrain.data.prompt_images import PromptImages
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.types import RewardError, Rewards
 from posttrain.rl.assemble import rows_of
+from posttrain.rollout.records import FORMAT, META, PICTURES, REWARD, file_of, recorded_steps
 from posttrain.rollout.trajectory import Example, Group, Trajectory, Turn
 from posttrain.runtime.files import write_whole
 from posttrain.tree import Mean
 
-FORMAT = 4
-META = "posttrain"
-"""Key of the description of the step in a file's metadata."""
 TOKENS = {
     "tokens": np.int32,
     "sampled": np.bool_,
@@ -34,10 +32,6 @@ TOKENS = {
     "versions": np.int32,
 }
 """Columns with a value for each token: 21 bytes before compression."""
-PICTURES = "pictures"
-"""Folder of the samples' pictures, beside the records."""
-REWARD = "rewards."
-"""Prefix of the columns of single reward functions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +114,6 @@ def _write_pictures(groups_P: Sequence[Group], folder: Path) -> None:
         if not file.exists():
             folder.mkdir(exist_ok=True)
             write_whole(file, image.png())
-
-
-def file_of(folder: Path, step: int) -> Path:
-    return folder / f"{step:08d}.parquet"
-
-
-def recorded_steps(folder: Path) -> list[int]:
-    """Steps with a record, in order."""
-    return sorted(int(file.stem) for file in folder.glob("*.parquet") if file.stem.isdecimal())
 
 
 def step_before(folder: Path, step: int) -> int:

@@ -61,7 +61,7 @@ from posttrain.runs.memory import GatherChoice, RematChoice, StageSetup, choose_
 from posttrain.runs.prepare import fit_lengths
 from posttrain.stages.context import RoleDevices, num_training_devices, role_devices
 from posttrain.stages.table import check_row_tokens, stage_kind, stage_names
-from posttrain.tracking.history import read_metrics
+from posttrain.tracking.records import read_metrics
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.load import random_weights
 from posttrain.weights.locate import ModelFiles, is_sized, tokenizer_name, trained_model_files

@@ -32,7 +32,8 @@ from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.collector import ScoredRollouts
 from posttrain.rl.metrics import group_metrics
 from posttrain.rl.step import learn
-from posttrain.rl.store import Recorded, read_record, recorded_steps, step_before
+from posttrain.rl.store import Recorded, read_record, step_before
+from posttrain.rollout.records import recorded_steps
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
 from posttrain.runs.folder import CONFIG_NAME

@@ -17,7 +17,8 @@ from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import load_rows, with_all_columns
 from posttrain.errors import ConfigError
 from posttrain.generation import complete
-from posttrain.reward.function import Reward, accepted, missing_arguments, rewards_of
+from posttrain.reward.function import Reward, missing_arguments, rewards_of
+from posttrain.reward.keywords import accepted
 from posttrain.reward.lab.cases import Case, Kind, LabRow, answer_of, cases_of, sample_of
 from posttrain.reward.lab.findings import Finding, findings_of, sample_findings
 from posttrain.reward.lab.measure import Measured, measure

@@ -17,6 +17,10 @@ from jax.sharding import Mesh
 
 from posttrain.config import OnlineSection, PlacementSection, Remat, RunConfig, TrainSection, trains_on_samples
 from posttrain.config.yaml_file import stage_settings
+from posttrain.diagnosis.causes import Cause
+from posttrain.diagnosis.live import end_of_run, tell
+from posttrain.diagnosis.report import StageDiagnosis
+from posttrain.diagnosis.words import count
 from posttrain.errors import ConfigError, OutsideError, outside_error
 from posttrain.evaluation.at_k import paired
 from posttrain.evaluation.sequences import PROMPTS, SEQUENCES
@@ -251,9 +255,10 @@ ANSWER_CELLS = 240
 def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
     """Print a table per evaluated RL stage, perplexities of SFT stages, and the paths of the files written."""
     out = console()
+    stages = end_of_run(output, writes=processes.writes())
     for name, result in zip(names, results, strict=True):
         if "samples" in result.get("after", {}):
-            _print_answers(name, result)
+            _print_answers(name, result, stages[name].hack if name in stages else None)
             _print_values(name, result)
         elif "metrics" in result.get("after", {}):
             _print_judged(name, result)
@@ -261,6 +266,7 @@ def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[
             _print_sequences(name, result)
         if "ended" in result:
             out.print(f"{name}: ended after step {result['ended']}, as a callback has asked", markup=False)
+        _print_causes(output, stages.get(name))
     files = [
         ("model", output / names[-1] / "model"),
         ("metrics", output / "metrics.jsonl"),
@@ -274,7 +280,19 @@ def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[
             out.print(f"{title:12} {path}", markup=False, soft_wrap=True)
 
 
-def _print_answers(name: str, result: Mapping[str, Any]) -> None:
+def _print_causes(output: Path, stage: StageDiagnosis | None) -> None:
+    """Print the first cause for which a stage did not learn, or learned something else, and that it made no update;
+    nothing of a healthy one."""
+    if stage is None or (stage.updated and not stage.causes):
+        return
+    tell(stage.head)
+    for first in stage.causes[:1]:
+        tell(f"{stage.name}: {first.summary}; try: {first.advice}")
+    others = f" (and {count(len(stage.causes) - 1, 'other cause')})" if len(stage.causes) > 1 else ""
+    console().print(f"{'why':12} posttrain why {output}{others}", markup=False, soft_wrap=True)
+
+
+def _print_answers(name: str, result: Mapping[str, Any], hack: Cause | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -296,7 +314,8 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
     for function, old_mean, new_mean in means_of_functions(before, after):
         table.add_row(Text(f"mean {function}"), old_mean, "", new_mean, "")
     out.print(table)
-    out.print(_difference(result, measure), markup=False)
+    line = _difference(result, measure)
+    out.print(line if hack is None else f"{line}; BUT {hack.summary}", markup=False, soft_wrap=True)
 
 
 def _print_values(name: str, result: Mapping[str, Any]) -> None:

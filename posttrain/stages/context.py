@@ -28,6 +28,7 @@ from posttrain.config import (
     TrainSection,
 )
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.diagnosis.live import DiagnosisSink
 from posttrain.errors import ConfigError, placed
 from posttrain.evaluation.at_k import Record, paired
 from posttrain.kernels.logits.chunk_stats import Terms
@@ -220,17 +221,19 @@ class StageRun:
                 self.write_run()
             if trainer.step_number:
                 console().print(f"resuming after step {trainer.step_number} of {num_steps}")
+            start = trainer.step_number if trainer.step_number else -1
+            diagnosis = self._diagnosis(section, start)
             sinks = open_sinks(
                 self.output,
                 stage=self.name,
                 kind=self.kind,
                 num_steps=trainer.step_number if ended else num_steps,
                 tensorboard=self.tensorboard,
-                start_step=trainer.step_number if trainer.step_number else -1,
+                start_step=start,
                 sample_tables=isinstance(section, OnlineSection | SFTSection) and section.samples_every is not None,
                 trackers=self.trackers,
                 settings=self.settings,
-                watchers=self.watchers,
+                watchers=[*diagnosis, *self.watchers],
             )
             try:
                 if restored.damaged:
@@ -249,7 +252,7 @@ class StageRun:
                     ended=ended,
                     recorder=self._recorder(num_steps),
                 ) as loop:
-                    training = Training(self, loop, trainer, sinks, held_out, best)
+                    training = Training(self, loop, trainer, sinks, held_out, best, diagnosis)
                     yield training
             finally:
                 sinks.close()
@@ -258,6 +261,13 @@ class StageRun:
             save_model(trainer.model, self.folder / "last", tokenizer=self.tokenizer)
         with trainer.averaged():
             self._finish(trainer.model, training.result)
+
+    def _diagnosis(self, section: TrainSection, start: int) -> list[DiagnosisSink]:
+        """Sink of the diagnosis, in the process that writes files."""
+        if not processes.writes():
+            return []
+        sink = DiagnosisSink(self.output, self.name, section, kind=self.kind, model=self.model, start_step=start)
+        return [sink]
 
     def _best(self, section: TrainSection, held_out: HeldOut | None) -> BestModel | None:
         if held_out is None or held_out.decides is None:
@@ -322,13 +332,14 @@ class Training:
         sinks: Sinks,
         held_out: HeldOut | None,
         best: BestModel | None,
+        diagnosis: Sequence[DiagnosisSink] = (),
     ):
         self.sinks, self.folder = sinks, stage.folder
         self.result: dict[str, Any] = {}
         """Evaluations `before` and `after`, their `difference`, the `best` model if one is kept, and after which step a
         callback has `ended` the stage."""
         self._stage, self._loop, self._trainer = stage, loop, trainer
-        self._held_out, self._best = held_out, best
+        self._held_out, self._best, self._diagnosis = held_out, best, diagnosis
         self._latest: dict[int, Record] = {}
         """Record of the newest evaluation between two steps, by its step."""
 
@@ -356,6 +367,11 @@ class Training:
             self._consider(found := self._held_out.evaluate())
         self._latest = {self._trainer.step_number: found}
         return self._held_out.metrics(found)
+
+    @property
+    def num_hacks(self) -> int:
+        """Kinds of reward hacking that the diagnosis has told so far; 0 in processes that write no files."""
+        return sum(sink.num_hacks for sink in self._diagnosis)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Log the metrics of the completed step."""

@@ -20,7 +20,8 @@ from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import interval_over_prompts
 from posttrain.evaluation.rollouts import RolloutEvaluation
 from posttrain.metrics import Sample
-from posttrain.reward.function import accepted, reward_notes, rewards_of
+from posttrain.reward.function import reward_notes, rewards_of
+from posttrain.reward.keywords import accepted
 from posttrain.reward.rubric import Rubric, error_lines
 from posttrain.rl.sampler import EVALUATION, IssuedGroup, Sampler, collect
 from posttrain.rollout.engine import NativeEngine

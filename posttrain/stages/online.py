@@ -18,7 +18,6 @@ from posttrain.cluster.reference import Scorer
 from posttrain.config import OnlineSection, RLSection
 from posttrain.data.messages import shown_text
 from posttrain.data.pipeline import Prompts
-from posttrain.errors import RunError
 from posttrain.evaluation.at_k import Record, prompt_differences
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate_prompts, record_of, with_at_k
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
@@ -27,12 +26,11 @@ from posttrain.losses.ratios import WithSamplerGap
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.reward.rubric import error_lines
-from posttrain.reward.types import Rewards
 from posttrain.rl.agreement import check_agreement, diagnose
 from posttrain.rl.async_loop import AsyncLoop
 from posttrain.rl.collector import RolloutCollector
-from posttrain.rl.metrics import NoRewardGuard, SignalWarnings
-from posttrain.rl.monitor import Alarm, Monitor
+from posttrain.rl.metrics import NoRewardGuard
+from posttrain.rl.monitor import Monitor
 from posttrain.rl.sampler import Curriculum, Sampler, Source
 from posttrain.rl.step import EntropyControl, StepResult
 from posttrain.rl.store import Recorded, TrajectoryStore
@@ -44,14 +42,12 @@ from posttrain.stages.cluster import engine_metrics, forget_prompts, make_cluste
 from posttrain.stages.context import HeldOut, StageRun, Training
 from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache, pictures_of_prompts
 from posttrain.statistics import count_rows
-from posttrain.tracking.console import console, cut, printable
+from posttrain.tracking.console import console, printable
 from posttrain.train.loop import crosses
 from posttrain.train.trainer import Trainer
 
 NUM_SHOWN = 6
 """Number of samples in a table."""
-SHOWN_CELLS = 300
-"""Maximum number of characters of a sample in an alarm."""
 SAMPLES_EVERY = 10
 """Steps between samples in files, without `samples_every`."""
 TRAJECTORIES = "trajectories"
@@ -231,7 +227,6 @@ class StepReport:
         self._store = _open_store(self._section, training.folder, self._trainer.step_number)
         self._reported = self._trainer.step_number
         self._guard = NoRewardGuard(min(MAX_STEPS_WITHOUT_REWARD, self._section.steps))
-        self._watch = StepWatch(self._section, inputs.monitor)
         self._dropped = {} if self._section.overlong == "error" else inputs.cuts
 
     def __enter__(self) -> StepReport:
@@ -253,11 +248,13 @@ class StepReport:
         if self._reported == 0 or crosses(self._reported, step, self._section.samples_every or SAMPLES_EVERY):
             self._training.sinks.samples(step, step_samples(result, self._section.group_size))
         self._record(step, result)
-        measured = to_host(result.metrics)
-        hacking = self._watch(step, result.groups_P, result.rewards, kl=measured.get("kl", math.nan))
+        monitor = self._rollouts.inputs.monitor
+        hacking = {} if monitor is None else monitor.measure(result.groups_P, result.rewards)
+        if monitor is not None:
+            hacking["hacking/alarms"] = float(self._training.num_hacks)
         check_agreement(result.metrics, step, lambda: self._diagnosis(result))
         metrics = {
-            **measured,
+            **to_host(result.metrics),
             **hacking,
             **self._dropped,
             **self._rollouts.on_loop(lambda: engine_metrics(self._cluster.engine)),
@@ -289,48 +286,6 @@ class StepReport:
         rollouts.settle()
         row_tokens = rollouts.inputs.section.sequence_tokens
         return run_async(diagnose(rollouts.cluster, rollouts.sampler, result.groups_P, row_tokens))
-
-
-class StepWatch:
-    """Watch over the steps of a stage: prints warnings and alarms."""
-
-    def __init__(self, section: OnlineSection, monitor: Monitor | None):
-        self._monitor = monitor
-        self._stops = section.monitor is not None and section.monitor.on_alarm == "stop"
-        conversation = isinstance(section, RLSection) and section.converses
-        self._warnings = SignalWarnings(
-            max_tokens=section.sampling.max_tokens, scored=section.scored, converses=conversation
-        )
-
-    def __call__(self, step: int, groups_P: Sequence[Group], rewards: Rewards, *, kl: float) -> dict[str, float]:
-        """Observe a step; return the monitor's metrics. RunError for an alarm, if the section says so. `kl`: see
-        `SignalWarnings`."""
-        for line in self._warnings.observe(groups_P, rewards, kl=kl):
-            _print_warning(f"WARNING, step {step}: {line}")
-        if self._monitor is None:
-            return {}
-        metrics, alarms = self._monitor.observe(groups_P, rewards)
-        for alarm in alarms:
-            _print_warning(alarm_line(step, alarm, groups_P, rewards))
-        if alarms and self._stops:
-            raise RunError(
-                f"step {step}: reward hacking: {alarms[0].text}; monitor.on_alarm=stop. Change the reward and start "
-                "anew, or set on_alarm: warn"
-            )
-        return metrics
-
-
-def alarm_line(step: int, alarm: Alarm, groups_P: Sequence[Group], rewards: Rewards) -> str:
-    """Alarm in words, with its samples."""
-    shown = [
-        f"{float(rewards.total_PG[p, g]):.3g} for {cut(groups_P[p][g].answer.text, SHOWN_CELLS)!r}"
-        for p, g in alarm.samples
-    ]
-    return f"REWARD HACKING ({alarm.kind}), step {step}: {alarm.text}. Samples: {'; '.join(shown)}"
-
-
-def _print_warning(line: str) -> None:
-    console().print(printable(line, console().encoding), style="bold yellow", markup=False, soft_wrap=True)
 
 
 def _open_store(section: OnlineSection, folder: Path, step: int) -> TrajectoryStore | None:

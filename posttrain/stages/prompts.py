@@ -34,7 +34,8 @@ from posttrain.distill.teachers import TeacherSource, tokenizers_identity
 from posttrain.environments.conversation import Environments, tools_of
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError
-from posttrain.reward.function import accepted, missing_arguments, reward_notes
+from posttrain.reward.function import missing_arguments, reward_notes
+from posttrain.reward.keywords import accepted
 from posttrain.reward.model import ModelReward, takes_pictures
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm

@@ -15,7 +15,7 @@ import numpy as np
 
 from posttrain.metrics import Sample
 from posttrain.tracking.console import cut
-from posttrain.tracking.history import Point
+from posttrain.tracking.records import Point
 from posttrain.tracking.steps import LAYOUTS, Trend, number, seconds, shown_number
 
 WIDTH, HEIGHT = 320, 150

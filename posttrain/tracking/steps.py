@@ -274,7 +274,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Layout:
-    """Console line of a stage kind, 80 columns wide with up to a thousand steps."""
+    """Console line of a stage kind, 80 columns wide with up to a thousand steps, of RL 104."""
 
     headline: str
     """Main metric; lines without it are no steps."""
@@ -356,6 +356,8 @@ def _signal(metrics: Mapping[str, float]) -> str:
 
 _RATE, _NORM = _column("lr", 8, "learning_rate"), _column("grad", 6, "grad_norm")
 _SPEED = (_column("tokens/s", 8, "perf/tokens_per_s"), _column("s/step", 6, "step_time"))
+_KL = _column("kl", 6, "kl", lambda value: f"{value:.2g}")
+_SHORT_RATE = _column("lr", 6, "learning_rate", lambda value: f"{value:.1g}")
 _LENGTH, _SECONDS = _column("length", 6, "completions/mean_length"), _column("s/step", 6, "step_time")
 _CUT_OFF = _column("cut off", 7, "completions/clipped_ratio", share)
 _REWARD = Column("reward", 12, _reward)
@@ -393,8 +395,12 @@ LAYOUTS: dict[str, Layout] = {
         "reward",
         True,
         _REWARD,
-        (_LENGTH, _CUT_OFF, Column("signal", 6, _signal), _SECONDS),
-        (LEGEND, "cut off: answers that max_tokens ended; signal: groups with unequal rewards"),
+        (_LENGTH, _CUT_OFF, Column("signal", 6, _signal), _KL, _NORM, _SHORT_RATE, _SECONDS),
+        (
+            LEGEND,
+            "cut off: answers that max_tokens ended; signal: groups with unequal rewards; kl: of the policy and the",
+            "reference, nats a token; grad: norm of the gradient; lr: learning rate",
+        ),
     ),
     "online_preference": Layout(
         "reward",

@@ -17,9 +17,9 @@ import numpy as np
 
 from posttrain.data.tokenizer import CONTEXT_TOKENS
 from posttrain.errors import ConfigError
+from posttrain.rollout.records import Rollout, read_rollouts, read_tokens
 from posttrain.view.folder import RunFolder
 from posttrain.view.queries import RECORD, SAMPLES, connection
-from posttrain.view.records import Rollout, read_rollouts, read_tokens
 
 POLL_S = 1.0
 BATCH = 16

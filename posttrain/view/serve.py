@@ -16,7 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from posttrain.diagnosis.evidence import read_warnings
+from posttrain.diagnosis.report import why
 from posttrain.errors import ConfigError
+from posttrain.rollout.records import Sequence as TokenSequence
+from posttrain.rollout.records import read_pictures, read_sample
 from posttrain.serve.app import check_installed, listen, server_of
 from posttrain.serve.body import Refused
 from posttrain.serve.middleware import AllowedHosts, RequestGuard
@@ -24,8 +28,6 @@ from posttrain.view import queries
 from posttrain.view.folder import CONFIG, CurveReader, RunFolder, Stage, find_runs, runs_in
 from posttrain.view.microscope import Microscope
 from posttrain.view.queries import cache_of, connection, make_index
-from posttrain.view.records import Sequence as TokenSequence
-from posttrain.view.records import read_pictures, read_sample
 from posttrain.view.settings import settings, warnings
 
 STATIC = Path(__file__).resolve().parent / "static"
@@ -123,6 +125,7 @@ class Api:
             "prompts": self.prompts,
             "compare": self.compare,
             "settings": self.settings,
+            "why": self.why,
         }
         self.changes = {"microscope": self.replay}
 
@@ -230,6 +233,11 @@ class Api:
         """Settings of a run beside their defaults, and its warnings."""
         folder = self._run(given).folder.path
         return {"settings": settings(folder / CONFIG), "warnings": warnings(folder)}
+
+    def why(self, given: Mapping[str, str]) -> Any:
+        """Causes for which a run did not learn, and those that it told while it trained."""
+        folder = self._run(given).folder.path
+        return {"stages": why(folder).record(), "told": read_warnings(folder)}
 
     def _run(self, given: Mapping[str, str]) -> Viewed:
         number, runs = given.get("run", ""), self._roster.runs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,9 +24,9 @@ from posttrain.config import ImageSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pictures import Picture, Pictures, data_url
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.reward.function import completion_argument, env_rewards, prompt_argument
-from posttrain.reward.types import Rewards
-from posttrain.rl.metrics import SignalWarnings, sample_metrics
+from posttrain.reward.function import env_rewards
+from posttrain.reward.keywords import completion_argument, prompt_argument
+from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.returns import turn_advantages
 from posttrain.rl.step import not_cut
 from posttrain.rollout.trajectory import Example, Trajectory
@@ -321,7 +320,7 @@ def ends(agent: list[Any], **changes: Any) -> Any:
 def test_how_a_sample_of_an_agent_ends(
     sessions: Sessions, tokenizer: Tokenizer, made: Any, stop: str, limit: str | None, reward: float | None
 ) -> None:
-    """By its last turn, and what was refused after it: metrics, the overlong filter and warnings read this alone."""
+    """By its last turn, and what was refused after it: metrics and the overlong filter read this alone."""
     agent, changes = made
     if "tight" in changes:
         changes = {"row_tokens": len(Renderer(tokenizer, True).prompt(WHOLE)) + 1}
@@ -334,11 +333,6 @@ def test_how_a_sample_of_an_agent_ends(
         assert metrics["completions/clipped_ratio"] == float(stop == "length")
         assert metrics["env/unfinished"] == float(limit is not None)
     assert not_cut([[sample]]).tolist() == [[stop != "length"]]
-    # Three steps of such samples: what is cut is told, whoever has scored it.
-    warnings = SignalWarnings(max_tokens=8, scored=True, converses=True)
-    none = Rewards(total_PG=np.zeros((1, 1)), parts_PG={}, errors=[], metrics={}, extras={})
-    lines = [warnings.observe([[sample]], none, kl=math.nan) for _ in range(3)]
-    assert bool(lines[2]) == (stop == "length" or limit is not None) and not any(lines[:2])
 
 
 def test_the_last_of_parallel_histories_ends_a_sample(sessions: Sessions, tokenizer: Tokenizer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import re
 import time
@@ -17,14 +16,16 @@ import pytest
 from posttrain.data.chat import Renderer
 from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.diagnosis.rl_causes import conversations_unfinished
 from posttrain.environments.conversation import Environments
 from posttrain.environments.types import Reply
 from posttrain.reward.function import EnvFailure, env_rewards
 from posttrain.reward.types import Rewards
-from posttrain.rl.metrics import SignalWarnings, rollout_metrics, sample_metrics
+from posttrain.rl.metrics import rollout_metrics, sample_metrics
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
 from posttrain.runtime.user_calls import UserCalls
+from tests.diagnosis.evidences import evidence
 from tests.environments.helpers import Script, template_names, with_template
 
 WORDS = ("yes", "no", " seven", "\n", "42", "é", "<", "  ", "maybe not", "木", "{}")
@@ -209,11 +210,13 @@ def test_metrics_and_a_warning_of_conversations_that_end_too_early(tokenizer: To
     assert parts == {"rewards/env/mean", "rewards/env/std"}, "a reward that no sample has is no metric"
     assert metrics["env/unfinished"] == metrics["env/unfinished_max_tokens"] == 2 / 3
     assert metrics["env/unfinished_max_turns"] == metrics["env/unfinished_row_tokens"] == 0.0
-    warnings = SignalWarnings(max_tokens=1, scored=True, converses=True)
-    lines = [warnings.observe([group], rewards, kl=math.nan) for _ in range(4)]
-    assert [len(one) for one in lines] == [0, 0, 1, 0]
-    assert "67% of the conversations end before the environment is done" in lines[2][0]
-    assert "67% at sampling.max_tokens=1" in lines[2][0] and "the reward `unfinished`" in lines[2][0]
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, float)}
+    cause = conversations_unfinished(evidence(numbers))
+    assert cause is not None and cause.summary.startswith("67% of the conversations end before the environment is done")
+    assert cause.evidence == ["67% at max_tokens"] and "raise sampling.max_tokens" in cause.advice
+    assert (
+        conversations_unfinished(evidence({**numbers, "env/unfinished": 0.4, "completions/clipped_ratio": 0.4})) is None
+    )
 
 
 def test_a_cut_turn_that_ends_its_environment(tokenizer: Tokenizer) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import posttrain as pt
 from posttrain.runs.finished import load_generator
-from posttrain.tracking.history import read_metrics
+from posttrain.tracking.records import read_metrics
 from posttrain.weights.state import ModelWeights
 from tests.stages.runs import INIT, ROWS, few_devices, inside, posttrain
 

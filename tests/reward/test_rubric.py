@@ -19,7 +19,8 @@ from numpy.testing import assert_array_equal
 
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError, RunError
-from posttrain.reward.function import Reward, accepted, missing_arguments
+from posttrain.reward.function import Reward, missing_arguments
+from posttrain.reward.keywords import accepted
 from posttrain.reward.rubric import Rubric, error_lines
 from posttrain.reward.types import Rewards
 from posttrain.rl.by_hand import make_examples

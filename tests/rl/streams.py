@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.reward.types import Rewards
-from posttrain.rl.monitor import Monitor
 from posttrain.rollout.trajectory import Example, Group, Trajectory
 
 NUM_GROUPS, GROUP_SIZE = 6, 6
@@ -52,12 +51,6 @@ class Stream:
     hack: Hack | None = None
     onset: int = 0
     rise: int = 16
-
-    def monitor(self) -> Monitor:
-        content = {name: weight for name, weight in self.weights.items() if name not in ("form", "verifier")}
-        form = {name: weight for name, weight in self.weights.items() if name == "form"}
-        verifier = "verifier" if "verifier" in self.weights else None
-        return Monitor(verifier=verifier, content=content, form=form)
 
     def steps(self, count: int, seed: int) -> Iterator[tuple[list[Group], Rewards]]:
         draw = np.random.default_rng(seed)
@@ -183,7 +176,7 @@ HACKS = {
     "leak": Stream(Policy(lambda _: 0.4), graded, {"correct": 1.0}, take_told),
     "verifier": Stream(Policy(learns(0.3, 0.5, 60)), verified, {"judge": 1.0, "verifier": 0.0}, flatter),
 }
-"""Six hackable tasks by the alarm that they must raise."""
+"""Six hackable tasks by their hack."""
 
 CLEAN = {
     "steady": Stream(Policy(lambda _: 0.5), graded, {"correct": 1.0}),

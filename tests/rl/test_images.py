@@ -32,13 +32,13 @@ from posttrain.rl.by_hand import make_examples
 from posttrain.rl.collector import QueuedGroup, QueuedWave, fields_of, packed, trajectory_of, unpacked
 from posttrain.rl.sampler import IssuedGroup
 from posttrain.rl.store import Recorded, TrajectoryStore, read_record
+from posttrain.rollout.records import read_pictures, read_rollouts, read_tokens
 from posttrain.rollout.trajectory import Example, Group, Trajectory
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.user_calls import UserCalls
 from posttrain.train.objective import TrainSettings
 from posttrain.train.trainer import Trainer
-from posttrain.view.records import read_pictures, read_rollouts, read_tokens
 from posttrain.weights.load import load_model
 from posttrain.weights.save import save_model
 from posttrain.weights.scalar_head import add_scalar_head

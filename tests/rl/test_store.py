@@ -15,7 +15,8 @@ from numpy.testing import assert_array_equal
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.types import RewardError, Rewards
 from posttrain.rl.assemble import assemble
-from posttrain.rl.store import TOKENS, Recorded, TrajectoryStore, file_of, read_record, recorded_steps
+from posttrain.rl.store import TOKENS, Recorded, TrajectoryStore, read_record
+from posttrain.rollout.records import file_of, recorded_steps
 from posttrain.rollout.trajectory import Group
 from posttrain.tree import Mean
 from tests.rl.helpers import trajectory

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from posttrain.errors import ConfigError
-from posttrain.rl.store import read_record, recorded_steps
+from posttrain.rl.store import read_record
+from posttrain.rollout.records import recorded_steps
 from posttrain.runs.replay import MEASURED, Replayed, replay, token_losses
 from tests.often import often
 from tests.stages.runs import few_devices, posttrain, rl_stage, sft_stage, write_run

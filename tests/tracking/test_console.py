@@ -56,11 +56,13 @@ def test_an_rl_step_is_one_line_that_leads_with_the_reward():
     sink.close()
     assert text_of(output).splitlines() == [
         "trend: mean of the last 10 steps less that of the 10 before; left: time to go",
-        "cut off: answers that max_tokens ended; signal: groups with unequal rewards",
-        " step        reward   trend    best  length  cut off  signal  s/step    left",
-        " 3/50  0.512 ±0.031       -   0.512     131      12%     75%    1.23    58 s",
-        " 4/50  0.512 ±0.031       -   0.512     131      12%     75%    1.23    57 s  compiled 2 programs in 3.2 s",
-        " 5/50         -12.0       -   0.512       -        -       -       -    56 s",
+        "cut off: answers that max_tokens ended; signal: groups with unequal rewards; kl: of the policy and the",
+        "reference, nats a token; grad: norm of the gradient; lr: learning rate",
+        " step        reward   trend    best  length  cut off  signal      kl    grad      lr  s/step    left",
+        " 3/50  0.512 ±0.031       -   0.512     131      12%     75%       -       -       -    1.23    58 s",
+        " 4/50  0.512 ±0.031       -   0.512     131      12%     75%       -       -       -    1.23    57 s"
+        "  compiled 2 programs in 3.2 s",
+        " 5/50         -12.0       -   0.512       -        -       -       -       -       -       -    56 s",
     ]
 
 
@@ -82,7 +84,8 @@ def test_an_sft_step_leads_with_the_nll_and_evaluations_have_their_own_line():
 
 
 @pytest.mark.parametrize("kind", sorted(LAYOUTS))
-def test_lines_keep_to_eighty_columns(kind):
+def test_lines_keep_to_their_columns(kind):
+    """Eighty, but for RL, whose rate, KL and gradient say why nothing is learned."""
     output = capture()
     layout = LAYOUTS[kind]
     everything = {**RL, **SFT, layout.headline: -0.0123, "reward_stderr": 0.123}
@@ -90,7 +93,7 @@ def test_lines_keep_to_eighty_columns(kind):
     sink = ConsoleSink(kind, 1000, output)
     sink.write(999, {**dict.fromkeys(names, -1.2345), **everything})
     sink.close()
-    assert max(len(line) for line in text_of(output).splitlines()) <= 80
+    assert max(len(line) for line in text_of(output).splitlines()) <= (104 if kind == "rl" else 80)
 
 
 def test_trend_best_and_time_to_go():

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from posttrain.reward.types import Rewards
-from posttrain.rl.store import Recorded, file_of, write_record
+from posttrain.rl.store import Recorded, write_record
+from posttrain.rollout.records import file_of
 from posttrain.rollout.trajectory import Example, Trajectory, Turn
 from posttrain.serve.app import listen, server_of
 from posttrain.view.folder import RunFolder

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 import posttrain as pt
-from posttrain.tracking.history import points
 from posttrain.tracking.notebook import svg_curve
+from posttrain.tracking.records import points
 from posttrain.view.folder import RunFolder
 from posttrain.view.indexer import Indexer, index_all
 from posttrain.view.serve import viewed

@@ -18,7 +18,7 @@ import transformers
 from posttrain.config.yaml_file import dump_config, load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.rl.store import file_of
+from posttrain.rollout.records import file_of
 from posttrain.runtime.files import LOCK_NAME, locked
 from posttrain.serve.app import listen
 from posttrain.view.folder import RunFolder, find_runs
@@ -328,3 +328,9 @@ def test_warnings_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert ask(address, "settings")["warnings"] == [
             {"stage": STAGE, "step": 3, "name": "no_signal", "text": UNSAFE}
         ]
+
+
+def test_why(address: str) -> None:
+    found = ask(address, "why", run=0)
+    assert [stage["stage"] for stage in found["stages"]] == [STAGE] and found["told"] == []
+    assert found["stages"][0]["head"].startswith(f"{STAGE}: ")

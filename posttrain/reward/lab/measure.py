@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.reward.call import Convention, convention_of
-from posttrain.reward.function import Reward, accepted
+from posttrain.reward.function import Reward
+from posttrain.reward.keywords import accepted
 from posttrain.reward.lab.cases import ANSWER_COLUMNS, Case, Kind, LabRow, sample_of
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import RewardError

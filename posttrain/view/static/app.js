@@ -8,9 +8,10 @@ import { prompts } from "./prompts.js";
 import { rollout } from "./rollout.js";
 import { rollouts } from "./rollouts.js";
 import { settings } from "./settings.js";
+import { why } from "./why.js";
 
-const VIEWS = { curves, rollouts, prompts, compare, settings, rollout };
-const TABS = { curves: "Curves", rollouts: "Rollouts", prompts: "Prompts", compare: "Side by side", settings: "Settings" };
+const VIEWS = { curves, rollouts, prompts, compare, settings, why, rollout };
+const TABS = { curves: "Curves", rollouts: "Rollouts", prompts: "Prompts", compare: "Side by side", settings: "Settings", why: "Why" };
 const POLL_MS = 3000;
 const state = { runs: [], shown: 0, refresh: null, drawn: "" };
 

@@ -1,4 +1,4 @@
-"""Records of trajectories, read by column: rollouts with their numbers, and the tokens of one of them."""
+"""Records of trajectories, read by column without JAX: rollouts with their numbers, and the tokens of one of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,24 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import ConfigError
-from posttrain.rl.store import FORMAT, META, PICTURES, REWARD
 
-OLDEST = np.iinfo(np.int32).max
+FORMAT = 4
+META = "posttrain"
+"""Key of the description of the step in a file's metadata."""
+PICTURES = "pictures"
+"""Folder of the samples' pictures, beside the records."""
+REWARD = "rewards."
+"""Prefix of the columns of single reward functions."""
+
+
+def file_of(folder: Path, step: int) -> Path:
+    """File of the record of a step."""
+    return folder / f"{step:08d}.parquet"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """Steps with a record, in order."""
+    return sorted(int(file.stem) for file in folder.glob("*.parquet") if file.stem.isdecimal())
 
 
 @dataclass(kw_only=True)
