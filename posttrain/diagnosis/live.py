@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import ModelSection, OnlineSection, TrainSection
+from posttrain.config import ModelSection, TrainSection
 from posttrain.diagnosis.answers import Answers
 from posttrain.diagnosis.causes import Cause
 from posttrain.diagnosis.diagnose import diagnose
 from posttrain.diagnosis.evidence import WARNINGS, Evidence, read_evidence, read_warnings, stage_evidence
 from posttrain.diagnosis.report import StageDiagnosis, stage_diagnosis
 from posttrain.diagnosis.score_answers import score_answers
-from posttrain.errors import RunError
 from posttrain.metrics import Sample
 from posttrain.tracking.console import console, printable
 from posttrain.tracking.history import keep_lines, open_for_append, write_line
@@ -32,8 +31,7 @@ EVERY = 10
 class DiagnosisSink:
     """Sink that diagnoses a stage at steps 3, 10, 30 and then every ten; `warnings.jsonl` has what it told.
 
-    RunError for a hack with `monitor.on_alarm: stop`. `start_step`: the step from which a stage resumes, -1 if it
-    begins; what was told later is told again.
+    `start_step`: the step from which a stage resumes, -1 if it begins; what was told later is told again.
     """
 
     def __init__(
@@ -44,8 +42,8 @@ class DiagnosisSink:
             keep_lines(run / WARNINGS, lambda line: line["stage"] != name or line["step"] <= start_step)
         before = [line for line in read_warnings(run) if line["stage"] == name]
         self._told = {line["name"] for line in before}
-        self.num_hacks = sum(line["hack"] for line in before)
-        """Kinds of reward hacking told so far."""
+        self.hacks = [f"step {line['step']}: reward hacking: {line['summary']}" for line in before if line["hack"]]
+        """Reward hacking told so far, a line for each kind."""
         self._lines: dict[int, dict[str, Any]] = {
             line["step"]: line for line in read_metrics(run) if line["stage"] == name and line["step"] <= start_step
         }
@@ -78,16 +76,10 @@ class DiagnosisSink:
             return
         for cause in found:
             self._told.add(cause.name)
-            self.num_hacks += cause.hack
+            if cause.hack:
+                self.hacks.append(f"step {step}: reward hacking: {cause.summary}")
             tell(warning_line(step, cause))
         write_warnings(self._run, self._name, step, found)
-        monitor = self._section.monitor if isinstance(self._section, OnlineSection) else None
-        hack = first_hack(found)
-        if monitor is not None and monitor.on_alarm == "stop" and hack is not None:
-            raise RunError(
-                f"step {step}: reward hacking: {hack.summary}; monitor.on_alarm=stop. Change the reward and start "
-                "anew, or set on_alarm: warn"
-            )
 
     def _evidence(self) -> Evidence:
         found = stage_evidence(

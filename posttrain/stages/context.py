@@ -29,7 +29,7 @@ from posttrain.config import (
 )
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.diagnosis.live import DiagnosisSink
-from posttrain.errors import ConfigError, placed
+from posttrain.errors import ConfigError, RunError, placed
 from posttrain.evaluation.at_k import Record, paired
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.mesh import mesh_sizes
@@ -252,7 +252,7 @@ class StageRun:
                     ended=ended,
                     recorder=self._recorder(num_steps),
                 ) as loop:
-                    training = Training(self, loop, trainer, sinks, held_out, best, diagnosis)
+                    training = Training(self, section, loop, trainer, sinks, held_out, best, diagnosis)
                     yield training
             finally:
                 sinks.close()
@@ -327,12 +327,13 @@ class Training:
     def __init__(
         self,
         stage: StageRun,
+        section: TrainSection,
         loop: TrainingLoop,
         trainer: Trainer,
         sinks: Sinks,
         held_out: HeldOut | None,
         best: BestModel | None,
-        diagnosis: Sequence[DiagnosisSink] = (),
+        diagnosis: Sequence[DiagnosisSink],
     ):
         self.sinks, self.folder = sinks, stage.folder
         self.result: dict[str, Any] = {}
@@ -340,6 +341,8 @@ class Training:
         callback has `ended` the stage."""
         self._stage, self._loop, self._trainer = stage, loop, trainer
         self._held_out, self._best, self._diagnosis = held_out, best, diagnosis
+        monitor = section.monitor if isinstance(section, OnlineSection) else None
+        self._stops = monitor is not None and monitor.on_alarm == "stop"
         self._latest: dict[int, Record] = {}
         """Record of the newest evaluation between two steps, by its step."""
 
@@ -371,11 +374,17 @@ class Training:
     @property
     def num_hacks(self) -> int:
         """Kinds of reward hacking that the diagnosis has told so far; 0 in processes that write no files."""
-        return sum(sink.num_hacks for sink in self._diagnosis)
+        return sum(len(sink.hacks) for sink in self._diagnosis)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log the metrics of the completed step."""
+        """Log the metrics of the completed step. RunError, in every process, for a hack with `on_alarm: stop`."""
         self._loop.log(metrics)
+        if self._stops:
+            hacks = processes.agreed(lambda: [hack for sink in self._diagnosis for hack in sink.hacks])
+            if hacks:
+                raise RunError(
+                    f"{hacks[0]}; monitor.on_alarm=stop. Change the reward and start anew, or set on_alarm: warn"
+                )
 
     def write_samples(self, draw: Callable[[], tuple[Sequence[Sample], Mapping[str, float]]]) -> None:
         """Draw samples between two steps, by the weights that evaluations have, and write them with their metrics."""

@@ -16,7 +16,7 @@ import yaml
 import posttrain as pt
 from posttrain.diagnosis.evidence import read_evidence, read_warnings
 from posttrain.diagnosis.live import DiagnosisSink
-from posttrain.errors import ConfigError, RunError
+from posttrain.errors import ConfigError
 from posttrain.tracking.history import JsonlSink
 from posttrain.tracking.sink import Sink
 from tests.diagnosis.evidences import HEALTHY, MODEL, STEPS, section
@@ -135,12 +135,29 @@ def test_a_healthy_run_tells_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "" and not (tmp_path / "warnings.jsonl").exists()
 
 
-def test_a_hack_stops_the_run_if_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hack = lines({"hacking/length_correlation": 0.95})
-    fed(live(tmp_path), hack)
+def test_a_hack_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sink = live(tmp_path)
+    fed(sink, lines({"hacking/length_correlation": 0.95}))
     assert capsys.readouterr().out.count("REWARD HACKING, step 3: ") == 1
-    with pytest.raises(RunError, match=r"step 3: reward hacking: .* follows the length of .*on_alarm=stop"):
-        fed(live(tmp_path, monitor={"on_alarm": "stop"}), hack)
+    assert len(sink.hacks) == len(live(tmp_path, start_step=STEPS).hacks) == 1
+
+
+def test_a_hack_stops_the_run_if_told_to(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def long(completions):\n    return [float(len(text)) for text in completions]\n")
+    stage = rl_stage(
+        rewards=[{"fn": f"{tmp_path / 'mine.py'}:long"}],
+        num_steps=5,
+        group_size=8,
+        row_tokens=32,
+        sampling={"max_tokens": 12, "stop_token_ids": list(range(0, 250, 9))},
+        monitor={"on_alarm": "stop"},
+    )
+    with inside(tmp_path):
+        file = write_run(tmp_path, stage)
+        for _ in range(2):
+            outcome = posttrain("run", file)
+            assert outcome.code == 1, outcome.out + outcome.err
+            assert "step 3: reward hacking: " in outcome.err and "monitor.on_alarm=stop" in outcome.err
 
 
 def test_a_fault_of_the_diagnosis_is_said_once(
