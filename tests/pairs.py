@@ -358,6 +358,9 @@ SFT = {
     "noise_alpha": Feature({"noise_alpha": 5.0}),
     "chat_template": Feature({}, {"chat_template": "rewriting.jinja"}),
     "eval_dataset": Feature(_held_out("held_turns")),
+    "samples_every": Feature(
+        {**_held_out("held_turns"), "samples_every": 1, "num_samples": 3, "eval_sampling": {"max_tokens": 3}}
+    ),
     "qk_clip": Feature({"optimizer": {"qk_clip": 0.5}}, {"init": {"model_type": "llama"}}, one_of="family"),
     **TRAINED,
 }

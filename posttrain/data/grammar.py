@@ -184,8 +184,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._compiled: OrderedDict[tuple[Grammar, Place], Any] = OrderedDict()
-        # A known grammar does not wait for another one that is compiled.
-        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
 
     def start(
         self,
@@ -196,43 +195,22 @@ class GrammarCompiler:
     ) -> Constraint:
         """Constraint of a sample after its prompt. `ends`: tokens that end it; `within`: tokens that it may have
         otherwise, in bits. GrammarError for a grammar that no token of the vocabulary begins."""
-        matcher = self._matcher(grammar, self._place(grammar, prompt)).deep_copy()
-        bare = None if self._has_text(prompt) else self._otherwise_at_start
-        return Constraint(self, grammar, matcher, ends, within, bare)
-
-    def knows(self, grammar: Grammar, prompt: Sequence[int]) -> bool:
-        """Tell whether `start` would compile nothing."""
-        return self._known((grammar, self._place(grammar, prompt))) is not None
-
-    def _place(self, grammar: Grammar, prompt: Sequence[int]) -> Place:
-        return Place.CONTENT if grammar.thought is None else grammar.thought.place(self.tokenizer, prompt)
-
-    def _known(self, key: tuple[Grammar, Place]) -> Any:
+        place = Place.CONTENT if grammar.thought is None else grammar.thought.place(self.tokenizer, prompt)
+        known = grammar, place
         with self._lock:
-            if key not in self._compiled:
-                return None
-            self._compiled.move_to_end(key)
-            return self._compiled[key]
-
-    def _matcher(self, grammar: Grammar, place: Place) -> Any:
-        """Matcher of a grammar, to copy; compiled by the first thread that needs it."""
-        key = grammar, place
-        matcher = self._known(key)
-        if matcher is not None:
-            return matcher
-        with self._compiling:
-            matcher = self._known(key)
-            if matcher is not None:
-                return matcher
-            make = partial(import_llguidance().LLMatcher, self._vocabulary, grammar.lark(place), log_level=0)
-            matcher = _on_deep_stack(make)
-            if matcher.is_error():
-                raise GrammarError(f"sampling.grammar: {grammar.kind}: {_one_line(matcher.get_error())}")
-            with self._lock:
-                self._compiled[key] = matcher
+            matcher = self._compiled.get(known)
+            if matcher is None:
+                make = partial(import_llguidance().LLMatcher, self._vocabulary, grammar.lark(place), log_level=0)
+                matcher = _on_deep_stack(make)
+                if matcher.is_error():
+                    raise GrammarError(f"sampling.grammar: {grammar.kind}: {_one_line(matcher.get_error())}")
+                self._compiled[known] = matcher
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
-        return matcher
+            self._compiled.move_to_end(known)
+            matcher = matcher.deep_copy()
+        bare = None if self._has_text(prompt) else self._otherwise_at_start
+        return Constraint(self, grammar, matcher, ends, within, bare)
 
     def text(self, tokens: Sequence[int]) -> str:
         return repr(b"".join(self._bytes[token] for token in tokens)[-60:].decode(errors="replace"))

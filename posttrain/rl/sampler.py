@@ -106,11 +106,11 @@ class Sampler:
             raise RolloutAborted(completion)
         return completion
 
-    async def prepare(self, group: IssuedGroup) -> None:
-        """Prepare the prompt of a group, so that all of its samples are submitted at once."""
-        if isinstance(self.engine, PreparingEngine):
-            example, params = group.example, self.params(group.number, 0)
-            await self.engine.prepare(example.prompt_tokens, params, images=example.images)
+    async def prepare(self, group: IssuedGroup, sample: int) -> None:
+        """Prepare the only turn of a sample, so that it is submitted at once."""
+        if self.conversations is None and isinstance(self.engine, PreparingEngine):
+            example = group.example
+            await self.engine.prepare(example.prompt_tokens, self.params(group.number, sample), images=example.images)
 
     def pending(self, group: IssuedGroup, sample: int) -> PendingRollout:
         """Make the rollout of a sample. ConfigError for a prompt that is too long."""
@@ -186,8 +186,9 @@ async def collect(
     submitted together, in order, so that they depend on no clock. Turns after an environment come when it answers.
     `advance(1)` is called for each finished sample, `ended` with each group as its last sample ends.
     """
-    await asyncio.gather(*map(sampler.prepare, groups))
-    tasks = [asyncio.ensure_future(sampler.rollout(group, sample)) for group in groups for sample in range(group_size)]
+    wanted = [(group, sample) for group in groups for sample in range(group_size)]
+    await asyncio.gather(*(sampler.prepare(*one) for one in wanted))
+    tasks = [asyncio.ensure_future(sampler.rollout(*one)) for one in wanted]
     made = [asyncio.gather(*tasks[i : i + group_size]) for i in range(0, len(tasks), group_size)]
 
     def tell(group: asyncio.Future[list[Trajectory]]) -> None:

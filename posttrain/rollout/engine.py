@@ -12,7 +12,7 @@ from typing import Any
 from jax import Array
 
 from posttrain.config import IMAGE_CACHE_MIB, CacheDtype, RolloutQuantize, RolloutSection, SamplerTensor
-from posttrain.data.grammar import Constraint, Grammar, GrammarCompiler
+from posttrain.data.grammar import Constraint, GrammarCompiler
 from posttrain.data.prompt_images import PromptImages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
@@ -84,6 +84,7 @@ class NativeEngine:
         self.max_length, self.decode_steps = max_length, decode_steps
         self._decode_text = tokenizer_decode
         self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, model.config.vocab_size)
+        self._prepared: dict[tuple[tuple[int, int], tuple[int, ...]], Constraint | None] = {}
         if merge_lora and not any(ADAPTER in path for path in ModelWeights(model).dims()):
             raise ConfigError("rollout.merge_lora: the model has no adapter to merge; remove the option")
         self._copies = Copies(quantize) if quantize != "none" or merge_lora else None
@@ -182,13 +183,13 @@ class NativeEngine:
     async def prepare(
         self, prompt: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None
     ) -> None:
-        """Decode pictures and compile a grammar, in other threads. `generate` does so too, and submits at once what is
-        prepared: such calls, made together, begin together."""
+        """Decode the pictures and compile the grammar of a call that follows before new weights. `generate` does so
+        too, but submits at once what is prepared: such calls, made together, begin together."""
         if images is not None:
             await self.decode(images)
-        if params.grammar is not None and not self._compiler(params.grammar).knows(params.grammar, prompt):
-            # It may take seconds, and so may the tokens of a vocabulary for the first one.
-            await asyncio.to_thread(self._constraint, params.grammar, prompt, params)
+        if params.grammar is not None:
+            made = await asyncio.to_thread(self._constraint, prompt, params)
+            self._prepared[params.key, tuple(prompt)] = made
 
     async def generate(
         self,
@@ -205,8 +206,15 @@ class NativeEngine:
         `partial`'s with the first; it must not raise.
         """
         self._check_loop()
-        await self.prepare(prompt, params, images=images)
-        request = self._submit(Call(prompt, params, partial, images))
+        if images is not None:
+            await self.decode(images)
+        constraint = None
+        if params.grammar is not None:
+            constraint = self._prepared.pop((params.key, tuple(prompt)), None)
+            if constraint is None:
+                # A grammar may take seconds to compile, and the tokens of a vocabulary to be read for the first one.
+                constraint = await asyncio.to_thread(self._constraint, prompt, params)
+        request = self._submit(Call(prompt, params, partial, images), constraint)
         request.on_tokens = on_tokens
         self._start_driver()
         return await asyncio.wrap_future(request.future)
@@ -255,6 +263,7 @@ class NativeEngine:
         self._loaded = Loaded.of(*self._weights_of(model), version, self._placement)
         self._scheduler.forget()
         self._runner.forget()
+        self._prepared.clear()
         # A tower that was trained, and that of another model, sees other features in the same pictures.
         if model is not self._model or ModelWeights(model).tower_training[0] != "frozen":
             self._runner.images.kept.forget_features()
@@ -433,7 +442,8 @@ class NativeEngine:
         weights = (source, source.read()) if self._copies is None else self._copies(model)
         return weights if self._adapters is None else self._adapters.attached(*weights)
 
-    def _submit(self, call: Call) -> Request:
+    def _submit(self, call: Call, constraint: Constraint | None = None) -> Request:
+        """Request of a call. `constraint`: that of its grammar, if it was made beforehand."""
         prompt, params, partial, images = call
         if self._closed:
             raise RuntimeError("the engine is closed")
@@ -461,7 +471,7 @@ class NativeEngine:
         request = Request(
             prompt=tuple(prompt),
             params=params,
-            constraint=None if params.grammar is None else self._constraint(params.grammar, prompt, params),
+            constraint=constraint or self._constraint(prompt, params),
             adapter=adapter,
             images=images,
             whole=whole,
@@ -471,15 +481,14 @@ class NativeEngine:
         self._scheduler.submit(request)
         return request
 
-    def _compiler(self, grammar: Grammar) -> GrammarCompiler:
+    def _constraint(self, prompt: Sequence[int], params: SamplingParams) -> Constraint | None:
+        if params.grammar is None:
+            return None
         if self._grammars is None:
-            raise ValueError(f"generate: grammar={grammar.kind} needs an engine with tokenizer")
-        return self._grammars
-
-    def _constraint(self, grammar: Grammar, prompt: Sequence[int], params: SamplingParams) -> Constraint:
-        compiler = self._compiler(grammar)
-        params.check_vocabulary(compiler.vocab_size)
-        return compiler.start(grammar, prompt, params.ends, params.choices(compiler.vocab_size))
+            raise ValueError(f"generate: grammar={params.grammar.kind} needs an engine with tokenizer")
+        params.check_vocabulary(self._grammars.vocab_size)
+        within = params.choices(self._grammars.vocab_size)
+        return self._grammars.start(params.grammar, prompt, params.ends, within)
 
     def _check_loop(self) -> None:
         """Adopt a new event loop when the driver's own is closed. RuntimeError while another one is in use."""

@@ -42,7 +42,7 @@ def test_numbers_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     one["metrics"] = {"eval/rewards/exact/mean": 0.375, "eval/rewards/short/mean": 0.5}
     other = {**one, "samples": [{**sample, "reward": None}, {**sample, "reward": 1.0}]}
     other["values"] = {"reward": [None, 1.0]}
-    _print_answers("0-rl", {"before": one, "after": other})
+    _print_answers("0-rl", {"before": one, "after": other}, None)
     shown = capsys.readouterr().out
     assert "held-out reward, 2 rows, 2 prompts" in shown and "mean exact" in shown and "0.375" in shown
     assert "0.0199" not in shown and " 0.02 " in shown and " - " in shown and " 1 " in shown
