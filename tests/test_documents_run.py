@@ -33,6 +33,7 @@ RATIO = "sampling/importance_sampling_ratio"
 ENV = {f"env/{name}" for name in ("errors", "timeouts", "max_turns_ratio", "rows", "close_errors")}
 COMPOSED = ENV | {f"{RATIO}/{name}" for name in ("mean", "max", "out_of_bounds", "chi_square", "effective_sample_size")}
 COMPOSED |= {f"{role}/{name}" for role in ("critic", "drafter") for name in ("grad_norm", "update_skipped")}
+COMPOSED |= {f"samples/completions/{name}" for name in ("mean_length", "clipped_ratio")}
 COMPOSED |= {"distill/hidden", "distill/attention", "clip_ratio/dual_mean", "grad_clipped"}
 """Names that the code puts together, and that no page's run has."""
 
