@@ -193,14 +193,20 @@ def test_training_is_bitwise_as_without_evaluation(tmp_path: Path, mode: str) ->
     if mode == "ahead":
         plain |= {"asynchronous": {"max_staleness": 1}, "rollout": {"decode_steps": 2}}
     section = {"samples": 3, "sets": [{**dataset, "limit": 2, "name": "few"}]}
-    several = {"eval_dataset": dataset, "eval_every": 1, "eval_sampling": ends, "evaluate": section}
+    several = {
+        "eval_dataset": dataset,
+        "eval_every": 1,
+        "eval_sampling": {**ends, "temperature": 1.0},
+        "evaluate": section,
+    }
     model = {"init": {**INIT, "max_position_embeddings": 128}, "tokenizer": "bytes"}
     folders = []
     for name, changes in {"without": {}, "with": several}.items():
         file = write_run(tmp_path / name, rl_stage(**plain, **changes), model=model)
         prompts = [{"prompt": f"{'0123456789' * 7}{i}+1="} for i in range(8)]
         (file.parent / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-        assert posttrain("run", file).code == 0
+        done = posttrain("run", file)
+        assert done.code == 0, done.err
         folders.append(file.parent / "out")
     for step in range(1, 4):
         old, new = (read_record(folder / "0-rl" / "trajectories", step) for folder in folders)
