@@ -159,9 +159,9 @@ function_schema(energy, ["table"])
 # %% [markdown]
 # ## Questions, and demonstrations
 #
-# A question has the `calls` that answer it and the `answer`, which the rewards read. Every fifth food is asked for only
-# in the exam. In the demonstrations a quarter of the teachers look the food up, and the others guess. Their foods are
-# invented: a name must be copied, it cannot be known.
+# A question has the `calls` that answer it and the `answer`, which the rewards read. Every second food (of the whole
+# table every fifth) is asked for only in the exam. In the demonstrations a quarter of the teachers look the food up,
+# and the others guess. Their foods are invented: a name must be copied, it cannot be known.
 
 
 # %%
@@ -189,7 +189,7 @@ def demonstration(draw):
 
 if platform == "cpu":
     questions = [asked(entry) for entry in energies.split(",")]
-    exam, dataset = questions[::5] * 8, [row for index, row in enumerate(questions) if index % 5]
+    exam, dataset = questions[::2], questions[1::2]
     tool = {"fn": energy, "args": {"table": str(table)}}
 else:
     rows = {"path": "envs/food.py:questions"}
