@@ -294,7 +294,7 @@ def _result(folder: Path) -> dict[str, Any]:
 
 
 def _sources(folder: Path, model: ModelSection) -> tuple[str, ...]:
-    """Where the tokenizer of the stage's first model may be, the likeliest first."""
+    """Places of the tokenizer of the stage's first model, the likeliest first."""
     file = folder / "source.json"
     source = json.loads(file.read_text(encoding="utf-8")).get("name") if file.is_file() else None
     return tuple(str(one) for one in (source, model.tokenizer, model.path) if one is not None)

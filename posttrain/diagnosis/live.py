@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ class DiagnosisSink:
         }
         self._failed = False
         self._scored: Answers | None = None
+        # Rows and tokenizers stay the same while a stage trains: they are read once, not at each diagnosis.
+        first = self._stage()
+        self._read: dict[str, Any] = {
+            "read_rows": cache(first.read_rows),
+            "read_tokenizer": cache(first.read_tokenizer),
+            "read_source_tokenizer": cache(first.read_source_tokenizer),
+        }
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step, and diagnose the stage if it is due."""
@@ -82,7 +90,10 @@ class DiagnosisSink:
         write_warnings(self._run, self._name, step, found)
 
     def _evidence(self) -> Evidence:
-        found = stage_evidence(
+        return replace(self._stage(), read_answers=self._answers, **self._read)
+
+    def _stage(self) -> Evidence:
+        return stage_evidence(
             self._run,
             self._name,
             self._section,
@@ -90,7 +101,6 @@ class DiagnosisSink:
             model=self._model,
             lines=[self._lines[step] for step in sorted(self._lines)],
         )
-        return replace(found, read_answers=self._answers)
 
     def _answers(self, rows: Sequence[int]) -> Answers:
         """Answers of the data, scored once: the function and the rows stay the same."""

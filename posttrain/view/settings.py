@@ -12,13 +12,10 @@ import yaml
 
 from posttrain.config.secrets import FROM_ENV, names_secret, secret_in_url
 from posttrain.config.yaml_file import load_recorded
+from posttrain.diagnosis.evidence import read_warnings
 from posttrain.errors import ConfigError
 
 HIDDEN = "(not shown: a secret)"
-WARNINGS, LOG = "warnings.jsonl", "log.txt"
-WORDS = ("WARNING", "REWARD HACKING")
-"""Words that begin the warnings of a log."""
-STAMP = len("2026-01-01 00:00:00 ")
 MAX_WARNINGS = 500
 """Most warnings that the page shows, the newest ones."""
 
@@ -85,21 +82,11 @@ def _shown(name: str, value: Any) -> str:
 
 
 def warnings(folder: Path) -> list[dict[str, Any]]:
-    """Warnings of a run in their order, each with its `text`: those of `warnings.jsonl`, with stage, step and name, or
-    where there is none the lines of `log.txt` that are warnings, with their time."""
-    file, found = folder / WARNINGS, list[dict[str, Any]]()
-    if file.is_file():
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-            with suppress(ValueError):  # a line that is being written
-                entry = json.loads(line)
-                if isinstance(entry, dict):
-                    found.append({key: entry.get(key) for key in ("stage", "step", "name", "text")})
-    elif (log := folder / LOG).is_file():
-        with log.open(encoding="utf-8", errors="replace") as lines:
-            told = (line.rstrip("\n") for line in lines)
-            found = [
-                {"time": line[: STAMP - 1], "text": line[STAMP:]}
-                for line in told
-                if any(word in line[STAMP : STAMP + 80] for word in WORDS)
-            ]
-    return found[-MAX_WARNINGS:]
+    """Warnings of a run in their order, as it told them, each with stage, step, name and `text`."""
+    return [
+        {
+            **{key: line[key] for key in ("stage", "step", "name")},
+            "text": f"{line['summary']}; try: {line['advice']}",
+        }
+        for line in read_warnings(folder)[-MAX_WARNINGS:]
+    ]

@@ -17,6 +17,8 @@ import transformers
 
 from posttrain.config.yaml_file import dump_config, load_config
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.diagnosis.causes import Cause
+from posttrain.diagnosis.live import write_warnings
 from posttrain.errors import ConfigError
 from posttrain.rollout.records import file_of
 from posttrain.runtime.files import LOCK_NAME, locked
@@ -312,21 +314,17 @@ def test_settings_beside_their_defaults(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_warnings_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of its file, as far as it is written, else those of its log."""
+    """Those that a run writes, as far as they are written."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = make_run(tmp_path / "a", STEPS)
+    cause = Cause(name="no_signal", summary=UNSAFE, evidence=["1 of 2"], advice="another reward")
     with served([viewed("a", run)]) as address:
         assert ask(address, "settings")["warnings"] == []
-        log = ["begun", "WARNING, step 3: no signal", " 1/3  0.2 the word WARNING of a model" + " " * 80, "step 4: x"]
-        log[2] = " " * 90 + log[2]
-        (run.path / "log.txt").write_text("".join(f"2026-01-02 03:04:05 {line}\n" for line in log))
+        write_warnings(run.path, STAGE, 3, [cause])
+        with (run.path / "warnings.jsonl").open("a") as file:
+            file.write('{"stage": "0')
         assert ask(address, "settings")["warnings"] == [
-            {"time": "2026-01-02 03:04:05", "text": "WARNING, step 3: no signal"}
-        ]
-        told = {"stage": STAGE, "step": 3, "name": "no_signal", "text": UNSAFE, "more": 1}
-        (run.path / "warnings.jsonl").write_text(json.dumps(told) + '\n{"stage": "0')
-        assert ask(address, "settings")["warnings"] == [
-            {"stage": STAGE, "step": 3, "name": "no_signal", "text": UNSAFE}
+            {"stage": STAGE, "step": 3, "name": "no_signal", "text": f"{UNSAFE}; try: another reward"}
         ]
 
 

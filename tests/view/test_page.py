@@ -84,7 +84,7 @@ def test_search_sort_and_a_rollout(page: Chromium, address: str) -> None:
 
 def test_settings_and_warnings(page: Chromium, runs: list[Viewed], address: str) -> None:
     """Those that differ from the defaults, then all; a warning's text is a text."""
-    told = {"stage": STAGE, "step": 3, "name": "no_signal", "text": UNSAFE}
+    told = {"stage": STAGE, "step": 3, "name": "no_signal", "summary": UNSAFE, "advice": "wait"}
     file = runs[0].folder.path / "warnings.jsonl"
     file.write_text(json.dumps(told) + "\n")
     page.open(f"{address}#settings")

@@ -16,7 +16,7 @@ export async function settings(given, runs) {
     el("tr", { class: one.differs ? "differs" : null }, el("td", { "data-name": "setting" }, one.name), el("td", { class: "text", "data-name": "value" }, one.value),
       el("td", { class: "text quiet", "data-name": "default" }, one.default ?? "")));
   const head = el("tr", {}, ["setting", "value", "default"].map((name) => el("th", {}, name)));
-  const told = found.warnings.map((one) => el("li", {}, [one.time, one.stage, one.step == null ? null : `step ${one.step}`, one.name].filter(Boolean).join(", "), " ", el("span", { class: "text" }, one.text ?? "")));
+  const told = found.warnings.map((one) => el("li", {}, [one.stage, `step ${one.step}`, one.name].join(", "), " ", el("span", { class: "text" }, one.text)));
   return {
     element: el("section", {}, bar, el("h2", {}, "Warnings"),
       told.length ? el("ul", { class: "warnings" }, told) : el("p", { class: "quiet" }, "none is recorded"),
